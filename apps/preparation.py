@@ -1,0 +1,73 @@
+"""Everything that can be wrong with a run's input, found out before any process starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
+from forgeasync.config.checks import check_config, check_without_model
+from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
+from forgeasync.config.problems import ConfigError, Problem, raise_if_any
+from forgeasync.config.schema import RunConfig
+from forgeasync.data.prompts import PromptEncoder
+from forgeasync.data.sources import build_source
+from forgeasync.data.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A checked run: its model's shape and folder, its prompts and its problems."""
+
+    facts: ModelFacts
+    model_path: Path
+    prompts: PromptEncoder
+    train: list[Task]
+    held_out: list[Task]
+
+
+def check(config: RunConfig) -> ModelFacts:
+    """Check the config against itself and its model's shape.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    problems = check_without_model(config)
+    try:
+        facts = read_model_facts(config.model.path)
+    except ConfigError as error:
+        # What is wrong with the rest of the config is worth knowing along with the missing model.
+        raise ConfigError([*error.problems, *problems]) from None
+    raise_if_any(check_config(config, facts))
+    return facts
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Check everything and load what the controller itself needs: tokenizer and problems.
+
+    Raises:
+        ConfigError: lists every problem found.
+    """
+    facts = check(config)
+    folder = model_folder(config.model.path)
+    raise_if_any(check_checkpoint_shapes(folder, facts))
+    try:
+        prompts = PromptEncoder(
+            AutoTokenizer.from_pretrained(folder), chat_template=config.data.chat_template
+        )
+        source = build_source(config.data, seed=config.seed)
+        for task in (*source.train, *source.held_out):
+            prompts.check_length(
+                task,
+                max_context_length=config.model.max_context_length,
+                max_response_tokens=config.sampling.max_response_tokens,
+            )
+    except ValueError as error:
+        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    return Prepared(
+        facts=facts,
+        model_path=folder.resolve(),
+        prompts=prompts,
+        train=source.train,
+        held_out=source.held_out[: config.evaluation.num_problems],
+    )

@@ -1,0 +1,117 @@
+"""Writes what a run does to its files and to the console."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from forgeasync.config.schema import RunConfig
+from forgeasync.data.rollout import Group
+from forgeasync.observability.console import StepConsole, StepLine
+from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics
+from forgeasync.observability.run_dir import RunDir
+from forgeasync.sampler.stats import EngineStats
+from forgeasync.trainer.step_result import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the wall time of a step of the training loop went, in seconds."""
+
+    step_s: float
+    wait_for_batch_s: float
+    train_s: float
+    publish_weights_s: float
+    eval_s: float
+
+    def longest(self) -> str:
+        """What the loop waited for most, for the console."""
+        parts = {
+            "batch": self.wait_for_batch_s,
+            "train": self.train_s,
+            "publish": self.publish_weights_s,
+            "eval": self.eval_s,
+        }
+        name = max(parts, key=parts.__getitem__)
+        return f"{name} {parts[name]:.1f}s of {self.step_s:.1f}s"
+
+
+class RunRecorder:
+    """One line of metrics and a few rollouts a step. A context manager: files are complete when it ends."""
+
+    def __init__(self, config: RunConfig, run_dir: RunDir, console: StepConsole) -> None:
+        self._console = console
+        tensorboard = run_dir.tensorboard if config.logging.tensorboard else None
+        self._metrics = MetricsWriter(run_dir.metrics, tensorboard_dir=tensorboard)
+        self._rollouts = RolloutWriter(run_dir.rollouts, per_step=config.logging.rollouts_per_step)
+        self._start_s = time.perf_counter()
+        self._num_generated_before = 0
+        self._num_dropped_before: Counter[str] = Counter()
+        self._pauses_s: list[float] = []
+
+    def message(self, text: str) -> None:
+        """Print a line that is not a step's."""
+        self._console.message(text)
+
+    def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
+        """The evaluation before the first step; the run's clock starts here."""
+        self._console.message(f"step 0: held-out accuracy {accuracy:.3f}")
+        self._metrics.write_initial_evaluation(accuracy=accuracy, eval_s=eval_s)
+        self._num_generated_before = _num_generated(engines)
+        self._start_s = time.perf_counter()
+
+    def record_pauses(self, pauses_s: Sequence[float]) -> None:
+        """How long each generator stood still for a weight swap; goes into the next step's line."""
+        self._pauses_s.extend(pauses_s)
+
+    def record(
+        self,
+        step: int,
+        batch: Sequence[Group],
+        result: StepResult,
+        times: StepTimes,
+        *,
+        engines: Sequence[EngineStats],
+        num_dropped: Mapping[str, int],
+        accuracy: float | None,
+    ) -> None:
+        """One optimizer step."""
+        num_generated = _num_generated(engines)
+        dropped = {reason: count - self._num_dropped_before[reason] for reason, count in num_dropped.items()}
+        metrics = StepMetrics(
+            step=step,
+            policy_version=result.policy_version,
+            groups=batch,
+            elapsed_s=time.perf_counter() - self._start_s,
+            step_s=times.step_s,
+            wait_for_batch_s=times.wait_for_batch_s,
+            train_s=times.train_s,
+            publish_weights_s=times.publish_weights_s,
+            eval_s=times.eval_s,
+            eval_accuracy=accuracy,
+            num_trained_tokens=result.num_targets,
+            num_generated_tokens=num_generated - self._num_generated_before,
+            dropped=dropped,
+            trainer=result.metrics,
+        ).to_dict()
+        metrics["trainer/num_padding_tokens"] = result.num_padding_tokens
+        metrics["generator/busy_s"] = sum(engine.busy_s for engine in engines)
+        metrics["generator/max_pause_s"] = max(self._pauses_s, default=0.0)
+        self._metrics.write(metrics)
+        self._rollouts.write(step, batch)
+        self._console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
+        self._num_generated_before = num_generated
+        self._num_dropped_before = Counter(num_dropped)
+        self._pauses_s.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._metrics.close()
+        self._rollouts.close()
+
+
+def _num_generated(engines: Sequence[EngineStats]) -> int:
+    return sum(engine.num_generated_tokens for engine in engines)

@@ -1,0 +1,130 @@
+"""Builds the model of a run that has a ``warmup`` section: random weights, then a short supervised run.
+
+    python -m apps.warmup --config configs/tiny_moe_cpu.yaml [key.path=value ...]
+
+Writes ``model.path`` as a Hugging Face folder that vLLM, TorchTitan and transformers load alike. The training
+is the RL run's: the same trainer mesh and packed rows, with the likelihood of worked examples as objective.
+"""
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
+
+from apps.cli import run_app
+from forgeasync.actors.fleet import Fleet
+from forgeasync.config.model_facts import ModelFacts, read_model_facts
+from forgeasync.config.problems import ConfigError, Problem
+from forgeasync.config.schema import RunConfig, WarmupSection
+from forgeasync.data.order import TaskOrder
+from forgeasync.data.sources import build_source
+from forgeasync.data.task import Task
+from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
+from forgeasync.data.worked_examples import worked_example
+from forgeasync.trainer.objectives import Supervised
+from forgeasync.trainer.packing import TrainingSequence, pack_rows
+
+REPORT_EVERY = 20
+"""Steps between two progress lines."""
+
+
+def write_initial_folder(
+    folder: Path, warmup: WarmupSection, tokenizer: PreTrainedTokenizerFast, max_context_length: int
+) -> ModelFacts:
+    """Config and tokenizer of a model that has no weights yet."""
+    shape = warmup.shape
+    Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.expert_hidden_size,
+        moe_intermediate_size=shape.expert_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        max_position_embeddings=max_context_length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    ).save_pretrained(folder)
+    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    save_tokenizer(tokenizer, folder)
+    return read_model_facts(str(folder))
+
+
+def supervised_sequence(task: Task, tokenizer: PreTrainedTokenizerFast) -> TrainingSequence:
+    """A worked example to imitate: the prompt is given, the response and its end are learned."""
+    prompt_ids = tokenizer(task.prompt, add_special_tokens=False)["input_ids"]
+    response_ids = tokenizer(worked_example(task), add_special_tokens=False)["input_ids"]
+    response_ids.append(tokenizer.eos_token_id)
+    return TrainingSequence(
+        prompt_ids_P=np.asarray(prompt_ids, np.int32),
+        response_ids_T=np.asarray(response_ids, np.int32),
+        behavior_logprobs_T=np.zeros(len(response_ids), np.float32),
+        ages_T=np.zeros(len(response_ids), np.int32),
+        advantage=1.0,
+    )
+
+
+async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
+    """Train on worked examples and write the model folder."""
+    target = Path(config.model.path)
+    num_examples = warmup.num_steps * warmup.examples_per_step
+    data = config.data.model_copy(update={"num_train": num_examples})
+    tasks = build_source(data, seed=warmup.seed).train
+    tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
+    section = config.trainer.model_copy(update={"optimizer": warmup.optimizer})
+
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "initial"
+        facts = write_initial_folder(source, warmup, tokenizer, config.model.max_context_length)
+        fleet = Fleet(Path(scratch) / "logs")
+        try:
+            trainer = await fleet.start_trainer(
+                config, section, facts, objective=Supervised(), seed=warmup.seed, checkpoint=None
+            )
+            order = TaskOrder(tasks, seed=warmup.seed)
+            for step in range(1, warmup.num_steps + 1):
+                sequences = [
+                    supervised_sequence(order.next(), tokenizer) for _ in range(warmup.examples_per_step)
+                ]
+                rows = pack_rows(
+                    sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks
+                )
+                result = await trainer.train_step(rows)
+                if step % REPORT_EVERY == 0 or step == warmup.num_steps:
+                    print(f"warm-up step {step}/{warmup.num_steps}  loss {result.metrics['loss']:.4f}")
+            trained = Path(scratch) / "trained"
+            await trainer.save_hf(trained, source=source)
+        finally:
+            await fleet.close()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(trained, target)
+    print(f"wrote {target}")
+
+
+def main(config: RunConfig) -> None:
+    """Build ``model.path``, unless it exists."""
+    if config.warmup is None:
+        raise ConfigError([Problem(field="warmup", remedy="this config does not say how to build its model")])
+    if Path(config.model.path).exists():
+        print(f"{config.model.path} exists already")
+        return
+    asyncio.run(warm_up(config, config.warmup))
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(main, description="Build the model of a run by supervised warm-up."))

@@ -1,0 +1,34 @@
+"""Accuracy on held-out problems, sampled once each with the training distribution."""
+
+import asyncio
+from collections.abc import Sequence
+
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.scorer import ScorerActor
+from forgeasync.config.schema import RunConfig
+from forgeasync.data.prompts import PromptEncoder
+from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    *,
+    generators: GeneratorRouter,
+    scorer: ScorerActor,
+    prompts: PromptEncoder,
+    config: RunConfig,
+) -> float:
+    """The mean reward of one response per problem; a problem's sampling seed is its place in the list."""
+
+    async def reward(index: int, task: Task) -> float:
+        rollouts = await generators.generate(
+            prompts.encode(task.prompt), num_samples=1, sampling=config.sampling, seed=index
+        )
+        group = Group(group_id=index, task=task, rollouts=rollouts)
+        async with asyncio.timeout(config.timeouts.score_s):
+            return (await scorer.score.call_one(group))[0]
+
+    async with asyncio.TaskGroup() as all_tasks:
+        rewards = [all_tasks.create_task(reward(index, task)) for index, task in enumerate(tasks)]
+    return sum(task.result() for task in rewards) / len(rewards)

@@ -1,0 +1,121 @@
+"""All procs of a run: spawned, set up, watched, and stopped."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import monarch.actor
+from monarch.actor import MeshFailure, ProcMesh, this_host
+from monarch.spmd import setup_torch_elastic_env_async
+
+from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.placement import GpuAllocator, spawn_role
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.scorer import ScorerActor
+from forgeasync.actors.trainer import TrainerActor
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import RunConfig, TrainerSection
+from forgeasync.trainer.objectives import ObjectiveChoice
+from forgeasync.weights import store
+
+
+class ActorDied(RuntimeError):
+    """A proc of the run ended, or one of its actors failed outside of a call."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The meshes that a run has spawned so far; ``close`` stops them in any state."""
+
+    log_dir: Path
+    _gpus: GpuAllocator = field(default_factory=GpuAllocator)
+    _meshes: list[ProcMesh] = field(default_factory=list)
+    _failure: asyncio.Future[None] = field(init=False)
+    _closing: bool = False
+
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._failure = loop.create_future()
+
+        def on_fault(failure: MeshFailure) -> None:
+            # Monarch's default ends the process from here; the loops are to end it in their own order.
+            if not self._closing:
+                loop.call_soon_threadsafe(self._fail, str(failure.report()))
+
+        monarch.actor.unhandled_fault_hook = on_fault
+
+    def _fail(self, report: str) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(ActorDied(report))
+
+    async def watch(self) -> None:
+        """Wait until something dies.
+
+        Raises:
+            ActorDied: always, with Monarch's report.
+        """
+        await asyncio.shield(self._failure)
+
+    def _spawn(self, role: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
+        gpus = [self._gpus.take(gpus_per_proc, role=role) for _ in range(num_procs)]
+        mesh = spawn_role(this_host(), role, num_procs=num_procs, gpus_per_proc=gpus)
+        self._meshes.append(mesh)
+        return mesh
+
+    async def start_weight_store(self) -> None:
+        """A proc that holds the published weights."""
+        await store.open_store(self._spawn("weights", 1, gpus_per_proc=0))
+
+    async def start_trainer(
+        self,
+        config: RunConfig,
+        section: TrainerSection,
+        facts: ModelFacts,
+        *,
+        objective: ObjectiveChoice,
+        seed: int,
+        checkpoint: Path | None,
+    ) -> TrainerMesh:
+        """The trainer mesh, with its process group up and its model built."""
+        num_procs = section.parallel.num_procs
+        mesh = self._spawn("trainer", num_procs, gpus_per_proc=1)
+        await setup_torch_elastic_env_async(mesh)
+        actors = mesh.spawn("trainer", TrainerActor, self.log_dir)
+        trainer = TrainerMesh(actors, num_procs, config.timeouts)
+        await trainer.setup(
+            section=section,
+            facts=facts,
+            temperature=config.sampling.temperature,
+            objective=objective,
+            seed=seed,
+            checkpoint=checkpoint,
+        )
+        return trainer
+
+    async def start_generators(self, config: RunConfig, model_path: Path) -> GeneratorRouter:
+        """The generator mesh, with its engines loaded, behind a router."""
+        section = config.generator
+        mesh = self._spawn("generator", section.num_replicas, gpus_per_proc=section.tensor_parallel)
+        actors = mesh.spawn("generator", GeneratorActor, self.log_dir)
+        async with asyncio.timeout(config.timeouts.setup_s):
+            await actors.setup.call(model_path, section, config.model.max_context_length, config.seed)
+        return GeneratorRouter(actors, section.num_replicas, config.timeouts)
+
+    async def start_scorer(self, config: RunConfig) -> ScorerActor:
+        """The scorer; its endpoints are called with ``call_one``."""
+        actor = self._spawn("scorer", 1, gpus_per_proc=0).spawn("scorer", ScorerActor, self.log_dir)
+        async with asyncio.timeout(config.timeouts.setup_s):
+            await actor.setup.call_one(config.data, config.seed)
+        return actor
+
+    async def close(self) -> None:
+        """Stop every proc; procs that are gone already are no error."""
+        self._closing = True
+        for mesh in reversed(self._meshes):
+            await mesh.stop()
+        self._meshes.clear()
+        if self._failure.done() and not self._failure.cancelled():
+            self._failure.exception()
+        else:
+            self._failure.cancel()

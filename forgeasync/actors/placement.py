@@ -1,0 +1,58 @@
+"""Where the procs of a role run, and with what environment."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
+
+
+class GpuAllocator:
+    """Hands out the GPUs of a host in order; without an accelerator it hands out nothing.
+
+    Raises:
+        ValueError: a role asks for more GPUs than are left.
+    """
+
+    def __init__(self) -> None:
+        self._num_gpus = torch.cuda.device_count()
+        self._next = 0
+
+    def take(self, num_gpus: int, *, role: str) -> list[int]:
+        if self._num_gpus == 0:
+            return []
+        if self._next + num_gpus > self._num_gpus:
+            raise ValueError(
+                f"{role} needs {num_gpus} GPUs, but {self._num_gpus - self._next} of this host's "
+                f"{self._num_gpus} are left"
+            )
+        self._next += num_gpus
+        return list(range(self._next - num_gpus, self._next))
+
+
+def _environment(gpus: list[int]) -> dict[str, str]:
+    if gpus:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    # Two threads in each of several procs on few cores are several times slower than one.
+    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def preimport() -> None:
+    """Runs first in every proc: torch is imported once, before messages that need it arrive concurrently."""
+    import torch as torch
+
+
+def spawn_role(
+    host: HostMesh, role: str, *, num_procs: int, gpus_per_proc: list[list[int]] | None = None
+) -> ProcMesh:
+    """Spawn a role's procs on one host; proc i sees only ``gpus_per_proc[i]``."""
+    gpus: Iterator[list[int]] = iter(gpus_per_proc or []) if gpus_per_proc else itertools.repeat([])
+    commands = [
+        default_bootstrap_cmd().with_env(_environment(next(gpus))) for _ in range(num_procs)
+    ]
+    return host.spawn_procs(
+        per_host={"procs": num_procs},
+        name=role,
+        bootstrap=preimport,
+        bootstrap_command=lambda point: commands[point.rank],
+    )

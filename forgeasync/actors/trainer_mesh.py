@@ -1,0 +1,71 @@
+"""All ranks of the trainer as one trainer: every call goes to all of them, each gets only its own rows."""
+
+import asyncio
+from pathlib import Path
+
+
+from forgeasync.actors.trainer import TrainerActor
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import Dtype, TimeoutSection, TrainerSection
+from forgeasync.trainer.objectives import ObjectiveChoice
+from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.step_result import StepResult
+
+
+class TrainerMesh:
+    """The trainer mesh behind deadlines; a call past one raises TimeoutError."""
+
+    def __init__(self, actors: TrainerActor, num_procs: int, timeouts: TimeoutSection) -> None:
+        self._actors = actors
+        self._ranks = [actors.slice(procs=rank) for rank in range(num_procs)]
+        self._timeouts = timeouts
+        self._data_ranks: list[int] = []
+
+    async def setup(
+        self,
+        *,
+        section: TrainerSection,
+        facts: ModelFacts,
+        temperature: float,
+        objective: ObjectiveChoice,
+        seed: int,
+        checkpoint: Path | None,
+    ) -> None:
+        """Build the model on every rank."""
+        async with asyncio.timeout(self._timeouts.setup_s):
+            self._data_ranks = list(
+                await asyncio.gather(
+                    *(
+                        rank.setup.call_one(section, facts, temperature, objective, seed, checkpoint)
+                        for rank in self._ranks
+                    )
+                )
+            )
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that see different rows; the others share theirs (tensor parallelism)."""
+        return max(self._data_ranks) + 1
+
+    async def train_step(self, rows_by_data_rank: list[list[PackedRow]]) -> StepResult:
+        """One optimizer step; as many rows for every data rank."""
+        num_targets = sum(row.num_targets for rows in rows_by_data_rank for row in rows)
+        async with asyncio.timeout(self._timeouts.train_step_s):
+            results = await asyncio.gather(
+                *(
+                    rank.train_step.call_one(rows_by_data_rank[data_rank], num_targets)
+                    for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
+                )
+            )
+        return results[0]
+
+    async def publish(self, dtype: Dtype) -> int:
+        """Put the current weights into the store; returns their version, visible to all from then on."""
+        async with asyncio.timeout(self._timeouts.weights_s):
+            versions = await asyncio.gather(*(rank.publish.call_one(dtype) for rank in self._ranks))
+        return versions[0]
+
+    async def save_hf(self, folder: Path, *, source: Path) -> None:
+        """Write the weights as a Hugging Face folder."""
+        async with asyncio.timeout(self._timeouts.train_step_s):
+            await asyncio.gather(*(rank.save_hf.call_one(folder, source) for rank in self._ranks))

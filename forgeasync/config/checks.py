@@ -1,0 +1,249 @@
+"""Rules across fields of a run, and between a run and its model: pure functions that return problems.
+
+Rules of one field alone are bounds in ``forgeasync.config.schema``.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
+from forgeasync.config.problems import Problem
+from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
+
+BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
+
+
+def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
+    """Everything that is wrong with running ``config`` on this model; empty if nothing is."""
+    problems = check_without_model(config)
+    for rule in _MODEL_RULES:
+        problems.extend(rule(config, model_facts))
+    return problems
+
+
+def check_without_model(config: RunConfig) -> list[Problem]:
+    """The part of ``check_config`` that needs no model: what can be said before one is built."""
+    return [problem for rule in _CONFIG_RULES for problem in rule(config)]
+
+
+def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of KV cache that one token takes on one generator rank.
+
+    With more ranks than KV heads every rank still holds one head.
+    """
+    heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
+    element = BYTES_PER_ELEMENT[config.generator.dtype]
+    return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
+
+
+def _check_lengths(config: RunConfig) -> Iterator[Problem]:
+    context = config.model.max_context_length
+    if config.sampling.max_response_tokens >= context:
+        yield Problem(
+            field="sampling.max_response_tokens",
+            value=config.sampling.max_response_tokens,
+            remedy=f"must be less than model.max_context_length = {context}, which counts the prompt too",
+        )
+    if context > config.trainer.tokens_per_row:
+        yield Problem(
+            field="trainer.tokens_per_row",
+            value=config.trainer.tokens_per_row,
+            remedy=f"must be at least model.max_context_length = {context}: a sequence must fit a row",
+        )
+
+
+def _check_batch(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.advantage in GROUP_RELATIVE_ADVANTAGES and algorithm.group_size < 2:
+        yield Problem(
+            field="algorithm.group_size",
+            value=algorithm.group_size,
+            remedy=f"must be at least 2: advantage {algorithm.advantage.value!r} compares a group's rollouts",
+        )
+    rollouts = algorithm.group_size * algorithm.groups_per_step
+    ranks = config.trainer.parallel.data_replicate * config.trainer.parallel.data_shard
+    if rollouts < ranks:
+        yield Problem(
+            field="algorithm.groups_per_step",
+            value=algorithm.groups_per_step,
+            remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; "
+            f"must be at least the {ranks} data-parallel ranks of trainer.parallel",
+        )
+    if config.evaluation.num_problems > config.data.num_held_out:
+        yield Problem(
+            field="evaluation.num_problems",
+            value=config.evaluation.num_problems,
+            remedy=f"must be at most data.num_held_out = {config.data.num_held_out}",
+        )
+
+
+def _check_generator(config: RunConfig) -> Iterator[Problem]:
+    generator = config.generator
+    if generator.max_num_batched_tokens < generator.max_num_seqs:
+        yield Problem(
+            field="generator.max_num_batched_tokens",
+            value=generator.max_num_batched_tokens,
+            remedy=f"must be at least generator.max_num_seqs = {generator.max_num_seqs}: "
+            "a forward pass takes one token of each sequence",
+        )
+
+
+def _check_mesh(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.trainer.parallel
+    if parallel.context > 1:
+        yield Problem(
+            field="trainer.parallel.context",
+            value=parallel.context,
+            remedy="context parallelism comes with a later release: trainer.parallel.context must be 1",
+        )
+    product = parallel.data_replicate * parallel.tensor * parallel.context
+    if parallel.num_procs % product:
+        yield Problem(
+            field="trainer.parallel.num_procs",
+            value=parallel.num_procs,
+            remedy=f"must be a multiple of data_replicate * tensor * context = {product}",
+        )
+    else:
+        # TorchTitan lays experts over these ranks: what expert parallelism leaves over shards each expert.
+        ranks = parallel.data_shard * parallel.tensor * parallel.context
+        if ranks % parallel.expert:
+            yield Problem(
+                field="trainer.parallel.expert",
+                value=parallel.expert,
+                remedy=f"must divide data_shard * tensor * context = {ranks}, the ranks it borrows",
+            )
+    if config.trainer.tokens_per_row % parallel.tensor:
+        yield Problem(
+            field="trainer.tokens_per_row",
+            value=config.trainer.tokens_per_row,
+            remedy=f"must be a multiple of trainer.parallel.tensor = {parallel.tensor}, which splits rows",
+        )
+
+
+def _check_warmup(config: RunConfig) -> Iterator[Problem]:
+    if config.warmup is None:
+        return
+    shape = config.warmup.shape
+    if shape.top_k > shape.num_experts:
+        yield Problem(
+            field="warmup.shape.top_k",
+            value=shape.top_k,
+            remedy=f"must be at most warmup.shape.num_experts = {shape.num_experts}",
+        )
+    if shape.num_heads % shape.num_kv_heads:
+        yield Problem(
+            field="warmup.shape.num_kv_heads",
+            value=shape.num_kv_heads,
+            remedy=f"must divide warmup.shape.num_heads = {shape.num_heads}",
+        )
+
+
+def _check_run_dir(config: RunConfig) -> Iterator[Problem]:
+    if config.run_dir is not None and (Path(config.run_dir) / "metrics.jsonl").exists():
+        yield Problem(
+            field="run_dir",
+            value=config.run_dir,
+            remedy="already holds the metrics.jsonl of a run; give another folder or move that run away",
+        )
+
+
+def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    if facts.model_type != SUPPORTED_MODEL_TYPE:
+        remedy = f"is of model_type {facts.model_type!r}; only {SUPPORTED_MODEL_TYPE!r} is supported"
+        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
+    if facts.top_k > facts.num_experts:
+        yield Problem(
+            field="model.path",
+            value=config.model.path,
+            remedy=f"its config.json selects num_experts_per_tok = {facts.top_k} experts; "
+            f"must be at most num_experts = {facts.num_experts}",
+        )
+    if facts.num_heads % facts.num_kv_heads:
+        yield Problem(
+            field="model.path",
+            value=config.model.path,
+            remedy=f"its config.json has num_key_value_heads = {facts.num_kv_heads}; "
+            f"must divide num_attention_heads = {facts.num_heads}",
+        )
+    if config.sampling.top_k > facts.vocab_size:
+        yield Problem(
+            field="sampling.top_k",
+            value=config.sampling.top_k,
+            remedy=f"must be at most the model's vocabulary of {facts.vocab_size} tokens; 0 keeps all",
+        )
+    if config.model.max_context_length > facts.max_position_embeddings:
+        yield Problem(
+            field="model.max_context_length",
+            value=config.model.max_context_length,
+            remedy=f"must be at most the model's max_position_embeddings = {facts.max_position_embeddings}",
+        )
+
+
+def _check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    parallel = config.trainer.parallel
+    for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
+        if size % parallel.tensor:
+            yield Problem(
+                field="trainer.parallel.tensor",
+                value=parallel.tensor,
+                remedy=f"must divide the model's {name} = {size}",
+            )
+    if facts.num_experts % parallel.expert:
+        yield Problem(
+            field="trainer.parallel.expert",
+            value=parallel.expert,
+            remedy=f"must divide the model's num_experts = {facts.num_experts}",
+        )
+    if parallel.expert == 1 and facts.expert_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
+            "(without expert parallelism it splits every expert)",
+        )
+
+
+def _check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    tensor = config.generator.tensor_parallel
+    sizes = (
+        ("num_attention_heads", facts.num_heads),
+        ("moe_intermediate_size", facts.expert_hidden_size),
+    )
+    for name, size in sizes:
+        if size % tensor:
+            yield Problem(
+                field="generator.tensor_parallel",
+                value=tensor,
+                remedy=f"must divide the model's {name} = {size}",
+            )
+    # vLLM repeats KV heads when there are more ranks than heads.
+    if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
+        yield Problem(
+            field="generator.tensor_parallel",
+            value=tensor,
+            remedy=f"must divide the model's num_key_value_heads = {facts.num_kv_heads} or be its multiple",
+        )
+    needed_gib = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
+    if config.generator.kv_cache_gib < needed_gib:
+        yield Problem(
+            field="generator.kv_cache_gib",
+            value=config.generator.kv_cache_gib,
+            remedy=f"must be at least {needed_gib:.3g}, "
+            f"to hold one sequence of model.max_context_length = {config.model.max_context_length}",
+        )
+
+
+_CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _check_lengths,
+    _check_batch,
+    _check_generator,
+    _check_mesh,
+    _check_warmup,
+    _check_run_dir,
+)
+
+_MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
+    _check_model_shape,
+    _check_trainer_divides_model,
+    _check_generator_fits_model,
+)

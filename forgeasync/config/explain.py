@@ -1,0 +1,141 @@
+"""Pydantic's validation errors as problems: dotted field, value found, what would be right."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from forgeasync.config.problems import Problem
+from forgeasync.config.schema import DataSection, RunConfig
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping of keys",
+    "tuple_type": "a list",
+}
+
+_FOUND = {
+    int: "a whole number",
+    float: "a number with a fraction",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+    list: "a list",
+    type(None): "nothing",
+}
+
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def explain(error: ValidationError, values: object) -> list[Problem]:
+    """One problem per field of a ``RunConfig`` that failed on ``values``."""
+    by_field: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        by_field.setdefault(_without_tags(details, values), []).append(details)
+    return [_problem(errors, location, values) for location, errors in by_field.items()]
+
+
+def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...]:
+    """The location of an error in the file: pydantic also lists which member of a union it tried."""
+    location: list[str | int] = []
+    node = values
+    last = len(details["loc"]) - 1
+    for depth, part in enumerate(details["loc"]):
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif isinstance(node, Sequence) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        elif not (depth == last and details["type"] == "missing"):
+            continue
+        location.append(part)
+    return tuple(location)
+
+
+def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], values: object) -> Problem:
+    details = errors[0]
+    field = _dotted(location) or "config"
+    value = details["input"]
+    context: Mapping[str, object] = details["ctx"] if "ctx" in details else {}
+    match details["type"]:
+        case "missing" if isinstance(location[-1], int):
+            remedy = f"entry {location[-1] + 1} of this list is missing"
+            return Problem(field=_dotted(location[:-1]), value=value, remedy=remedy)
+        case "missing":
+            return Problem(field=field, remedy=f"required key is missing{_meaning(location, values)}")
+        case "extra_forbidden":
+            return Problem(field=field, value=value, remedy=_unknown_key(location, values))
+        case "model_type" | "model_attributes_type":
+            keys = ", ".join(_section(location, values).model_fields)
+            return Problem(field=field, value=value, remedy=f"expected a section with the keys {keys}")
+        case "union_tag_not_found":
+            return Problem(field=f"{field}.kind", remedy=f"required key is missing: one of {_kinds()}")
+        case "union_tag_invalid":
+            remedy = f"expected one of {_kinds()}"
+            return Problem(field=f"{field}.kind", value=context["tag"], remedy=remedy)
+        case "finite_number":
+            return Problem(field=field, value=value, remedy="must be a finite number")
+        case "too_long":
+            return Problem(field=field, value=value, remedy=f"must have {context['max_length']} entries")
+        case "enum" | "literal_error":
+            return Problem(field=field, value=value, remedy=f"expected {context['expected']}")
+        case kind if kind in _EXPECTED:
+            # Each member of a union of plain types complains by itself; together they are one problem.
+            expected = " or ".join(_EXPECTED[error["type"]] for error in errors if error["type"] in _EXPECTED)
+            return Problem(field=field, value=value, remedy=f"expected {expected}, got {_FOUND[type(value)]}")
+        case kind if kind in _BOUNDS:
+            key, words = _BOUNDS[kind]
+            return Problem(field=field, value=value, remedy=f"must be {words} {context[key]}")
+    return Problem(field=field, value=value, remedy=details["msg"])
+
+
+def _dotted(location: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def _kinds() -> str:
+    sources = _annotations(DataSection.model_fields["source"].annotation)
+    return ", ".join(repr(get_args(source.model_fields["kind"].annotation)[0]) for source in sources)
+
+
+def _annotations(annotation: object) -> list[type[BaseModel]]:
+    """The sections that a field may hold."""
+    members = get_args(annotation) or (annotation,)
+    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+
+
+def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]:
+    """The section class at a location; of several kinds, the one that the file names."""
+    section: type[BaseModel] = RunConfig
+    node = values
+    for part in location:
+        node = node[part] if isinstance(node, Mapping) and part in node else None
+        candidates = _annotations(section.model_fields[str(part)].annotation)
+        kind = node["kind"] if isinstance(node, Mapping) and "kind" in node else None
+        if len(candidates) > 1:
+            candidates.sort(key=lambda member: kind not in get_args(member.model_fields["kind"].annotation))
+        section = candidates[0]
+    return section
+
+
+def _unknown_key(location: tuple[str | int, ...], values: object) -> str:
+    known = list(_section(location[:-1], values).model_fields)
+    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)[0]
+    suggestion = _dotted((*location[:-1], nearest))
+    return f"unknown key; did you mean {suggestion}? Known keys here: {', '.join(known)}"
+
+
+def _meaning(location: tuple[str | int, ...], values: object) -> str:
+    """The first sentence of the field's docstring in the schema."""
+    description = _section(location[:-1], values).model_fields[str(location[-1])].description
+    return f" ({' '.join(description.split())})" if description else ""

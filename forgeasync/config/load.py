@@ -1,0 +1,140 @@
+"""From a YAML file and ``key.path=value`` overrides to a validated ``RunConfig``, and back.
+
+Reading is omegaconf's: numbers such as 1e-4 are numbers, ``${other.key}`` refers to another key and ``\\${``
+is a literal. Validation is pydantic's, in its strict JSON mode: "3" is text, never the number 3.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from forgeasync.config.explain import explain
+from forgeasync.config.problems import ConfigError, Problem, raise_if_any
+from forgeasync.config.schema import RunConfig
+
+_MISSING = "???"
+"""How omegaconf marks a value that is still to be given."""
+
+_KEY_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML file, apply overrides in order and validate the result.
+
+    Raises:
+        ConfigError: lists every problem found; cross-field rules are ``checks.check_config``'s.
+    """
+    problems: list[Problem] = []
+    config = _read_file(Path(path), problems)
+    for override in overrides:
+        config = _apply_override(config, override, problems)
+    if config is None:
+        raise ConfigError(problems)
+    values = _resolve(config, problems)
+    # Through JSON: in strict mode pydantic still takes enums, tuples and whole-number floats from it.
+    text = json.dumps(values, default=str)
+    try:
+        validated = RunConfig.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        problems.extend(explain(error, json.loads(text)))
+        raise ConfigError(problems) from None
+    raise_if_any(problems)
+    return validated
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML text; ``load_config`` reads it back to an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
+
+
+def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
+    """The parsed file; None, with a problem added, if it cannot be read."""
+    remedy = "must be a readable YAML file"
+    try:
+        loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remedy = "no such file; give the path of a YAML file"
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = f"cannot be read ({type(error).__name__}); give the path of a YAML text file"
+    except yaml.YAMLError as error:
+        remedy = f"not valid YAML: {_yaml_error(error)}"
+    except OmegaConfBaseException as error:
+        problems.append(_interpolation_problem(error))
+        return None
+    else:
+        # Text that is no mapping at all, such as "hello", parses to {"hello": None}.
+        if isinstance(loaded, DictConfig):
+            return loaded
+        remedy = "must hold a mapping of keys such as 'name: my_run'"
+    problems.append(Problem(field="config", value=str(path), remedy=remedy))
+    return None
+
+
+def _apply_override(config: DictConfig | None, override: str, problems: list[Problem]) -> DictConfig | None:
+    """``config`` with one override merged; unchanged, with a problem added, if it cannot be."""
+    key, equals, text = override.partition("=")
+    if not equals or not _KEY_PATH.fullmatch(key):
+        remedy = "must read key.path=value, such as algorithm.group_size=8"
+        problems.append(Problem(field="override", value=override, remedy=remedy))
+        return config
+    if text == _MISSING:
+        # Merging would keep the file's value without a word.
+        problems.append(Problem(field=key, value=text, remedy="give it a value"))
+        return config
+    try:
+        parsed = OmegaConf.from_dotlist([override])
+        return config if config is None else OmegaConf.merge(config, parsed)
+    except yaml.YAMLError as error:
+        remedy = f"not a valid YAML value: {_yaml_error(error)}; quote it if it is text"
+        problems.append(Problem(field=key, value=text, remedy=remedy))
+    except OmegaConfBaseException as error:
+        problems.append(_interpolation_problem(error))
+    except TypeError:
+        remedy = "has a key path that leads into a list; give the whole list, such as key.path=[1,2]"
+        problems.append(Problem(field="override", value=override, remedy=remedy))
+    return config
+
+
+def _resolve(config: DictConfig, problems: list[Problem]) -> object:
+    """The config as plain values; with its texts as they stand where a reference cannot be resolved."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+        missing = sorted(OmegaConf.missing_keys(config))
+    except OmegaConfBaseException as error:
+        # Going on finds the other problems too.
+        problems.append(_interpolation_problem(error))
+        return OmegaConf.to_container(config, resolve=False)
+    problems.extend(Problem(field=key, value=_MISSING, remedy="give it a value") for key in missing)
+    return values
+
+
+def _yaml_error(error: yaml.YAMLError) -> str:
+    """One line out of the several that YAML errors have."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return " ".join(str(error).split())
+    what = " ".join(part for part in (error.context, error.problem) if part)
+    mark = error.problem_mark
+    return what if mark is None else f"{what} (line {mark.line + 1}, column {mark.column + 1})"
+
+
+def _interpolation_problem(error: OmegaConfBaseException) -> Problem:
+    what = str(error).splitlines()[0]
+    remedy = f"{what}; ${{other.key}} refers to another key of the config, \\${{ is a literal"
+    return Problem(field=error.full_key or "config", remedy=remedy)
+
+
+def _escape(value: object) -> object:
+    r"""Values with ``${`` in their texts written as omegaconf's literal ``\${``."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    if isinstance(value, str) and "${" in value:
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value

@@ -1,0 +1,40 @@
+"""What is wrong with a run's input, in words a person can act on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing to fix: the dotted field, the value found there (None: none) and what would be right."""
+
+    field: str
+    value: object = None
+    remedy: str
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"{self.field}: {self.remedy}"
+        shown = repr(self.value)
+        if len(shown) > MAX_SHOWN_CHARACTERS:
+            shown = shown[:MAX_SHOWN_CHARACTERS] + "..."
+        return f"{self.field} = {shown}: {self.remedy}"
+
+
+MAX_SHOWN_CHARACTERS = 160
+"""Longer values are cut in messages: a whole section given by mistake should not fill the screen."""
+
+
+class ConfigError(ValueError):
+    """The input of a run is wrong; the text has one line per problem."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def raise_if_any(problems: Iterable[Problem]) -> None:
+    """Raise ``ConfigError`` with all of ``problems``, if there are any."""
+    found = tuple(problems)
+    if found:
+        raise ConfigError(found)

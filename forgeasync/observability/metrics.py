@@ -1,0 +1,262 @@
+"""What a run records: metrics.jsonl (numbers, one object per step) and rollouts.jsonl (texts).
+
+Keys of metrics.jsonl; all are on every line but those marked *:
+
+| key                                  | meaning                                                           |
+|--------------------------------------|-------------------------------------------------------------------|
+| `step`                               | optimizer steps done; 0 only for the evaluation before training   |
+| `policy_version`                     | version of the weights that this step made                        |
+| `reward/mean`, `reward/std`          | over the rollouts of the batch (population standard deviation)    |
+| `eval/accuracy` *                    | share of held-out problems solved; only where a step evaluated    |
+| `time/elapsed_s`                     | since the first training step started, excluding nothing          |
+| `time/step_s`                        | the whole step, evaluation included                               |
+| `time/wait_for_batch_s`              | the trainer stood idle for the batch                              |
+| `time/train_s`                       | forward, backward and optimizer                                   |
+| `time/publish_weights_s`             | until the new weights were published and training could go on     |
+| `time/eval_s`                        | evaluation; 0 on steps without one                                |
+| `throughput/train_tokens_per_s`      | response tokens trained on per `time/step_s`                      |
+| `throughput/generated_tokens_per_s`  | response tokens generated during the step per `time/step_s`       |
+| `off_policy/age_mean`                | versions between the weights that sampled a token and the weights |
+|                                      | that it was trained on (`policy_version` - 1), mean over tokens   |
+| `off_policy/age_max`                 | the same, for the oldest token                                    |
+| `mismatch/logprob_abs_mean`          | abs(trainer logprob - sampler logprob), mean over tokens, in nats |
+| `mismatch/logprob_abs_max`           | the same, for the worst token                                     |
+| `mismatch/kl`                        | estimate of KL(sampler, trainer), mean over tokens, in nats       |
+| `mismatch/fresh_logprob_abs_mean` *  | like `logprob_abs_mean`, over tokens of age 0 only                |
+| `response/length_mean`, `_min`, `_max` | tokens per response                                             |
+| `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`          |
+| `dropped/<reason>` *                 | groups dropped during the step, by reason                         |
+| `loss`, `grad_norm`                  | before the step; the norm is the one before clipping              |
+| `learning_rate` *, `objective/<...>` * | what the trainer and the objective report besides               |
+| `metrics/num_nonfinite`              | values of this line that were nan or infinite; they are null here |
+
+The evaluation before the first step is a line of its own (`MetricsWriter.write_initial_evaluation`), with
+`step`, `policy_version`, `eval/accuracy`, `time/eval_s`, `time/elapsed_s` (0) and `metrics/num_nonfinite`.
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from forgeasync.data.rollout import FinishReason, Group, Rollout
+
+NUM_NONFINITE = "metrics/num_nonfinite"
+TRAINER_KEYS = frozenset(
+    {"loss", "grad_norm", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/kl"}
+)
+"""What the trainer has to report for every step."""
+REQUIRED_KEYS = TRAINER_KEYS | {
+    "step",
+    "policy_version",
+    "reward/mean",
+    "reward/std",
+    "time/elapsed_s",
+    "time/step_s",
+    "time/wait_for_batch_s",
+    "time/train_s",
+    "time/publish_weights_s",
+    "time/eval_s",
+    "throughput/train_tokens_per_s",
+    "throughput/generated_tokens_per_s",
+    "off_policy/age_mean",
+    "off_policy/age_max",
+    "response/length_mean",
+    "response/length_min",
+    "response/length_max",
+    "response/truncated_share",
+}
+"""Keys of every step's metrics, before the writer adds its own count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What the loop knows after one optimizer step. Times in seconds, token counts over the whole mesh.
+
+    ``groups`` is the scored batch; ``policy_version`` the version that the step made from it; ``dropped``
+    counts groups by reason; ``trainer`` holds the trainer's own metrics under their final keys.
+    """
+
+    step: int
+    policy_version: int
+    groups: Sequence[Group]
+    elapsed_s: float
+    step_s: float
+    wait_for_batch_s: float
+    train_s: float
+    publish_weights_s: float
+    num_trained_tokens: int
+    num_generated_tokens: int
+    dropped: Mapping[str, int]
+    trainer: Mapping[str, float]
+    eval_accuracy: float | None = None
+    eval_s: float = 0.0
+
+    def to_dict(self) -> dict[str, float | int]:
+        """The line of metrics.jsonl, by key. Raises ValueError where a group has no rewards."""
+        evaluation = {} if self.eval_accuracy is None else {"eval/accuracy": self.eval_accuracy}
+        return {
+            "step": self.step,
+            "policy_version": self.policy_version,
+            **_reward_metrics(self.groups),
+            **evaluation,
+            "time/elapsed_s": self.elapsed_s,
+            "time/step_s": self.step_s,
+            "time/wait_for_batch_s": self.wait_for_batch_s,
+            "time/train_s": self.train_s,
+            "time/publish_weights_s": self.publish_weights_s,
+            "time/eval_s": self.eval_s,
+            "throughput/train_tokens_per_s": self.num_trained_tokens / self.step_s,
+            "throughput/generated_tokens_per_s": self.num_generated_tokens / self.step_s,
+            **_rollout_metrics(self.groups, trained_version=self.policy_version - 1),
+            **{f"dropped/{reason}": count for reason, count in self.dropped.items()},
+            **self.trainer,
+        }
+
+
+def _rewards(group: Group) -> tuple[float, ...]:
+    if group.rewards is None:
+        raise ValueError(f"group {group.group_id} has not been scored")
+    return group.rewards
+
+
+def _reward_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
+    rewards_N = np.array([reward for group in groups for reward in _rewards(group)], dtype=np.float64)
+    return {"reward/mean": float(rewards_N.mean()), "reward/std": float(rewards_N.std())}
+
+
+def _rollout_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[str, float | int]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [rollout.num_response_tokens for rollout in rollouts]
+    spans = [span for rollout in rollouts for span in rollout.version_spans]
+    summed_age = sum((trained_version - span.version) * (span.end - span.start) for span in spans)
+    num_truncated = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
+    return {
+        "off_policy/age_mean": summed_age / sum(lengths),
+        "off_policy/age_max": max(trained_version - span.version for span in spans),
+        "response/length_mean": sum(lengths) / len(lengths),
+        "response/length_min": min(lengths),
+        "response/length_max": max(lengths),
+        "response/truncated_share": num_truncated / len(rollouts),
+    }
+
+
+class _JsonLines:
+    """Appends objects to a file, each as one whole line."""
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered, and one write call per line: a run that is killed leaves no half of a line behind.
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: Mapping[str, object]) -> None:
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        written = self._file.write(line)
+        if written != len(line):
+            raise OSError(
+                f"{self._file.name}: only {written} of {len(line)} bytes written; is the disk full?"
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl and, where ``tensorboard_dir`` is given, to TensorBoard event files."""
+
+    def __init__(self, metrics_path: Path, *, tensorboard_dir: Path | None) -> None:
+        self._lines = _JsonLines(metrics_path)
+        self._events = None if tensorboard_dir is None else SummaryWriter(str(tensorboard_dir))
+
+    def write(self, metrics: Mapping[str, float | int]) -> None:
+        """Record one step. Raises KeyError naming the required keys that are missing."""
+        missing = sorted(REQUIRED_KEYS - metrics.keys())
+        if missing:
+            raise KeyError(f"metrics of a step lack {', '.join(missing)}")
+        self._append(metrics)
+
+    def write_initial_evaluation(self, *, accuracy: float, eval_s: float) -> None:
+        """Record the accuracy of the initial weights, before the first step, as step 0."""
+        self._append(
+            {
+                "step": 0,
+                "policy_version": 0,
+                "eval/accuracy": accuracy,
+                "time/eval_s": eval_s,
+                "time/elapsed_s": 0.0,
+            }
+        )
+
+    def _append(self, metrics: Mapping[str, float | int]) -> None:
+        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+        num_nonfinite = len(metrics) - len(finite)
+        self._lines.append({**{key: finite.get(key) for key in metrics}, NUM_NONFINITE: num_nonfinite})
+        if self._events is not None:
+            for key, value in {**finite, NUM_NONFINITE: num_nonfinite}.items():
+                self._events.add_scalar(key, value, global_step=int(metrics["step"]))
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class RolloutWriter:
+    """Appends a few of each step's rollouts to rollouts.jsonl, for people to read."""
+
+    def __init__(self, rollouts_path: Path, *, per_step: int) -> None:
+        self._lines = _JsonLines(rollouts_path)
+        self._per_step = per_step
+
+    def write(self, step: int, groups: Sequence[Group]) -> None:
+        """Record ``per_step`` rollouts of the batch (all, if it has fewer), drawn with ``step`` as the seed.
+
+        Raises ValueError where a group has no rewards.
+        """
+        scored = [
+            (group, rollout, reward)
+            for group in groups
+            for rollout, reward in zip(group.rollouts, _rewards(group), strict=True)
+        ]
+        picked = random.Random(step).sample(range(len(scored)), min(self._per_step, len(scored)))
+        for index in sorted(picked):
+            self._lines.append(_rollout_record(step, *scored[index]))
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._lines.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _rollout_record(step: int, group: Group, rollout: Rollout, reward: float) -> dict[str, object]:
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "task_id": group.task.task_id,
+        "prompt": group.task.prompt,
+        "response": rollout.text,
+        "answer": group.task.answer,
+        "reward": reward if math.isfinite(reward) else None,
+        "version_spans": [[span.version, span.start, span.end] for span in rollout.version_spans],
+        "prompt_tokens": len(rollout.prompt_ids_P),
+        "response_tokens": rollout.num_response_tokens,
+        "finish_reason": rollout.finish_reason.value,
+    }

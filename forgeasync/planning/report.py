@@ -1,0 +1,149 @@
+"""What a run would do, as one table, without starting anything and without a GPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from forgeasync.config.checks import kv_bytes_per_token
+from forgeasync.config.model_facts import SHIPPED_MODELS, ModelFacts
+from forgeasync.config.schema import RunConfig
+from forgeasync.planning.memory import (
+    MemoryItem,
+    ParameterCounts,
+    count_parameters,
+    generator_memory,
+    generator_parameters_per_rank,
+    staging_memory,
+    trainer_memory,
+    trainer_parameters_per_rank,
+)
+
+Row = tuple[str, str, str]
+
+
+def dry_run_report(config: RunConfig, facts: ModelFacts, *, shape_from: Path | None = None) -> Table:
+    """The plan of a checked config: procs, mesh, parameters, memory by rank, tokens by step, staleness.
+
+    ``shape_from`` is the config.json that ``facts`` were read from (``model_facts.model_config_file``).
+    """
+    counts = count_parameters(facts)
+    table = Table(title=f"plan of {config.name}", title_justify="left", show_header=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("what that is")
+    sections = (
+        _processes(config),
+        _mesh(config),
+        _parameters(config, facts, counts, shape_from),
+        _memory("trainer rank", trainer_memory(config, facts, counts)),
+        _memory("generator rank", generator_memory(config, facts, counts)),
+        _memory("host", staging_memory(config, counts), total=False),
+        _steps(config, facts),
+        _staleness(config),
+    )
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def _processes(config: RunConfig) -> list[Row]:
+    generator = config.generator
+    num_trainer = config.trainer.parallel.num_procs
+    num_generator = generator.num_replicas * generator.tensor_parallel
+    split = f"{generator.num_replicas} replicas x {generator.tensor_parallel} tensor-parallel"
+    return [
+        ("GPUs, all", str(num_trainer + num_generator), "on a machine without GPUs: CPU processes"),
+        ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
+        ("GPUs, generators", str(num_generator), split),
+        ("CPU procs", "3", "controller, scorer, weight store"),
+    ]
+
+
+def _mesh(config: RunConfig) -> list[Row]:
+    parallel = config.trainer.parallel
+    fsdp_of_experts = parallel.data_shard * parallel.context * parallel.tensor // parallel.expert
+    return [
+        ("dp_replicate", str(parallel.data_replicate), "HSDP replicas of the trainer's model"),
+        ("dp_shard", str(parallel.data_shard), "FSDP2 shards"),
+        ("tp", str(parallel.tensor), "tensor parallel"),
+        ("cp", str(parallel.context), "context parallel"),
+        ("ep", str(parallel.expert), f"expert parallel; each expert then sharded over {fsdp_of_experts}"),
+    ]
+
+
+def _parameters(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, shape_from: Path | None
+) -> list[Row]:
+    origin = "" if shape_from is None else f"shape from {_shown_path(shape_from)}"
+    per_trainer = trainer_parameters_per_rank(config, counts)
+    per_generator = generator_parameters_per_rank(config, counts)
+    active = counts.total - counts.experts + counts.experts * facts.top_k // facts.num_experts
+    return [
+        ("model", config.model.path, origin),
+        ("parameters", f"{counts.total:,}", f"{_billions(counts.experts)} of them in experts"),
+        ("active per token", f"{active:,}", f"top {facts.top_k} of {facts.num_experts} experts"),
+        ("per trainer rank", f"{per_trainer:,}", "its shard"),
+        ("per generator rank", f"{per_generator:,}", "its tensor-parallel part"),
+    ]
+
+
+def _memory(owner: str, items: Sequence[MemoryItem], *, total: bool = True) -> list[Row]:
+    rows = [(f"{owner}: {item.name}", _gib(item.num_bytes), item.how) for item in items]
+    if total:
+        rows.append((f"{owner}: total", _gib(sum(item.num_bytes for item in items)), "estimate"))
+    return rows
+
+
+def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
+    algorithm, parallel = config.algorithm, config.trainer.parallel
+    context, row_length = config.model.max_context_length, config.trainer.tokens_per_row
+    rollouts = algorithm.group_size * algorithm.groups_per_step
+    ranks = parallel.data_replicate * parallel.data_shard
+    rows = -(-rollouts // (row_length // context))
+    microbatches = -(-rows // ranks)
+    held = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, facts)
+    groups = f"{algorithm.groups_per_step} groups of {algorithm.group_size}"
+    return [
+        ("rollouts per step", f"{rollouts:,}", groups),
+        ("tokens per step", f"<= {rollouts * context:,}", f"if every one has {context:,} tokens"),
+        ("rows per step", f"<= {rows:,}", f"of {row_length:,} tokens; {microbatches} a data-parallel rank"),
+        (
+            "KV cache holds",
+            f"{held:,}",
+            f"tokens an engine: {held // context:,} sequences of {context:,} (max_num_seqs is "
+            f"{config.generator.max_num_seqs})",
+        ),
+    ]
+
+
+def _staleness(config: RunConfig) -> list[Row]:
+    bound = config.max_off_policy_steps
+    groups = (bound + 1) * config.algorithm.groups_per_step
+    meaning = (
+        "strictly synchronous: weights that sampled a token are the weights trained on it"
+        if bound == 0
+        else f"a token is trained on at most {bound} versions after the weights that sampled it"
+    )
+    admission = f"({bound} + 1) x {config.algorithm.groups_per_step}: sampled, waiting or in training"
+    return [
+        ("max_off_policy_steps", str(bound), meaning),
+        ("groups outstanding", f"<= {groups:,}", admission),
+    ]
+
+
+def _shown_path(path: Path) -> str:
+    """Shipped shapes by their place in the repository, others as they are."""
+    if path.is_relative_to(SHIPPED_MODELS):
+        return str(Path("configs/models") / path.relative_to(SHIPPED_MODELS))
+    return str(path)
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.2f} million"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

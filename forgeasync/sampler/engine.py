@@ -1,0 +1,221 @@
+"""A vLLM engine that samples groups of rollouts and takes new weights between two decode steps.
+
+Plain asyncio, no Monarch: the generator actor is a thin shell around this class.
+"""
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import core_client
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import WorkerBase
+
+from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
+from forgeasync.sampler.cpu_weights import CpuWeights, keep_linear_weights
+from forgeasync.sampler.inprocess_client import InProcessAsyncClient
+from forgeasync.sampler.stats import EngineStats
+
+_CPU_WEIGHTS: weakref.WeakKeyDictionary[torch.nn.Module, CpuWeights] = weakref.WeakKeyDictionary()
+"""By model, since a worker process (tensor parallelism) has no other place that outlives a call."""
+
+
+@contextmanager
+def _in_process_core() -> Iterator[None]:
+    """AsyncLLM builds its core client through this one static method."""
+    original = core_client.EngineCoreClient.make_async_mp_client
+
+    def make(
+        vllm_config,
+        executor_class,
+        log_stats,
+        client_addresses=None,
+        client_count=1,
+        client_index=0,
+        renderer=None,
+    ):  # type: ignore[no-untyped-def]
+        return InProcessAsyncClient(vllm_config, executor_class, log_stats)
+
+    core_client.EngineCoreClient.make_async_mp_client = staticmethod(make)
+    try:
+        yield
+    finally:
+        core_client.EngineCoreClient.make_async_mp_client = original
+
+
+def _cpu_weights(worker: CPUWorker) -> CpuWeights:
+    model = worker.model_runner.get_model()
+    if model not in _CPU_WEIGHTS:
+        _CPU_WEIGHTS[model] = CpuWeights(model)
+    return _CPU_WEIGHTS[model]
+
+
+def _replace_weights(worker: WorkerBase, weights: list[tuple[str, torch.Tensor]]) -> None:
+    """Runs in the worker that holds the model."""
+    if current_platform.is_cpu():
+        _cpu_weights(worker).load(weights)
+    else:
+        worker.reload_weights(weights_iterator=iter(weights))
+
+
+def _copy_parameters(worker: CPUWorker) -> dict[str, torch.Tensor]:
+    """Runs in the worker that holds the model."""
+    return {name: tensor.clone() for name, tensor in _cpu_weights(worker).parameters().items()}
+
+
+class SamplerEngine:
+    """One engine. Build it with ``await SamplerEngine.start(...)`` inside an event loop."""
+
+    def __init__(self, llm: AsyncLLM, client: InProcessAsyncClient) -> None:
+        self._llm = llm
+        self._client = client
+        self._request_ids = itertools.count()
+        self._num_generated_tokens = 0
+        self._num_in_flight = 0
+        self._busy_since_s = 0.0
+        self._busy_s = 0.0
+        self.version = 0
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        model_path: Path,
+        generator: GeneratorSection,
+        max_context_length: int,
+        seed: int,
+    ) -> "SamplerEngine":
+        """Load a Hugging Face folder as policy version 0."""
+        if current_platform.is_cpu():
+            keep_linear_weights()
+        args = AsyncEngineArgs(
+            model=str(model_path),
+            dtype=generator.dtype.value,
+            max_model_len=max_context_length,
+            max_num_seqs=generator.max_num_seqs,
+            max_num_batched_tokens=generator.max_num_batched_tokens,
+            tensor_parallel_size=generator.tensor_parallel,
+            # One worker needs no process of its own; the CPU platform would give it one.
+            distributed_executor_backend="uni" if generator.tensor_parallel == 1 else "mp",
+            kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
+            enforce_eager=not generator.compile,
+            # The distribution really drawn from: after temperature, top-k, top-p and min-p.
+            logprobs_mode="processed_logprobs",
+            # Step outputs then belong to the weights of that very step, which makes version labels exact.
+            async_scheduling=False,
+            seed=seed,
+            disable_log_stats=True,
+            enable_log_requests=False,
+        )
+        with _in_process_core():
+            llm = AsyncLLM.from_engine_args(args)
+        engine = cls(llm, llm.engine_core)
+        await engine._client.between_steps(lambda core: core.set_weight_version("0"))
+        return engine
+
+    async def generate(
+        self,
+        *,
+        prompt_ids_P: np.ndarray,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int | None = None,
+    ) -> tuple[Rollout, ...]:
+        """Sample ``num_samples`` responses to one prompt; a seed makes them reproducible."""
+        params = SamplingParams(
+            n=num_samples,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_response_tokens,
+            logprobs=0,
+            seed=seed,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": prompt_ids_P.tolist()}
+        self._enter()
+        try:
+            final: RequestOutput | None = None
+            async for output in self._llm.generate(prompt, params, f"r{next(self._request_ids)}"):
+                final = output
+        finally:
+            self._leave()
+        assert final is not None and final.finished and len(final.outputs) == num_samples
+        rollouts = tuple(_rollout(prompt_ids_P, completion) for completion in final.outputs)
+        self._num_generated_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
+        return rollouts
+
+    async def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> float:
+        """Replace all weights between two decode steps; running sequences go on under the new ones.
+
+        Returns the seconds for which decoding stood still. Tokens of every later step carry ``version``.
+        """
+
+        def swap(core: EngineCore) -> float:
+            start_s = time.perf_counter()
+            core.collective_rpc(_replace_weights, args=(list(weights),))
+            core.set_weight_version(str(version))
+            return time.perf_counter() - start_s
+
+        pause_s = await self._client.between_steps(swap)
+        self.version = version
+        return pause_s
+
+    async def parameters(self) -> list[dict[str, torch.Tensor]]:
+        """Copies of every worker's parameters as last loaded, experts unpacked (CPU engines only)."""
+        return await self._client.between_steps(lambda core: core.collective_rpc(_copy_parameters))
+
+    def stats(self) -> EngineStats:
+        running_s = time.perf_counter() - self._busy_since_s if self._num_in_flight else 0.0
+        return EngineStats(num_generated_tokens=self._num_generated_tokens, busy_s=self._busy_s + running_s)
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+
+    def _enter(self) -> None:
+        if self._num_in_flight == 0:
+            self._busy_since_s = time.perf_counter()
+        self._num_in_flight += 1
+
+    def _leave(self) -> None:
+        self._num_in_flight -= 1
+        if self._num_in_flight == 0:
+            self._busy_s += time.perf_counter() - self._busy_since_s
+
+
+def _rollout(prompt_ids_P: np.ndarray, completion: CompletionOutput) -> Rollout:
+    assert completion.logprobs is not None and completion.weight_versions is not None
+    response_ids_T = np.asarray(completion.token_ids, np.int32)
+    logprobs_T = np.asarray(
+        [
+            candidates[token].logprob
+            for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
+        ],
+        np.float32,
+    )
+    spans = tuple(
+        VersionSpan(version=int(span.version), start=span.start, end=span.end)
+        for span in completion.weight_versions
+    )
+    return Rollout(
+        prompt_ids_P=prompt_ids_P.astype(np.int32),
+        response_ids_T=response_ids_T,
+        logprobs_T=logprobs_T,
+        version_spans=spans,
+        text=completion.text,
+        finish_reason=FinishReason(completion.finish_reason),
+    )

@@ -1,0 +1,167 @@
+"""The trained model: TorchTitan's Qwen3-MoE, sized by a Hugging Face config, under a parallel layout."""
+
+import dataclasses
+
+import torch
+import torch.nn as nn
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import AttentionMasksType
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.qwen3 import (
+    _EMBEDDING_INIT,
+    _EMBEDDING_SKIP_INIT,
+    _LINEAR_INIT,
+    Qwen3Model,
+    _build_qwen3_moe_layers,
+    parallelize_qwen3,
+)
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import ActivationCheckpointing, TrainerSection
+from forgeasync.trainer.attention import PackedAttention, PackedSequences, packed_sequences
+from forgeasync.trainer.experts import TrainingDtypeExperts
+from forgeasync.trainer.titan_cpu import DEVICE_TYPE, allow_gloo_reduction
+
+_NORM_INIT = {"weight": nn.init.ones_}
+
+
+def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Qwen3Model.Config:
+    """TorchTitan's own Qwen3-MoE config with the sizes of a Hugging Face folder.
+
+    On a machine without an accelerator the attention is ``PackedAttention``, whatever the backend.
+    """
+    rope = CosSinRoPE.Config(
+        dim=facts.head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
+    )
+    layers = _build_qwen3_moe_layers(
+        n_layers=facts.num_layers,
+        dim=facts.hidden_size,
+        n_heads=facts.num_heads,
+        n_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        moe_hidden_dim=facts.expert_hidden_size,
+        num_experts=facts.num_experts,
+        top_k=facts.top_k,
+        # Separate q, k, v: the parameters then have the shapes and names of the Hugging Face files.
+        fuse_qkv=False,
+        attn_backend=attention_backend,
+        moe_comm_backend="standard",
+        rope=rope,
+    )
+    for layer in layers:
+        _adapt_layer(layer, facts)
+    norm = RMSNorm.Config(normalized_shape=facts.hidden_size, eps=facts.rms_norm_eps, param_init=_NORM_INIT)
+    return Qwen3Model.Config(
+        dim=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        norm=norm,
+        enable_weight_tying=facts.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=facts.vocab_size,
+            embedding_dim=facts.hidden_size,
+            param_init=_EMBEDDING_SKIP_INIT if facts.tie_word_embeddings else _EMBEDDING_INIT,
+        ),
+        lm_head=Linear.Config(
+            in_features=facts.hidden_size, out_features=facts.vocab_size, param_init=_LINEAR_INIT
+        ),
+        layers=layers,
+    )
+
+
+def _adapt_layer(layer: object, facts: ModelFacts) -> None:
+    """What differs from TorchTitan's Qwen3: norm epsilon, router bias, expert dtype, CPU attention."""
+    layer.attention_norm = dataclasses.replace(layer.attention_norm, eps=facts.rms_norm_eps)
+    layer.ffn_norm = dataclasses.replace(layer.ffn_norm, eps=facts.rms_norm_eps)
+    layer.attention.qk_norm = dataclasses.replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
+    # Qwen3 has no load-balancing bias: one that moved in training would not exist in the sampler.
+    layer.moe.load_balance_coeff = None
+    experts = layer.moe.routed_experts.inner_experts
+    layer.moe.routed_experts.inner_experts = TrainingDtypeExperts.Config(
+        dim=experts.dim,
+        hidden_dim=experts.hidden_dim,
+        num_experts=experts.num_experts,
+        param_init=experts.param_init,
+    )
+    if DEVICE_TYPE == "cpu":
+        layer.attention.inner_attention = PackedAttention.Config()
+
+
+def build_meta_model(facts: ModelFacts) -> Qwen3Model:
+    """The whole model without memory (meta device), for counting its parameters."""
+    with torch.device("meta"):
+        return titan_config(facts).build()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _TitanRun:
+    """The two sections that TorchTitan's ``update_from_config`` reads."""
+
+    parallelism: ParallelismConfig
+    training: TrainingConfig
+
+
+def build_parallel_model(
+    facts: ModelFacts, section: TrainerSection, *, world_size: int, seed: int
+) -> tuple[Qwen3Model, ParallelDims]:
+    """Build, shard and randomly initialize the model on this rank; torch.distributed is up already.
+
+    Weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute.
+    """
+    parallel = section.parallel
+    parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=parallel.data_replicate,
+        data_parallel_shard_degree=parallel.data_shard,
+        tensor_parallel_degree=parallel.tensor,
+        context_parallel_degree=parallel.context,
+        expert_parallel_degree=parallel.expert,
+        # The default backend, spmd_types, fails under FSDP2 on torch 2.13.
+        spmd_backend="partial_dtensor",
+    )
+    training = TrainingConfig(
+        seq_len=section.tokens_per_row, mixed_precision_param=section.dtype.value, dtype="float32"
+    )
+    parallel_dims = ParallelDims.from_config(parallelism, world_size)
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    parallel_dims.build_mesh()
+
+    model_config = titan_config(facts)
+    model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
+    with torch.device("meta"):
+        model = model_config.build()
+    parallelize_qwen3(
+        model,
+        parallel_dims=parallel_dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=_activation_checkpointing(section.activation_checkpointing),
+        dump_folder="",
+    )
+    model.to_empty(device=DEVICE_TYPE)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_states(buffer_device=None)
+    allow_gloo_reduction(model)
+    model.train()
+    return model, parallel_dims
+
+
+def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:
+    match choice:
+        case ActivationCheckpointing.NONE:
+            return None
+        case ActivationCheckpointing.SELECTIVE:
+            return SelectiveAC.Config()
+        case ActivationCheckpointing.FULL:
+            return FullAC.Config()
+
+
+def attention_masks(model: Qwen3Model, positions_BL: torch.Tensor) -> AttentionMasksType | PackedSequences:
+    """What the model's attention needs to keep packed sequences apart."""
+    if isinstance(model.config.first_attention.inner_attention, PackedAttention.Config):
+        return packed_sequences(positions_BL)
+    return model.get_attention_masks(positions_BL)

@@ -1,0 +1,138 @@
+"""Several sequences in one row, and rows dealt to data-parallel ranks: pure functions on numpy arrays.
+
+A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
+after it; only positions whose target is a response token are trained on.
+
+Shape suffixes: P prompt tokens, T response tokens, L row length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ROW_ALIGNMENT = 64
+"""Rows end on a multiple of this, so that tensor-parallel ranks (up to 64) get equal parts."""
+
+NO_SEQUENCE = -1
+"""Sequence id of padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSequence:
+    """One prompt and response with what the objective needs of it.
+
+    int32 ids; float32 ``behavior_logprobs_T``; int32 ``ages_T``: policy versions between sampling and
+    this optimizer step.
+    """
+
+    prompt_ids_P: np.ndarray
+    response_ids_T: np.ndarray
+    behavior_logprobs_T: np.ndarray
+    ages_T: np.ndarray
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids_P) + len(self.response_ids_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """Sequences laid end to end; ``positions_L`` restart at 0 with each of them."""
+
+    token_ids_L: np.ndarray
+    positions_L: np.ndarray
+    target_ids_L: np.ndarray
+    mask_L: np.ndarray
+    behavior_logprobs_L: np.ndarray
+    advantages_L: np.ndarray
+    ages_L: np.ndarray
+    sequence_ids_L: np.ndarray
+
+    @property
+    def num_targets(self) -> int:
+        """Positions that are trained on."""
+        return int(self.mask_L.sum())
+
+
+def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
+    """Lay sequences end to end and pad to a multiple of ``ROW_ALIGNMENT``; an empty row is all padding."""
+    used = sum(sequence.num_tokens for sequence in sequences)
+    length = max(1, -(-used // ROW_ALIGNMENT)) * ROW_ALIGNMENT
+    row = PackedRow(
+        token_ids_L=np.zeros(length, np.int64),
+        positions_L=np.zeros(length, np.int64),
+        target_ids_L=np.zeros(length, np.int64),
+        mask_L=np.zeros(length, bool),
+        behavior_logprobs_L=np.zeros(length, np.float32),
+        advantages_L=np.zeros(length, np.float32),
+        ages_L=np.zeros(length, np.int32),
+        sequence_ids_L=np.full(length, NO_SEQUENCE, np.int64),
+    )
+    start = 0
+    for index, sequence in enumerate(sequences):
+        end = start + sequence.num_tokens
+        ids = np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])
+        row.token_ids_L[start:end] = ids
+        row.positions_L[start:end] = np.arange(end - start)
+        row.target_ids_L[start : end - 1] = ids[1:]
+        row.sequence_ids_L[start:end] = index
+        # The last prompt token predicts the first response token; the last response token predicts nothing.
+        targets = slice(start + len(sequence.prompt_ids_P) - 1, end - 1)
+        row.mask_L[targets] = True
+        row.behavior_logprobs_L[targets] = sequence.behavior_logprobs_T
+        row.advantages_L[targets] = sequence.advantage
+        row.ages_L[targets] = sequence.ages_T
+        start = end
+    # Padding is one more sequence: real tokens never attend to it, it attends to itself.
+    row.positions_L[start:] = np.arange(length - start)
+    return row
+
+
+def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
+    """Deal sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
+
+    Longest first into the emptiest row that has room, over the smallest multiple of ``num_ranks`` rows
+    that suffices: ranks get nearly equal work, every rank the same number of microbatches. Deterministic.
+
+    Raises:
+        ValueError: a sequence is longer than a row.
+    """
+    for index, length in enumerate(lengths):
+        if length > tokens_per_row:
+            raise ValueError(
+                f"sequence {index} has {length} tokens, more than trainer.tokens_per_row = {tokens_per_row}"
+            )
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    num_microbatches = max(1, -(-sum(lengths) // (tokens_per_row * num_ranks)))
+    while (rows := _fill(order, lengths, tokens_per_row, num_microbatches * num_ranks)) is None:
+        num_microbatches += 1
+    return [rows[i * num_ranks : (i + 1) * num_ranks] for i in range(num_microbatches)]
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], tokens_per_row: int, num_rows: int
+) -> list[list[int]] | None:
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    used = [0] * num_rows
+    for index in order:
+        row = min(range(num_rows), key=lambda candidate: (used[candidate], candidate))
+        if used[row] + lengths[index] > tokens_per_row:
+            return None
+        rows[row].append(index)
+        used[row] += lengths[index]
+    return rows
+
+
+def pack_rows(
+    sequences: Sequence[TrainingSequence], *, tokens_per_row: int, num_ranks: int
+) -> list[list[PackedRow]]:
+    """Pack sequences into rows; ``[rank][microbatch]``, as many microbatches for every rank."""
+    plan = plan_rows(
+        [sequence.num_tokens for sequence in sequences], tokens_per_row=tokens_per_row, num_ranks=num_ranks
+    )
+    return [
+        [pack_row([sequences[index] for index in microbatch[rank]]) for microbatch in plan]
+        for rank in range(num_ranks)
+    ]

@@ -1,0 +1,1 @@
+"""Small models, rows and processes that several tests share."""

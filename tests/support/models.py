@@ -1,0 +1,51 @@
+"""A random Qwen3-MoE small enough for every test, as a Hugging Face folder written by transformers itself."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
+
+TEXTS = (
+    "State the final answer to the following arithmetic problem: 0123456789 + 4 - 5 =",
+    "0123456789+1=2;3-4=5#6",
+)
+
+
+def write_random_model(folder: Path, *, seed: int = 0, tie: bool = False, scale: float = 1.0) -> Path:
+    """Two layers, four experts, top-2; ``scale`` widens the random weights for less uniform outputs."""
+    tokenizer = build_tokenizer(TEXTS)
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        max_position_embeddings=160,
+        tie_word_embeddings=tie,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(scale)
+    model.save_pretrained(folder)
+    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    save_tokenizer(tokenizer, folder)
+    return folder

@@ -1,0 +1,140 @@
+"""Rules across fields and between a run and its model: every message names field, value and remedy."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from forgeasync.config.checks import check_config
+from forgeasync.config.load import load_config
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import RunConfig
+from tests.config_samples import FACTS, MINIMAL, WARMUP, only
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def test_minimal_config_has_no_problems(config_file: Path) -> None:
+    assert check_config(load_config(config_file, [WARMUP]), FACTS) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sampling.max_response_tokens=64"], ["max_response_tokens = 64", "max_context_length = 64"]),
+        (["trainer.tokens_per_row=63"], ["trainer.tokens_per_row = 63", "model.max_context_length = 64"]),
+        (["algorithm.group_size=1"], ["algorithm.group_size = 1", "at least 2", "'grpo'"]),
+        (["evaluation.num_problems=21"], ["evaluation.num_problems = 21", "data.num_held_out = 20"]),
+        (["trainer.parallel.num_procs=16"], ["algorithm.groups_per_step = 2", "the 16 data-parallel"]),
+        (
+            ["trainer.parallel.num_procs=3", "trainer.parallel.tensor=2"],
+            ["trainer.parallel.num_procs = 3", "multiple of data_replicate * tensor * context = 2"],
+        ),
+        (
+            ["trainer.parallel.num_procs=2", "trainer.parallel.context=2"],
+            [
+                "trainer.parallel.context = 2",
+                "context parallelism comes with a later release: trainer.parallel.context must be 1",
+            ],
+        ),
+        (["trainer.parallel.expert=2"], ["trainer.parallel.expert = 2", "data_shard * tensor * context = 1"]),
+        (
+            ["trainer.parallel.num_procs=6", "trainer.parallel.expert=3"],
+            ["trainer.parallel.expert = 3", "num_experts = 8"],
+        ),
+        (
+            ["trainer.parallel.num_procs=2", "trainer.parallel.tensor=2", "trainer.tokens_per_row=129"],
+            ["trainer.tokens_per_row = 129", "multiple of trainer.parallel.tensor = 2"],
+        ),
+        (
+            ["trainer.parallel.num_procs=4", "trainer.parallel.tensor=4"],
+            ["trainer.parallel.tensor = 4", "num_key_value_heads = 2"],
+        ),
+        (["generator.tensor_parallel=8"], ["generator.tensor_parallel = 8", "num_attention_heads = 4"]),
+        (["generator.max_num_batched_tokens=32"], ["max_num_batched_tokens = 32", "max_num_seqs = 64"]),
+        (["generator.kv_cache_gib=1e-5"], ["generator.kv_cache_gib = 1e-05", "max_context_length = 64"]),
+        (["sampling.top_k=101"], ["sampling.top_k = 101", "100 tokens"]),
+        (
+            ["model.max_context_length=257", "trainer.tokens_per_row=512"],
+            ["model.max_context_length = 257", "max_position_embeddings = 256"],
+        ),
+        ([WARMUP, "warmup.shape.top_k=5"], ["warmup.shape.top_k = 5", "warmup.shape.num_experts = 4"]),
+        ([WARMUP, "warmup.shape.num_kv_heads=3"], ["warmup.shape.num_kv_heads = 3", "num_heads = 2"]),
+    ],
+)
+def test_cross_field_rule(config_file: Path, overrides: list[str], words: list[str]) -> None:
+    message = only(check_config(load_config(config_file, overrides), FACTS))
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (dataclasses.replace(FACTS, top_k=9), ["num_experts_per_tok = 9", "at most num_experts = 8"]),
+        (dataclasses.replace(FACTS, model_type="llama"), ["'llama'", "only 'qwen3_moe' is supported"]),
+        (
+            dataclasses.replace(FACTS, num_kv_heads=3),
+            ["num_key_value_heads = 3", "must divide num_attention_heads = 4"],
+        ),
+    ],
+)
+def test_model_that_contradicts_itself(config_file: Path, facts: ModelFacts, words: list[str]) -> None:
+    message = only(check_config(load_config(config_file, []), facts))
+    for word in ["model.path = 'models/none'", *words]:
+        assert word in message
+
+
+def test_replicated_data_parallelism_leaves_expert_ranks(config_file: Path) -> None:
+    # Experts are laid over one replica's ranks: 8 procs in 2 replicas leave 4.
+    overrides = ["trainer.parallel.num_procs=8", "trainer.parallel.data_replicate=2"]
+    assert check_config(load_config(config_file, [*overrides, "trainer.parallel.expert=4"]), FACTS) == []
+    config = load_config(config_file, [*overrides, "trainer.parallel.expert=8"])
+    assert "= 4, the ranks it borrows" in only(check_config(config, FACTS))
+
+
+def test_group_size_one_is_fine_for_batch_advantages(config_file: Path) -> None:
+    overrides = ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"]
+    assert check_config(load_config(config_file, overrides), FACTS) == []
+
+
+def test_run_dir_of_an_earlier_run_is_refused(config_file: Path, tmp_path: Path) -> None:
+    config = load_config(config_file, [f"run_dir={tmp_path}"])
+    assert check_config(config, FACTS) == []
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    message = only(check_config(config, FACTS))
+    assert f"run_dir = {str(tmp_path)!r}" in message
+    assert "give another folder" in message
+
+
+@given(
+    num_procs=st.integers(1, 16),
+    replicate=st.integers(1, 4),
+    tensor=st.integers(1, 4),
+    expert=st.integers(1, 16),
+)
+@settings(max_examples=60, deadline=None)
+def test_accepted_meshes_are_torchtitans(num_procs: int, replicate: int, tensor: int, expert: int) -> None:
+    values = OmegaConf.to_container(OmegaConf.create(MINIMAL))
+    assert isinstance(values, dict)
+    values["algorithm"]["groups_per_step"] = 64
+    values["trainer"]["parallel"] = {
+        "num_procs": num_procs,
+        "data_replicate": replicate,
+        "tensor": tensor,
+        "expert": expert,
+    }
+    config = RunConfig.model_validate(values)
+    problems = check_config(config, dataclasses.replace(FACTS, num_experts=16))
+    shard = config.trainer.parallel.data_shard
+    fits = replicate * shard * tensor == num_procs and (shard * tensor) % expert == 0
+    divides = 2 % tensor == 0 and 16 % expert == 0 and 128 % tensor == 0
+    assert (problems == []) == (fits and divides)

@@ -1,0 +1,95 @@
+"""Rows keep sequences apart, in order and complete; plans use every sequence once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.trainer.packing import (
+    NO_SEQUENCE,
+    ROW_ALIGNMENT,
+    TrainingSequence,
+    pack_row,
+    pack_rows,
+    plan_rows,
+)
+
+
+def make_sequence(prompt: list[int], response: list[int], advantage: float = 1.0) -> TrainingSequence:
+    return TrainingSequence(
+        prompt_ids_P=np.asarray(prompt, np.int32),
+        response_ids_T=np.asarray(response, np.int32),
+        behavior_logprobs_T=-np.asarray(response, np.float32),
+        ages_T=np.asarray(response, np.int32) % 3,
+        advantage=advantage,
+    )
+
+
+def test_each_response_token_is_predicted_by_the_token_before_it() -> None:
+    row = pack_row([make_sequence([1, 2], [3, 4], 0.5), make_sequence([5], [6], -1.0)])
+    assert row.token_ids_L[:6].tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.positions_L[:6].tolist() == [0, 1, 2, 3, 0, 1]
+    assert row.mask_L[:6].tolist() == [False, True, True, False, True, False]
+    assert row.target_ids_L[row.mask_L].tolist() == [3, 4, 6]
+    assert row.behavior_logprobs_L[row.mask_L].tolist() == [-3.0, -4.0, -6.0]
+    assert row.advantages_L[row.mask_L].tolist() == [0.5, 0.5, -1.0]
+    assert row.ages_L[row.mask_L].tolist() == [0, 1, 0]
+    assert row.sequence_ids_L[:6].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_padding_is_marked_and_trains_nothing() -> None:
+    row = pack_row([make_sequence([1], [2])])
+    assert len(row.token_ids_L) == ROW_ALIGNMENT
+    assert (row.sequence_ids_L[2:] == NO_SEQUENCE).all()
+    assert row.positions_L[2] == 0, "padding must not continue the last sequence"
+    assert row.num_targets == 1
+    empty = pack_row([])
+    assert empty.num_targets == 0 and (empty.sequence_ids_L == NO_SEQUENCE).all()
+
+
+def test_a_sequence_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 has 65 tokens.*tokens_per_row = 64"):
+        plan_rows([3, 65], tokens_per_row=64, num_ranks=1)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 64), max_size=60),
+    tokens_per_row=st.integers(64, 256),
+    num_ranks=st.integers(1, 4),
+)
+def test_plans_use_every_sequence_once_and_never_overfill(
+    lengths: list[int], tokens_per_row: int, num_ranks: int
+) -> None:
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+    rows = [row for microbatch in plan for row in microbatch]
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(len(microbatch) == num_ranks for microbatch in plan)
+    assert all(sum(lengths[index] for index in row) <= tokens_per_row for row in rows)
+
+
+@given(
+    sequences=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 50), min_size=1, max_size=20),
+            st.lists(st.integers(1, 50), min_size=1, max_size=40),
+        ),
+        max_size=30,
+    ),
+    num_ranks=st.integers(1, 3),
+)
+def test_every_response_token_comes_out_of_its_row(
+    sequences: list[tuple[list[int], list[int]]], num_ranks: int
+) -> None:
+    rows = pack_rows(
+        [make_sequence(prompt, response) for prompt, response in sequences],
+        tokens_per_row=128,
+        num_ranks=num_ranks,
+    )
+    assert len({len(of_rank) for of_rank in rows}) == 1, "every rank has as many microbatches"
+    unpacked = []
+    for row in (row for of_rank in rows for row in of_rank):
+        for sequence_id in range(int(row.sequence_ids_L.max(initial=-1)) + 1):
+            here = row.sequence_ids_L == sequence_id
+            unpacked.append((row.token_ids_L[here].tolist(), row.target_ids_L[here & row.mask_L].tolist()))
+    expected = [(prompt + response, response) for prompt, response in sequences]
+    assert sorted(unpacked) == sorted(expected)
