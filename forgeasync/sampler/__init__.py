@@ -7,3 +7,5 @@ import os
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# The engine core runs in the generator's own process (inprocess_client): one worker then needs no other.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -5,7 +5,6 @@ Plain asyncio, no Monarch: the generator actor is a thin shell around this class
 
 import itertools
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,17 +19,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.worker_base import WorkerBase
 
 from forgeasync.config.schema import GeneratorSection, SamplingSection
 from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.sampler.cpu_weights import CpuWeights, keep_linear_weights
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 from forgeasync.sampler.stats import EngineStats
 
-_CPU_WEIGHTS: weakref.WeakKeyDictionary[torch.nn.Module, CpuWeights] = weakref.WeakKeyDictionary()
-"""By model, since a worker process (tensor parallelism) has no other place that outlives a call."""
+CPU_WORKER = "forgeasync.sampler.cpu_worker.UpdatableCPUWorker"
 
 
 @contextmanager
@@ -56,26 +51,6 @@ def _in_process_core() -> Iterator[None]:
         core_client.EngineCoreClient.make_async_mp_client = original
 
 
-def _cpu_weights(worker: CPUWorker) -> CpuWeights:
-    model = worker.model_runner.get_model()
-    if model not in _CPU_WEIGHTS:
-        _CPU_WEIGHTS[model] = CpuWeights(model)
-    return _CPU_WEIGHTS[model]
-
-
-def _replace_weights(worker: WorkerBase, weights: list[tuple[str, torch.Tensor]]) -> None:
-    """Runs in the worker that holds the model."""
-    if current_platform.is_cpu():
-        _cpu_weights(worker).load(weights)
-    else:
-        worker.reload_weights(weights_iterator=iter(weights))
-
-
-def _copy_parameters(worker: CPUWorker) -> dict[str, torch.Tensor]:
-    """Runs in the worker that holds the model."""
-    return {name: tensor.clone() for name, tensor in _cpu_weights(worker).parameters().items()}
-
-
 class SamplerEngine:
     """One engine. Build it with ``await SamplerEngine.start(...)`` inside an event loop."""
 
@@ -99,8 +74,6 @@ class SamplerEngine:
         seed: int,
     ) -> "SamplerEngine":
         """Load a Hugging Face folder as policy version 0."""
-        if current_platform.is_cpu():
-            keep_linear_weights()
         args = AsyncEngineArgs(
             model=str(model_path),
             dtype=generator.dtype.value,
@@ -108,8 +81,7 @@ class SamplerEngine:
             max_num_seqs=generator.max_num_seqs,
             max_num_batched_tokens=generator.max_num_batched_tokens,
             tensor_parallel_size=generator.tensor_parallel,
-            # One worker needs no process of its own; the CPU platform would give it one.
-            distributed_executor_backend="uni" if generator.tensor_parallel == 1 else "mp",
+            worker_cls=CPU_WORKER if current_platform.is_cpu() else "auto",
             kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
             enforce_eager=not generator.compile,
             # The distribution really drawn from: after temperature, top-k, top-p and min-p.
@@ -167,7 +139,10 @@ class SamplerEngine:
 
         def swap(core: EngineCore) -> float:
             start_s = time.perf_counter()
-            core.collective_rpc(_replace_weights, args=(list(weights),))
+            if current_platform.is_cpu():
+                core.collective_rpc("replace_weights", args=(list(weights),))
+            else:
+                core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights)})
             core.set_weight_version(str(version))
             return time.perf_counter() - start_s
 
@@ -177,7 +152,7 @@ class SamplerEngine:
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Copies of every worker's parameters as last loaded, experts unpacked (CPU engines only)."""
-        return await self._client.between_steps(lambda core: core.collective_rpc(_copy_parameters))
+        return await self._client.between_steps(lambda core: core.collective_rpc("copy_parameters"))
 
     def stats(self) -> EngineStats:
         running_s = time.perf_counter() - self._busy_since_s if self._num_in_flight else 0.0

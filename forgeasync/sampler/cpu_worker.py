@@ -1,0 +1,23 @@
+"""vLLM's CPU worker with weights that can be replaced while sequences are running."""
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from forgeasync.sampler.cpu_weights import CpuWeights, keep_linear_weights
+
+
+class UpdatableCPUWorker(CPUWorker):
+    """Given to vLLM as ``worker_cls``; its extra methods are called by ``collective_rpc``."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        keep_linear_weights()
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        self._weights = CpuWeights(self.model_runner.get_model())
+
+    def replace_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Replace every weight; whole tensors under their Hugging Face names."""
+        self._weights.load(weights)
+
+    def copy_parameters(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters as last loaded, experts unpacked."""
+        return {name: tensor.clone() for name, tensor in self._weights.parameters().items()}
