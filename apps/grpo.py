@@ -70,7 +70,8 @@ class GrpoRun:
                 groups_per_step=config.algorithm.groups_per_step,
                 max_off_policy_steps=config.max_off_policy_steps,
                 stale_groups=config.buffer.stale_groups,
-                max_groups=config.max_steps * config.algorithm.groups_per_step,
+                max_groups=config.buffer.max_groups,
+                num_groups_in_run=config.max_steps * config.algorithm.groups_per_step,
             )
         )
         # Bounded by the buffer's admission: it never holds more than the groups in flight.

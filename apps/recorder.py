@@ -34,7 +34,7 @@ class StepTimes:
             "eval": self.eval_s,
         }
         name = max(parts, key=parts.__getitem__)
-        return f"{name} {parts[name]:.1f}s of {self.step_s:.1f}s"
+        return f"{name} {parts[name]:.1f}/{self.step_s:.1f}s"
 
 
 class RunRecorder:

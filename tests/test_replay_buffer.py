@@ -25,13 +25,19 @@ def make_group(group_id: int, version: int) -> Group:
 
 
 def make_buffer(
-    groups_per_step: int, steps: int, *, stale: StaleGroups = StaleGroups.WAIT, num_steps: int = 1000
+    groups_per_step: int,
+    steps: int,
+    *,
+    stale: StaleGroups = StaleGroups.WAIT,
+    max_groups: int | None = None,
+    num_steps: int = 1000,
 ) -> ReplayBuffer:
     return ReplayBuffer(
         groups_per_step=groups_per_step,
         max_off_policy_steps=steps,
         stale_groups=stale,
-        max_groups=num_steps * groups_per_step,
+        max_groups=max_groups,
+        num_groups_in_run=num_steps * groups_per_step,
     )
 
 
@@ -57,6 +63,16 @@ def test_synchronous_admits_exactly_one_batch_and_waits_for_all_of_it() -> None:
 
 def test_runs_ahead_by_at_most_k_steps() -> None:
     assert len(admit_all(make_buffer(2, 4))) == 5 * 2
+
+
+def test_depth_is_bounded_also_where_age_would_allow_more() -> None:
+    buffer = make_buffer(2, 4, max_groups=3)
+    assert admit_all(buffer) == [0, 1, 2]
+    for group_id in range(3):
+        buffer.add(make_group(group_id, 0))
+    assert buffer.admit() is None, "complete groups count too"
+    assert len(buffer.take(0)) == 2
+    assert admit_all(buffer) == [3, 4]
 
 
 def test_nothing_is_started_that_the_run_cannot_train_on() -> None:
@@ -116,12 +132,14 @@ def test_a_group_is_added_once() -> None:
 @given(
     groups_per_step=st.integers(1, 4),
     k=st.integers(0, 5),
+    spare_groups=st.none() | st.integers(0, 6),
     data=st.data(),
 )
 def test_waiting_never_deadlocks_and_never_trains_on_older_tokens(
-    groups_per_step: int, k: int, data: st.DataObject
+    groups_per_step: int, k: int, spare_groups: int | None, data: st.DataObject
 ) -> None:
-    buffer = make_buffer(groups_per_step, k)
+    max_groups = None if spare_groups is None else groups_per_step + spare_groups
+    buffer = make_buffer(groups_per_step, k, max_groups=max_groups)
     trainer_version = served = num_failed = 0
     in_flight: dict[int, int] = {}
     seen: list[int] = []

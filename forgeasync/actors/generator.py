@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.config.schema import GeneratorSection, SamplingSection
@@ -59,6 +60,12 @@ class GeneratorActor(Actor):
         """Fetch a published version and swap it in; returns the seconds for which decoding stood still."""
         assert self._engine is not None
         return await self._engine.update_weights(version, await store.fetch(version))
+
+    @concurrent_endpoint
+    async def parameters(self) -> list[dict[str, torch.Tensor]]:
+        """Copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
+        assert self._engine is not None
+        return await self._engine.parameters()
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:

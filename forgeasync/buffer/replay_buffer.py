@@ -39,13 +39,16 @@ class ReplayBuffer:
         groups_per_step: int,
         max_off_policy_steps: int,
         stale_groups: StaleGroups,
-        max_groups: int,
+        max_groups: int | None,
+        num_groups_in_run: int,
     ) -> None:
-        """``max_groups`` is what the whole run trains on: nothing beyond it is started."""
+        """``max_groups`` bounds the groups present at once; nothing is started beyond ``num_groups_in_run``."""
+        assert max_groups is None or max_groups >= groups_per_step
         self._groups_per_step = groups_per_step
         self._max_off_policy_steps = max_off_policy_steps
         self._stale_groups = stale_groups
         self._max_groups = max_groups
+        self._num_groups_in_run = num_groups_in_run
         self._served_version = 0
         self._next_group_id = 0
         self._num_admitted = 0
@@ -68,9 +71,11 @@ class ReplayBuffer:
         self._served_version = version
 
     def admit(self) -> int | None:
-        """The id of a group that may start now; None while the bound on age or the run's end forbids it."""
+        """The id of a group that may start now; None while a bound or the run's end forbids it."""
         ahead = self._served_version + self._max_off_policy_steps + 1
-        if self._num_admitted >= min(ahead * self._groups_per_step, self._max_groups):
+        if self._num_admitted >= min(ahead * self._groups_per_step, self._num_groups_in_run):
+            return None
+        if self._max_groups is not None and len(self._started_at) >= self._max_groups:
             return None
         group_id = self._next_group_id
         self._next_group_id += 1

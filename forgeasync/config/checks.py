@@ -69,6 +69,12 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
             remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; "
             f"must be at least the {ranks} data-parallel ranks of trainer.parallel",
         )
+    if config.buffer.max_groups is not None and config.buffer.max_groups < algorithm.groups_per_step:
+        yield Problem(
+            field="buffer.max_groups",
+            value=config.buffer.max_groups,
+            remedy=f"must be at least algorithm.groups_per_step = {algorithm.groups_per_step}, one batch",
+        )
     if config.evaluation.num_problems > config.data.num_held_out:
         yield Problem(
             field="evaluation.num_problems",

@@ -190,6 +190,10 @@ class BufferSection(Section):
     """The replay buffer between collecting and training."""
 
     stale_groups: StaleGroups = StaleGroups.WAIT
+    max_groups: int | None = Field(default=None, gt=0)
+    """Most groups started and not yet trained on; null leaves it to max_off_policy_steps, which allows
+    (max_off_policy_steps + 1) * groups_per_step. Where generation is the faster side, fewer mean fresher
+    data at the same speed."""
 
 
 class EvaluationSection(Section):

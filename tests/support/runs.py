@@ -1,0 +1,45 @@
+"""Configs of runs small enough for a test."""
+
+from pathlib import Path
+
+from forgeasync.config.schema import (
+    AlgorithmSection,
+    DataSection,
+    EvaluationSection,
+    GeneratorSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    ReasoningGymSource,
+    RunConfig,
+    SamplingSection,
+    TrainerSection,
+)
+
+
+def tiny_config(folder: Path) -> RunConfig:
+    """Two trainer procs, one generator, the model of ``tests.support.models``."""
+    return RunConfig(
+        name="tiny",
+        max_steps=3,
+        model=ModelSection(path=str(folder), max_context_length=160),
+        data=DataSection(
+            source=ReasoningGymSource(
+                kind="reasoning_gym",
+                task="chain_sum",
+                options={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1},
+                answer_prefix="#",
+            ),
+            num_train=64,
+            num_held_out=8,
+        ),
+        sampling=SamplingSection(max_response_tokens=24),
+        generator=GeneratorSection(max_num_seqs=32, max_num_batched_tokens=512, kv_cache_gib=0.05),
+        trainer=TrainerSection(
+            parallel=ParallelSection(num_procs=2, expert=2),
+            tokens_per_row=256,
+            optimizer=OptimizerSection(learning_rate=1e-3),
+        ),
+        algorithm=AlgorithmSection(group_size=4, groups_per_step=4),
+        evaluation=EvaluationSection(num_problems=8),
+    )
