@@ -8,6 +8,7 @@ is the RL run's: the same trainer mesh and packed rows, with the likelihood of w
 
 import asyncio
 import json
+import random
 import shutil
 import sys
 import tempfile
@@ -65,10 +66,10 @@ def write_initial_folder(
     return read_model_facts(str(folder))
 
 
-def supervised_sequence(task: Task, tokenizer: PreTrainedTokenizerFast) -> TrainingSequence:
+def supervised_sequence(task: Task, tokenizer: PreTrainedTokenizerFast, response: str) -> TrainingSequence:
     """A worked example to imitate: the prompt is given, the response and its end are learned."""
     prompt_ids = tokenizer(task.prompt, add_special_tokens=False)["input_ids"]
-    response_ids = tokenizer(worked_example(task), add_special_tokens=False)["input_ids"]
+    response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
     response_ids.append(tokenizer.eos_token_id)
     return TrainingSequence(
         prompt_ids_P=np.asarray(prompt_ids, np.int32),
@@ -96,10 +97,14 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
             trainer = await fleet.start_trainer(
                 config, section, facts, objective=Supervised(), seed=warmup.seed, checkpoint=None
             )
+            rng = random.Random(warmup.seed)
             order = TaskOrder(tasks, seed=warmup.seed)
             for step in range(1, warmup.num_steps + 1):
                 sequences = [
-                    supervised_sequence(order.next(), tokenizer) for _ in range(warmup.examples_per_step)
+                    supervised_sequence(
+                        task, tokenizer, worked_example(task, slip_rate=warmup.slip_rate, rng=rng)
+                    )
+                    for task in (order.next() for _ in range(warmup.examples_per_step))
                 ]
                 rows = pack_rows(
                     sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks

@@ -35,7 +35,7 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
         (["evaluation.num_problems=21"], ["evaluation.num_problems = 21", "data.num_held_out = 20"]),
         (["trainer.parallel.num_procs=16"], ["algorithm.groups_per_step = 2", "the 16 data-parallel"]),
         (
-            ["trainer.parallel.num_procs=3", "trainer.parallel.tensor=2"],
+            ["trainer.parallel.num_procs=3", "trainer.parallel.tensor=2", "trainer.parallel.expert=2"],
             ["trainer.parallel.num_procs = 3", "multiple of data_replicate * tensor * context = 2"],
         ),
         (
@@ -51,12 +51,17 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["trainer.parallel.expert = 3", "num_experts = 8"],
         ),
         (
-            ["trainer.parallel.num_procs=2", "trainer.parallel.tensor=2", "trainer.tokens_per_row=129"],
-            ["trainer.tokens_per_row = 129", "multiple of trainer.parallel.tensor = 2"],
+            ["trainer.parallel.num_procs=2", "trainer.parallel.tensor=2"],
+            ["trainer.parallel.tensor = 2", "needs trainer.parallel.expert > 1"],
         ),
         (
-            ["trainer.parallel.num_procs=4", "trainer.parallel.tensor=4"],
+            ["trainer.parallel.num_procs=4", "trainer.parallel.tensor=4", "trainer.parallel.expert=4"],
             ["trainer.parallel.tensor = 4", "num_key_value_heads = 2"],
+        ),
+        (["buffer.max_groups=1"], ["buffer.max_groups = 1", "groups_per_step = 2"]),
+        (
+            ["trainer.optimizer.decay_steps=[9,9]"],
+            ["trainer.optimizer.decay_steps = [9, 9]", "the first before the second"],
         ),
         (["generator.tensor_parallel=8"], ["generator.tensor_parallel = 8", "num_attention_heads = 4"]),
         (["generator.max_num_batched_tokens=32"], ["max_num_batched_tokens = 32", "max_num_seqs = 64"]),
@@ -137,4 +142,5 @@ def test_accepted_meshes_are_torchtitans(num_procs: int, replicate: int, tensor:
     shard = config.trainer.parallel.data_shard
     fits = replicate * shard * tensor == num_procs and (shard * tensor) % expert == 0
     divides = 2 % tensor == 0 and 16 % expert == 0 and 128 % tensor == 0
-    assert (problems == []) == (fits and divides)
+    exact = tensor == 1 or expert > 1
+    assert (problems == []) == (fits and divides and exact)

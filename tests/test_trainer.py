@@ -133,7 +133,7 @@ def single(
         pytest.param(
             ParallelSection(num_procs=2, data_replicate=2), ActivationCheckpointing.NONE, id="replicate2"
         ),
-        pytest.param(ParallelSection(num_procs=2, tensor=2), ActivationCheckpointing.NONE, id="tp2"),
+        pytest.param(ParallelSection(num_procs=2, tensor=2, expert=2), ActivationCheckpointing.NONE, id="tp2-ep2"),
         pytest.param(
             ParallelSection(num_procs=4, tensor=2, expert=4),
             ActivationCheckpointing.SELECTIVE,

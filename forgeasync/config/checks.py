@@ -10,6 +10,9 @@ from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
 
+ROW_ALIGNMENT = 64
+"""Packed rows are padded to a multiple of this; tensor-parallel ranks get equal parts of it."""
+
 BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
 
 
@@ -118,12 +121,33 @@ def _check_mesh(config: RunConfig) -> Iterator[Problem]:
                 value=parallel.expert,
                 remedy=f"must divide data_shard * tensor * context = {ranks}, the ranks it borrows",
             )
-    if config.trainer.tokens_per_row % parallel.tensor:
+    if ROW_ALIGNMENT % parallel.tensor:
         yield Problem(
-            field="trainer.tokens_per_row",
-            value=config.trainer.tokens_per_row,
-            remedy=f"must be a multiple of trainer.parallel.tensor = {parallel.tensor}, which splits rows",
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide {ROW_ALIGNMENT}, the multiple that packed rows are padded to",
         )
+    if parallel.tensor > 1 and parallel.expert == 1:
+        # TorchTitan 0.3.0 (partial_dtensor): the gradient that leaves an MoE layer towards its input is wrong
+        # by tens of percent when tensor parallelism splits the experts themselves.
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy="needs trainer.parallel.expert > 1: TorchTitan's gradients are wrong without",
+        )
+
+
+def _check_schedules(config: RunConfig) -> Iterator[Problem]:
+    optimizers = {"trainer.optimizer": config.trainer.optimizer}
+    if config.warmup is not None:
+        optimizers["warmup.optimizer"] = config.warmup.optimizer
+    for name, optimizer in optimizers.items():
+        if optimizer.decay_steps is not None and not 0 <= optimizer.decay_steps[0] < optimizer.decay_steps[1]:
+            yield Problem(
+                field=f"{name}.decay_steps",
+                value=list(optimizer.decay_steps),
+                remedy="must be two steps, the first before the second",
+            )
 
 
 def _check_warmup(config: RunConfig) -> Iterator[Problem]:
@@ -244,6 +268,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_batch,
     _check_generator,
     _check_mesh,
+    _check_schedules,
     _check_warmup,
     _check_run_dir,
 )

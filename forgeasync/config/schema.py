@@ -132,13 +132,15 @@ class ActivationCheckpointing(StrEnum):
 
 
 class OptimizerSection(Section):
-    """AdamW with linear warm-up to a constant learning rate."""
+    """AdamW with a linear warm-up to the learning rate and, if asked for, a linear decay to zero."""
 
     learning_rate: float = Field(gt=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: tuple[int, int] | None = None
+    """The learning rate falls linearly to zero from the first of these steps to the second; null keeps it."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
 
 
@@ -243,6 +245,9 @@ class WarmupSection(Section):
     shape: ShapeSection
     num_steps: int = Field(gt=0)
     examples_per_step: int = Field(gt=0)
+    slip_rate: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of running sums in the worked examples that are wrong: the stand-in for what a real model
+    picks up from imperfect text, and has to lose again in RL."""
     optimizer: OptimizerSection
 
 

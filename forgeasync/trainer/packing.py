@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROW_ALIGNMENT = 64
-"""Rows end on a multiple of this, so that tensor-parallel ranks (up to 64) get equal parts."""
+from forgeasync.config.checks import ROW_ALIGNMENT
 
 NO_SEQUENCE = -1
 """Sequence id of padding."""

@@ -18,7 +18,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms.objectives import Objective
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import TrainerSection
+from forgeasync.config.schema import OptimizerSection, TrainerSection
 from forgeasync.trainer import hf_checkpoint
 from forgeasync.trainer.hf_names import hf_names
 from forgeasync.trainer.logprobs import token_logprobs
@@ -137,11 +137,10 @@ class PolicyTrainer:
             totals[name] = totals.get(name, torch.zeros((), device=DEVICE_TYPE)) + value
 
     def _set_learning_rate(self) -> float:
-        optimizer = self._section.optimizer
-        warmup = min(1.0, (self.policy_version + 1) / max(1, optimizer.warmup_steps))
+        learning_rate = scheduled_learning_rate(self._section.optimizer, self.policy_version + 1)
         for group in self._optimizer.param_groups:
-            group["lr"] = optimizer.learning_rate * warmup
-        return optimizer.learning_rate * warmup
+            group["lr"] = learning_rate
+        return learning_rate
 
     def _sum(self, value: torch.Tensor) -> float:
         return dist_utils.dist_sum(value.float(), self._loss_mesh)
@@ -159,6 +158,15 @@ class PolicyTrainer:
     def save_hf(self, folder: Path, *, source: Path) -> None:
         """Write a Hugging Face folder (collective); config and tokenizer are copied from ``source``."""
         hf_checkpoint.save(self.model, self._facts, folder, source=source)
+
+
+def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
+    """The learning rate of a step, counted from 1: linear warm-up, constant, linear decay to zero."""
+    factor = min(1.0, step / max(1, optimizer.warmup_steps))
+    if optimizer.decay_steps is not None:
+        start, end = optimizer.decay_steps
+        factor *= min(1.0, max(0.0, (end - step) / (end - start)))
+    return optimizer.learning_rate * factor
 
 
 def _mismatch_sums(

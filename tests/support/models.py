@@ -43,7 +43,8 @@ def write_random_model(folder: Path, *, seed: int = 0, tie: bool = False, scale:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(scale)
+                # Anew, since transformers leaves the padding token's embedding at zero.
+                parameter.normal_(std=0.02 * scale)
     model.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -1,0 +1,256 @@
+"""apps.grpo, asynchronous and synchronous, against TRL's GRPOTrainer on the same cores.
+
+    python benchmarks/against_trl.py [--steps N] [--rounds R] [--out FILE.json]
+
+Three contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with 0, and TRL 1.16.0, which
+samples with transformers' ``generate`` (its path without a GPU) in an environment of its own, .venv-trl, that
+this script makes from requirements/trl.lock. All train the model folder that the config names
+(``make models/tiny_moe``) on the config's training problems in the config's order, with its sampling, groups,
+clipping, optimizer and reward, in float32. TRL's settings that only bear on speed (``TrlSettings``) are the
+fastest of those tried.
+
+Compared over N steps after the first ones: response tokens trained on per second, and the median time of a
+step, both from the end of one step to the end of the next with nothing left out; and over a whole run the peak
+memory of its process tree. Our evaluations and the last steps of our runs, where nothing is left to generate
+and training has the cores to itself, lie outside the N steps. Response lengths are reported with the speeds:
+a speed in tokens means little between runs whose responses differ in length.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import (
+    REPOSITORY,
+    RESULTS,
+    Measurement,
+    Step,
+    machine_facts,
+    measurement,
+    medians,
+    read_json_lines,
+    results_table,
+    run_watched,
+    write_json,
+)
+from rich.console import Console
+
+from forgeasync.config.load import load_config
+from forgeasync.config.schema import ReasoningGymSource, RunConfig
+from forgeasync.data.order import TaskOrder
+from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
+
+CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
+TRL_VENV = REPOSITORY / ".venv-trl"
+TRL_LOCK = REPOSITORY / "requirements" / "trl.lock"
+TRL_PYTHON = TRL_VENV / "bin" / "python"
+
+SKIPPED_STEPS = 3
+"""First steps, left out: caches fill, and an asynchronous run fills its buffer."""
+
+OFF_POLICY_STEPS = {"ours async": 4, "ours sync": 0}
+TRL = "TRL"
+CONTENDERS = (*OFF_POLICY_STEPS, TRL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlSettings:
+    """What of TRL's set-up bears on its speed alone."""
+
+    threads: int = 2
+    micro_batch: int = 64
+    """Sequences in one forward and backward pass; generation takes the whole batch at once."""
+    experts: str = "grouped_mm"
+    """Which of transformers' implementations of the expert layers."""
+    continuous_batching: bool = False
+
+
+def run_ours(contender: str, number: int, num_steps: int, folder: Path) -> Measurement:
+    """One run of apps.grpo in ``folder``."""
+    off_policy_steps = OFF_POLICY_STEPS[contender]
+    config = load_config(CONFIG)
+    overrides = {
+        # Generation ends up to off_policy_steps before training does, and the last step evaluates.
+        "max_steps": SKIPPED_STEPS + num_steps + off_policy_steps + 1,
+        "max_off_policy_steps": off_policy_steps,
+        "evaluation.num_problems": 8,
+        "evaluation.every_steps": 1_000_000,
+        # All of them: the lengths of every response are read from there.
+        "logging.rollouts_per_step": config.algorithm.group_size * config.algorithm.groups_per_step,
+        # TRL reports nowhere either.
+        "logging.tensorboard": "false",
+        "run_dir": folder,
+    }
+    command = [sys.executable, "-m", "apps.grpo", "--config", str(CONFIG)]
+    command += [f"{key}={value}" for key, value in overrides.items()]
+    # One thread in each of the procs that share the cores, as in the Makefile.
+    finished = run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+    lengths: dict[int, list[int]] = {}
+    for rollout in read_json_lines(folder / "rollouts.jsonl"):
+        lengths.setdefault(rollout["step"], []).append(rollout["response_tokens"])
+    lines = {line["step"]: line for line in read_json_lines(folder / "metrics.jsonl")}
+    first = SKIPPED_STEPS + 1
+    steps = [
+        Step(
+            step_s=lines[step]["time/elapsed_s"] - lines[step - 1]["time/elapsed_s"],
+            lengths=lengths[step],
+            generated_tokens=lines[step]["throughput/generated_tokens_per_s"] * lines[step]["time/step_s"],
+            reward_mean=lines[step]["reward/mean"],
+        )
+        for step in range(first, first + num_steps)
+    ]
+    return measurement(contender, number, steps, finished)
+
+
+def run_trl(number: int, num_steps: int, folder: Path, settings: TrlSettings) -> Measurement:
+    """One run of GRPOTrainer in ``folder``."""
+    config = load_config(CONFIG)
+    max_steps = SKIPPED_STEPS + num_steps
+    folder.mkdir()
+    tasks, spec, out = folder / "tasks.jsonl", folder / "spec.json", folder / "steps.json"
+    write_tasks(config, max_steps * config.algorithm.groups_per_step, tasks)
+    write_json(spec, trl_spec(config, max_steps=max_steps, tasks=tasks, scratch=folder, settings=settings))
+    finished = run_watched(
+        [str(TRL_PYTHON), str(REPOSITORY / "benchmarks" / "trl_side.py"), str(spec), str(out)],
+        environment={"OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1"},
+    )
+    records = json.loads(out.read_text(encoding="utf-8"))
+    steps = [
+        Step(
+            step_s=record["end_s"] - before["end_s"],
+            lengths=record["lengths"],
+            generated_tokens=sum(record["lengths"]),
+            reward_mean=record["reward_mean"],
+        )
+        for before, record in zip(records[SKIPPED_STEPS - 1 :], records[SKIPPED_STEPS:], strict=False)
+    ]
+    return measurement(TRL, number, steps, finished)
+
+
+def write_tasks(config: RunConfig, num_tasks: int, path: Path) -> None:
+    """The first problems that a run of ``config`` trains on, with what their verifier reads."""
+    problems = ReasoningGymProblems(
+        gym_source(config),
+        num_train=config.data.num_train,
+        num_held_out=config.data.num_held_out,
+        seed=config.seed,
+    )
+    order = TaskOrder(problems.split().train, seed=config.seed)
+    with path.open("w", encoding="utf-8") as file:
+        for task in (order.next() for _ in range(num_tasks)):
+            # As text: entries differ in shape from problem to problem, columns of a table must not.
+            entry = json.dumps(problems.entry(task.source_index))
+            file.write(json.dumps({"prompt": task.prompt, "entry": entry}) + "\n")
+
+
+def gym_source(config: RunConfig) -> ReasoningGymSource:
+    """The config's source of problems; TRL's side knows only this kind."""
+    assert isinstance(config.data.source, ReasoningGymSource), f"{CONFIG} has no reasoning-gym problems"
+    return config.data.source
+
+
+def trl_spec(
+    config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path, settings: TrlSettings
+) -> dict[str, Any]:
+    """The fields of ``trl_side.Spec``."""
+    source, sampling, algorithm = gym_source(config), config.sampling, config.algorithm
+    return {
+        "model": str(REPOSITORY / config.model.path),
+        "tasks": str(tasks),
+        "scratch": str(scratch / "trl"),
+        "gym_task": source.task,
+        "gym_options": source.options,
+        "answer_prefix": source.answer_prefix,
+        "seed": config.seed,
+        "max_steps": max_steps,
+        "group_size": algorithm.group_size,
+        "groups_per_step": algorithm.groups_per_step,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "max_response_tokens": sampling.max_response_tokens,
+        "clip_low": algorithm.clip_low,
+        "clip_high": algorithm.clip_high,
+        **config.trainer.optimizer.model_dump(),
+        **dataclasses.asdict(settings),
+    }
+
+
+def ensure_trl_environment() -> None:
+    """Make .venv-trl where it is missing or was made from another lock."""
+    stamp, lock = TRL_VENV / "installed", TRL_LOCK.read_text(encoding="utf-8")
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == lock:
+        return
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(TRL_VENV)], check=True)
+    # The lock names every package: nothing is resolved, so no other build of torch can come in.
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "-r", str(TRL_LOCK)]
+    subprocess.run([str(TRL_PYTHON), *install], check=True)
+    stamp.write_text(lock, encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; TRL's settings can be varied to see what each is worth."""
+    settings = TrlSettings()
+    parser = argparse.ArgumentParser(description="apps.grpo against TRL's GRPOTrainer.")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of every run")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of every contender")
+    parser.add_argument("--out", type=Path, default=RESULTS / "against_trl.json")
+    parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=CONTENDERS)
+    parser.add_argument("--trl-threads", type=int, default=settings.threads)
+    parser.add_argument("--trl-micro-batch", type=int, default=settings.micro_batch)
+    parser.add_argument("--trl-experts", default=settings.experts)
+    parser.add_argument(
+        "--trl-continuous-batching",
+        action=argparse.BooleanOptionalAction,
+        default=settings.continuous_batching,
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    arguments = parse_arguments()
+    console = Console()
+    settings = TrlSettings(
+        threads=arguments.trl_threads,
+        micro_batch=arguments.trl_micro_batch,
+        experts=arguments.trl_experts,
+        continuous_batching=arguments.trl_continuous_batching,
+    )
+    if TRL in arguments.only:
+        ensure_trl_environment()
+    measurements: list[Measurement] = []
+    with tempfile.TemporaryDirectory(prefix="against_trl-") as scratch:
+        for number in range(1, arguments.rounds + 1):
+            for contender in arguments.only:
+                folder = Path(scratch) / f"{contender.replace(' ', '_')}-{number}"
+                if contender == TRL:
+                    one = run_trl(number, arguments.steps, folder, settings)
+                else:
+                    one = run_ours(contender, number, arguments.steps, folder)
+                measurements.append(one)
+                console.print(f"round {number}, {contender}: {one.tokens_per_s:.0f} tokens/s")
+    title = f"GRPO on the same cores, {arguments.steps} steps a run"
+    console.print(results_table(measurements, title=title, baseline=TRL))
+    content = {
+        "machine": machine_facts(),
+        "config": str(CONFIG.relative_to(REPOSITORY)),
+        "skipped_steps": SKIPPED_STEPS,
+        "measured_steps": arguments.steps,
+        "trl_settings": dataclasses.asdict(settings),
+        "medians": medians(measurements),
+        "runs": [dataclasses.asdict(one) for one in measurements],
+    }
+    write_json(arguments.out, content)
+    console.print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

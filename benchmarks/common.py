@@ -1,0 +1,242 @@
+"""What the benchmarks share: running a command while its memory is watched, summing up its steps, a table.
+
+The benchmarks are scripts of their own, started as ``python benchmarks/NAME.py``; nothing in the package
+imports them. They report times and never judge them.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+"""Default folder of what benchmarks write; not tracked by git."""
+
+MEMORY_INTERVAL_S = 3.0
+"""Between two looks at a tree's memory: adding up one process's pages takes the kernel about 10 ms."""
+
+LOG_TAIL_CHARACTERS = 3000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What is known of a command that ended well."""
+
+    peak_memory_mib: float
+    """Highest sampled sum, over the whole process tree, of the proportional set size (shared pages once)."""
+    load_before: float
+    """One-minute load average when it was started."""
+
+
+class MemoryWatch:
+    """Samples the memory of a process and all its descendants in a thread."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> float:
+        """Stop sampling; the peak in MiB."""
+        self._stop.set()
+        self._thread.join()
+        return self._peak_bytes / 2**20
+
+    def _run(self) -> None:
+        while not self._stop.wait(MEMORY_INTERVAL_S):
+            self._peak_bytes = max(self._peak_bytes, self._tree_bytes())
+
+    def _tree_bytes(self) -> int:
+        try:
+            tree = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return 0
+        total = 0
+        for process in tree:
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue  # ended between the two calls
+        return total
+
+
+def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> Finished:
+    """Run ``command`` in the repository until it ends, with ``environment`` on top of this process's own.
+
+    Raises:
+        RuntimeError: it ended with another exit code than 0; the message ends with the tail of its output.
+    """
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            list(command),
+            cwd=REPOSITORY,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        watch = MemoryWatch(process.pid)
+        try:
+            exit_code = process.wait()
+        except BaseException:
+            # Ctrl-C: the run cleans up its own processes on SIGINT, which the terminal has sent it too.
+            process.terminate()
+            process.wait()
+            raise
+        finally:
+            peak_memory_mib = watch.close()
+        if exit_code != 0:
+            output.seek(0)
+            tail = output.read()[-LOG_TAIL_CHARACTERS:]
+            raise RuntimeError(f"{' '.join(command)} ended with exit code {exit_code}:\n{tail}")
+    return Finished(peak_memory_mib=peak_memory_mib, load_before=load_before)
+
+
+def quantiles(values: Sequence[int]) -> dict[str, float]:
+    """The distribution of ``values`` in six numbers."""
+    p10, p50, p90 = np.percentile(values, [10, 50, 90])
+    return {
+        "mean": float(np.mean(values)),
+        "min": float(min(values)),
+        "p10": float(p10),
+        "p50": float(p50),
+        "p90": float(p90),
+        "max": float(max(values)),
+    }
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "processor": _processor_name(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": platform.platform(),
+        "python": sys.version.split()[0],
+    }
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content``, indented, and make the folder where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step; ``generated_tokens`` may belong to later batches."""
+
+    step_s: float
+    lengths: list[int]
+    generated_tokens: float
+    reward_mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One run of one contender."""
+
+    contender: str
+    round: int
+    tokens_per_s: float
+    step_s_median: float
+    step_s: list[float]
+    response_lengths: dict[str, float]
+    generated_per_trained_token: float
+    reward_mean: float
+    peak_memory_mib: float
+    load_before: float
+
+
+def measurement(contender: str, number: int, steps: Sequence[Step], finished: Finished) -> Measurement:
+    """Sum up the measured steps of one run."""
+    lengths = [length for step in steps for length in step.lengths]
+    return Measurement(
+        contender=contender,
+        round=number,
+        tokens_per_s=sum(lengths) / sum(step.step_s for step in steps),
+        step_s_median=statistics.median(step.step_s for step in steps),
+        step_s=[step.step_s for step in steps],
+        response_lengths=quantiles(lengths),
+        generated_per_trained_token=sum(step.generated_tokens for step in steps) / sum(lengths),
+        reward_mean=statistics.mean(step.reward_mean for step in steps),
+        peak_memory_mib=finished.peak_memory_mib,
+        load_before=finished.load_before,
+    )
+
+
+def medians(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
+    """Of every contender's rounds, by contender and name of the value."""
+    runs: dict[str, list[Measurement]] = {}
+    for one in measurements:
+        runs.setdefault(one.contender, []).append(one)
+    values = ("tokens_per_s", "step_s_median", "peak_memory_mib")
+    return {
+        contender: {value: statistics.median(getattr(one, value) for one in rounds) for value in values}
+        for contender, rounds in runs.items()
+    }
+
+
+def results_table(measurements: Sequence[Measurement], *, title: str, baseline: str) -> Table:
+    """A row per run, then a row per contender with its medians and their ratios to those of ``baseline``."""
+    table = Table(title=title)
+    table.add_column("contender")
+    lengths_column = "length mean (p10/p50/p90) max"
+    for name in ("round", "tokens/s", "step s", lengths_column, "reward", "peak MiB", "load"):
+        table.add_column(name, justify="right")
+    for one in measurements:
+        lengths = one.response_lengths
+        spread = f"({lengths['p10']:.0f}/{lengths['p50']:.0f}/{lengths['p90']:.0f})"
+        table.add_row(
+            one.contender,
+            str(one.round),
+            f"{one.tokens_per_s:.0f}",
+            f"{one.step_s_median:.2f}",
+            f"{lengths['mean']:.1f} {spread} {lengths['max']:.0f}",
+            f"{one.reward_mean:.3f}",
+            f"{one.peak_memory_mib:.0f}",
+            f"{one.load_before:.1f}",
+        )
+    table.add_section()
+    middle = medians(measurements)
+    base = middle.get(baseline)
+    for contender, values in middle.items():
+        cells = [f"{values['tokens_per_s']:.0f}", f"{values['step_s_median']:.2f}"]
+        memory = f"{values['peak_memory_mib']:.0f}"
+        if base is not None and contender != baseline:
+            ratios = {name: value / base[name] for name, value in values.items()}
+            cells = [
+                f"{cells[0]} (x{ratios['tokens_per_s']:.2f})",
+                f"{cells[1]} (x{ratios['step_s_median']:.2f})",
+            ]
+            memory += f" (x{ratios['peak_memory_mib']:.2f})"
+        table.add_row(contender, "median", *cells, "", "", memory, "")
+    return table
