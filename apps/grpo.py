@@ -20,6 +20,8 @@ import time
 from collections import deque
 from datetime import datetime
 
+from rich.console import Console
+
 from apps.cli import exit_code, parse_arguments
 from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
@@ -31,17 +33,21 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.load import dump_config, load_config
+from forgeasync.config.model_facts import model_config_file
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 from forgeasync.observability.console import StepConsole
-from forgeasync.observability.logs import configure_controller_logging
+from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.trainer.batch import training_sequences
 from forgeasync.trainer.objectives import PpoClip
 from forgeasync.trainer.packing import pack_rows
 from forgeasync.weights import store
+
+REPORT_COLUMNS = 120
+"""Width of the dry run's table, also in a pipe."""
 
 
 class GrpoRun:
@@ -222,6 +228,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
 async def train(config: RunConfig, prepared: Prepared) -> None:
     """Start every proc, run the loops, export the trained model, stop every proc."""
     run_dir = RunDir.create(config, dump_config(config), datetime.now())
+    separate_native_output(run_dir.log("controller"))
     configure_controller_logging(run_dir.log("controller"))
     with StepConsole(config.max_steps) as console, RunRecorder(config, run_dir, console) as recorder:
         num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
@@ -238,6 +245,16 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
             await fleet.close()
 
 
+def show_plan(config: RunConfig) -> None:
+    """Check the config and print what it would start; needs no GPU and starts nothing."""
+    # Builds the model on the meta device, which only a dry run has to wait for.
+    from forgeasync.planning.report import dry_run_report
+
+    facts = check(config)
+    report = dry_run_report(config, facts, shape_from=model_config_file(config.model.path))
+    Console(width=REPORT_COLUMNS).print(report)
+
+
 def main() -> int:
     """Run the command line; returns the exit code."""
     arguments = parse_arguments("Asynchronous GRPO.", dry_run=True)
@@ -245,10 +262,7 @@ def main() -> int:
     def run() -> None:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            # Builds the model on the meta device, which only a dry run has to wait for.
-            from forgeasync.planning.report import dry_run_report
-
-            print(dry_run_report(config, check(config)))
+            show_plan(config)
         else:
             asyncio.run(train(config, prepare(config)))
 

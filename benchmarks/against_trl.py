@@ -10,7 +10,7 @@ clipping, optimizer and reward, in float32. TRL's settings that only bear on spe
 fastest of those tried.
 
 Compared over N steps after the first ones: response tokens trained on per second, and the median time of a
-step, both from the end of one step to the end of the next with nothing left out; and over a whole run the peak
+step, both from the end of one step to the end of the next with nothing left out; over a whole run, the peak
 memory of its process tree. Our evaluations and the last steps of our runs, where nothing is left to generate
 and training has the cores to itself, lie outside the N steps. Response lengths are reported with the speeds:
 a speed in tokens means little between runs whose responses differ in length.

@@ -158,6 +158,13 @@ class TestHuggingFace:
         assert "same" in texts(source.held_out)
         assert len(source.train) == 1 and source.train[0].prompt not in texts(source.held_out)
 
+    def test_repeated_texts_are_trained_on_once_and_counted(self, jsonl: Path) -> None:
+        write_problems(jsonl, ["same"] * 8 + [f"other {i}" for i in range(4)])
+        source = build_source(records(jsonl, num_train=4, num_held_out=1), seed=0)
+        assert len(set(texts(source.train))) == 4
+        with pytest.raises(ValueError, match=r"data.num_train: 5 .* only 4"):
+            build_source(records(jsonl, num_train=5, num_held_out=1), seed=0)
+
     def test_tasks_hold_question_instruction_and_answer(self, jsonl: Path) -> None:
         data = records(jsonl, instruction="\nBox the answer.")
         for task in build_source(data, seed=0).train:

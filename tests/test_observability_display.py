@@ -96,6 +96,23 @@ os._exit(0)  # without a flush at exit: lines have to be out already
     assert log.read_text().splitlines() == lines * 2
 
 
+def test_native_output_of_the_controller_goes_to_a_file(tmp_path: Path) -> None:
+    log = tmp_path / "controller.log"
+    code = """
+import os, sys
+from pathlib import Path
+from forgeasync.observability.logs import separate_native_output
+separate_native_output(Path(sys.argv[1]))
+print("for people")
+sys.stderr.write("an error\\n")
+os.write(1, b"native\\n")
+os.write(2, b"noise\\n")
+"""
+    completed = run_python(code, log)
+    assert (completed.stdout, completed.stderr) == ("for people\n", "an error\n")
+    assert log.read_text() == "native\nnoise\n"
+
+
 def test_controller_logging_leaves_the_terminal_to_the_console(tmp_path: Path) -> None:
     log = tmp_path / "controller.log"
     code = """

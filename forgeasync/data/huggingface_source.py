@@ -85,7 +85,7 @@ def _tasks(records: datasets.Dataset, rows: Iterable[int], source: HuggingFaceSo
 
 
 def split_records(source: HuggingFaceSource, *, num_train: int, num_held_out: int, seed: int) -> SplitSource:
-    """Draw distinct held-out problems by a fixed seed, then training problems by ``seed``.
+    """Draw distinct held-out problems by a fixed seed, then distinct training problems by ``seed``.
 
     A text that is held out is never trained on, also where another record repeats it. Raises ValueError
     naming the config field that asks for something the data set does not have.
@@ -113,18 +113,26 @@ def split_records(source: HuggingFaceSource, *, num_train: int, num_held_out: in
             f"{len(held_out)} distinct ones"
         )
 
-    train: list[Task] = []
-    num_skipped = 0
+    train: dict[str, Task] = {}
+    num_skipped = num_repeats = 0
     for task in _tasks(records, np.random.default_rng(seed).permutation(size), source):
         if task.prompt in held_out:
             num_skipped += 1
+        elif task.prompt in train:
+            # Published sets repeat problems (DAPO-Math-17k a hundredfold): chance must not weight them.
+            num_repeats += 1
         else:
-            train.append(task)
+            train[task.prompt] = task
         if len(train) == num_train:
             break
     else:
         raise ValueError(
             f"data.num_train: {num_train} problems wanted, but only {len(train)} of the {size} in "
-            f"{source.path!r} are not held out (repeats of held-out problems are)"
+            f"{source.path!r} are distinct and not held out"
         )
-    return SplitSource(train=train, held_out=list(held_out.values()), num_skipped_held_out=num_skipped)
+    return SplitSource(
+        train=list(train.values()),
+        held_out=list(held_out.values()),
+        num_skipped_held_out=num_skipped,
+        num_skipped_repeats=num_repeats,
+    )

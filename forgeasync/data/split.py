@@ -13,12 +13,13 @@ class SplitSource:
     """A ``TaskSource`` held in memory.
 
     ``num_skipped_held_out`` counts candidates for training that were passed over because their text is
-    a held-out problem's.
+    a held-out problem's, ``num_skipped_repeats`` those whose text is another training problem's.
     """
 
     train: list[Task]
     held_out: list[Task]
     num_skipped_held_out: int
+    num_skipped_repeats: int = 0
 
     def __post_init__(self) -> None:
         assert not {task.prompt for task in self.train} & {task.prompt for task in self.held_out}

@@ -31,6 +31,22 @@ def redirect_process_output(path: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
+def separate_native_output(path: Path) -> None:
+    """Keep this process's own printing on the terminal, and append what native libraries print to ``path``.
+
+    Those write to file descriptors 1 and 2 directly; Python's streams move to copies of the old ones.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.stdout = open(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    sys.stderr = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
 def configure_controller_logging(log_file: Path) -> None:
     """Send this process's Python logging and warnings to ``log_file`` (appended) instead of the terminal.
 
