@@ -26,7 +26,7 @@ from forgeasync.data.order import TaskOrder
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
 from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
-from forgeasync.data.worked_examples import worked_example
+from forgeasync.data.worked_examples import direct_answer, worked_example
 from forgeasync.trainer.objectives import Supervised
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 
@@ -100,12 +100,12 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
             rng = random.Random(warmup.seed)
             order = TaskOrder(tasks, seed=warmup.seed)
             for step in range(1, warmup.num_steps + 1):
-                sequences = [
-                    supervised_sequence(
-                        task, tokenizer, worked_example(task, slip_rate=warmup.slip_rate, rng=rng)
-                    )
-                    for task in (order.next() for _ in range(warmup.examples_per_step))
-                ]
+                sequences = []
+                for _ in range(warmup.examples_per_step):
+                    task = order.next()
+                    is_direct = rng.random() < warmup.direct_share
+                    response = direct_answer(task) if is_direct else worked_example(task)
+                    sequences.append(supervised_sequence(task, tokenizer, response))
                 rows = pack_rows(
                     sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks
                 )

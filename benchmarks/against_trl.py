@@ -1,13 +1,13 @@
 """apps.grpo, asynchronous and synchronous, against TRL's GRPOTrainer on the same cores.
 
-    python benchmarks/against_trl.py [--steps N] [--rounds R] [--out FILE.json]
+    python benchmarks/against_trl.py [--steps N] [--rounds R] [--out FILE.json] [key.path=value ...]
 
 Three contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with 0, and TRL 1.16.0, which
 samples with transformers' ``generate`` (its path without a GPU) in an environment of its own, .venv-trl, that
 this script makes from requirements/trl.lock. All train the model folder that the config names
 (``make models/tiny_moe``) on the config's training problems in the config's order, with its sampling, groups,
 clipping, optimizer and reward, in float32. TRL's settings that only bear on speed (``TrlSettings``) are the
-fastest of those tried.
+fastest of those tried. Overrides of the config hold for all three.
 
 Compared over N steps after the first ones: response tokens trained on per second, and the median time of a
 step, both from the end of one step to the end of the next with nothing left out; over a whole run, the peak
@@ -22,6 +22,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ TRL_VENV = REPOSITORY / ".venv-trl"
 TRL_LOCK = REPOSITORY / "requirements" / "trl.lock"
 TRL_PYTHON = TRL_VENV / "bin" / "python"
 
-SKIPPED_STEPS = 3
-"""First steps, left out: caches fill, and an asynchronous run fills its buffer."""
+SKIPPED_STEPS = 5
+"""First steps, left out: caches fill, and an asynchronous run fills its buffer, short responses first."""
 
 OFF_POLICY_STEPS = {"ours async": 4, "ours sync": 0}
 TRL = "TRL"
@@ -69,13 +70,18 @@ class TrlSettings:
     experts: str = "grouped_mm"
     """Which of transformers' implementations of the expert layers."""
     continuous_batching: bool = False
+    wait_policy: str = "passive"
+    """How OpenMP's threads wait for each other. While anything else wants a core, actively waiting ones keep
+    it from the thread that they wait for, and a step can take 20 times as long."""
 
 
-def run_ours(contender: str, number: int, num_steps: int, folder: Path) -> Measurement:
+def run_ours(
+    contender: str, number: int, num_steps: int, folder: Path, overrides: Sequence[str]
+) -> Measurement:
     """One run of apps.grpo in ``folder``."""
     off_policy_steps = OFF_POLICY_STEPS[contender]
-    config = load_config(CONFIG)
-    overrides = {
+    config = load_config(CONFIG, overrides)
+    own_overrides = {
         # Generation ends up to off_policy_steps before training does, and the last step evaluates.
         "max_steps": SKIPPED_STEPS + num_steps + off_policy_steps + 1,
         "max_off_policy_steps": off_policy_steps,
@@ -87,8 +93,8 @@ def run_ours(contender: str, number: int, num_steps: int, folder: Path) -> Measu
         "logging.tensorboard": "false",
         "run_dir": folder,
     }
-    command = [sys.executable, "-m", "apps.grpo", "--config", str(CONFIG)]
-    command += [f"{key}={value}" for key, value in overrides.items()]
+    command = [sys.executable, "-m", "apps.grpo", "--config", str(CONFIG), *overrides]
+    command += [f"{key}={value}" for key, value in own_overrides.items()]
     # One thread in each of the procs that share the cores, as in the Makefile.
     finished = run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
@@ -109,9 +115,11 @@ def run_ours(contender: str, number: int, num_steps: int, folder: Path) -> Measu
     return measurement(contender, number, steps, finished)
 
 
-def run_trl(number: int, num_steps: int, folder: Path, settings: TrlSettings) -> Measurement:
+def run_trl(
+    number: int, num_steps: int, folder: Path, overrides: Sequence[str], settings: TrlSettings
+) -> Measurement:
     """One run of GRPOTrainer in ``folder``."""
-    config = load_config(CONFIG)
+    config = load_config(CONFIG, overrides)
     max_steps = SKIPPED_STEPS + num_steps
     folder.mkdir()
     tasks, spec, out = folder / "tasks.jsonl", folder / "spec.json", folder / "steps.json"
@@ -119,7 +127,11 @@ def run_trl(number: int, num_steps: int, folder: Path, settings: TrlSettings) ->
     write_json(spec, trl_spec(config, max_steps=max_steps, tasks=tasks, scratch=folder, settings=settings))
     finished = run_watched(
         [str(TRL_PYTHON), str(REPOSITORY / "benchmarks" / "trl_side.py"), str(spec), str(out)],
-        environment={"OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1"},
+        environment={
+            "OMP_NUM_THREADS": str(settings.threads),
+            "OMP_WAIT_POLICY": settings.wait_policy,
+            "HF_HUB_OFFLINE": "1",
+        },
     )
     records = json.loads(out.read_text(encoding="utf-8"))
     steps = [
@@ -161,6 +173,8 @@ def trl_spec(
 ) -> dict[str, Any]:
     """The fields of ``trl_side.Spec``."""
     source, sampling, algorithm = gym_source(config), config.sampling, config.algorithm
+    optimizer = config.trainer.optimizer
+    assert optimizer.decay_steps is None, "trl_side trains with a constant rate after its warm-up"
     return {
         "model": str(REPOSITORY / config.model.path),
         "tasks": str(tasks),
@@ -178,8 +192,11 @@ def trl_spec(
         "max_response_tokens": sampling.max_response_tokens,
         "clip_low": algorithm.clip_low,
         "clip_high": algorithm.clip_high,
-        **config.trainer.optimizer.model_dump(),
-        **dataclasses.asdict(settings),
+        **optimizer.model_dump(exclude={"decay_steps"}),
+        "threads": settings.threads,
+        "micro_batch": settings.micro_batch,
+        "experts": settings.experts,
+        "continuous_batching": settings.continuous_batching,
     }
 
 
@@ -202,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of every run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of every contender")
     parser.add_argument("--out", type=Path, default=RESULTS / "against_trl.json")
-    parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=CONTENDERS)
+    parser.add_argument("--only", choices=CONTENDERS, action="append", help="leave the others out")
     parser.add_argument("--trl-threads", type=int, default=settings.threads)
     parser.add_argument("--trl-micro-batch", type=int, default=settings.micro_batch)
     parser.add_argument("--trl-experts", default=settings.experts)
@@ -211,30 +228,35 @@ def parse_arguments() -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=settings.continuous_batching,
     )
-    return parser.parse_args()
+    parser.add_argument("--trl-wait-policy", choices=("active", "passive"), default=settings.wait_policy)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    return parser.parse_intermixed_args()
 
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
     arguments = parse_arguments()
-    console = Console()
+    # Room for the table also where the output is no terminal.
+    console = Console(width=110)
     settings = TrlSettings(
         threads=arguments.trl_threads,
         micro_batch=arguments.trl_micro_batch,
         experts=arguments.trl_experts,
         continuous_batching=arguments.trl_continuous_batching,
+        wait_policy=arguments.trl_wait_policy,
     )
-    if TRL in arguments.only:
+    contenders = arguments.only or CONTENDERS
+    if TRL in contenders:
         ensure_trl_environment()
     measurements: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="against_trl-") as scratch:
         for number in range(1, arguments.rounds + 1):
-            for contender in arguments.only:
+            for contender in contenders:
                 folder = Path(scratch) / f"{contender.replace(' ', '_')}-{number}"
                 if contender == TRL:
-                    one = run_trl(number, arguments.steps, folder, settings)
+                    one = run_trl(number, arguments.steps, folder, arguments.overrides, settings)
                 else:
-                    one = run_ours(contender, number, arguments.steps, folder)
+                    one = run_ours(contender, number, arguments.steps, folder, arguments.overrides)
                 measurements.append(one)
                 console.print(f"round {number}, {contender}: {one.tokens_per_s:.0f} tokens/s")
     title = f"GRPO on the same cores, {arguments.steps} steps a run"
@@ -242,6 +264,7 @@ def main() -> None:
     content = {
         "machine": machine_facts(),
         "config": str(CONFIG.relative_to(REPOSITORY)),
+        "overrides": arguments.overrides,
         "skipped_steps": SKIPPED_STEPS,
         "measured_steps": arguments.steps,
         "trl_settings": dataclasses.asdict(settings),

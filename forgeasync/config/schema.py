@@ -245,10 +245,10 @@ class WarmupSection(Section):
     shape: ShapeSection
     num_steps: int = Field(gt=0)
     examples_per_step: int = Field(gt=0)
-    slip_rate: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of running sums in the worked examples that are wrong: the stand-in for what a real model
-    picks up from imperfect text, and has to lose again in RL."""
     optimizer: OptimizerSection
+    direct_share: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the examples that give the answer without working it out: the stand-in for text in the
+    wild, which mostly does. RL then has to find out that working pays."""
 
 
 class RunConfig(Section):
