@@ -41,7 +41,7 @@ def exit_code(run: Callable[[], None]) -> int:
     except BaseException as error:
         cause = root_cause(error)
         traceback.print_exception(cause)
-        print(f"failed: {type(cause).__name__}: {cause}", file=sys.stderr)
+        print(f"failed: {type(cause).__name__}: {last_words(cause)}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 
@@ -51,6 +51,12 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def last_words(error: BaseException) -> str:
+    """One line: a short message whole, of a long one (an actor's remote traceback) its last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines) if len(lines) <= 3 else lines[-1]
 
 
 def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:

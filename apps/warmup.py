@@ -26,7 +26,7 @@ from forgeasync.data.order import TaskOrder
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
 from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
-from forgeasync.data.worked_examples import direct_answer, worked_example
+from forgeasync.data.worked_examples import guess, worked_example
 from forgeasync.trainer.objectives import Supervised
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 
@@ -103,8 +103,10 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                 sequences = []
                 for _ in range(warmup.examples_per_step):
                     task = order.next()
-                    is_direct = rng.random() < warmup.direct_share
-                    response = direct_answer(task) if is_direct else worked_example(task)
+                    if rng.random() < warmup.direct_share:
+                        response = guess(task, error=rng.randint(-warmup.guess_error, warmup.guess_error))
+                    else:
+                        response = worked_example(task)
                     sequences.append(supervised_sequence(task, tokenizer, response))
                 rows = pack_rows(
                     sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks

@@ -2,12 +2,12 @@
 
     python benchmarks/against_trl.py [--steps N] [--rounds R] [--out FILE.json] [key.path=value ...]
 
-Three contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with 0, and TRL 1.16.0, which
-samples with transformers' ``generate`` (its path without a GPU) in an environment of its own, .venv-trl, that
-this script makes from requirements/trl.lock. All train the model folder that the config names
+The contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with 0, and TRL 1.16.0 with one and
+with two threads, of which the faster counts. TRL samples with transformers' ``generate`` (its path without a
+GPU) in an environment of its own, .venv-trl, that this script makes from requirements/trl.lock. All train the model folder that the config names
 (``make models/tiny_moe``) on the config's training problems in the config's order, with its sampling, groups,
-clipping, optimizer and reward, in float32. TRL's settings that only bear on speed (``TrlSettings``) are the
-fastest of those tried. Overrides of the config hold for all three.
+clipping, optimizer and reward, in float32. TRL's settings that only bear on speed are
+those of ``TrlSettings``. Overrides of the config hold for all contenders.
 
 Compared over N steps after the first ones: response tokens trained on per second, and the median time of a
 step, both from the end of one step to the end of the next with nothing left out; over a whole run, the peak
@@ -56,15 +56,14 @@ SKIPPED_STEPS = 5
 """First steps, left out: caches fill, and an asynchronous run fills its buffer, short responses first."""
 
 OFF_POLICY_STEPS = {"ours async": 4, "ours sync": 0}
-TRL = "TRL"
-CONTENDERS = (*OFF_POLICY_STEPS, TRL)
+TRL_THREADS = {"TRL 1 thread": 1, "TRL 2 threads": 2}
+CONTENDERS = (*OFF_POLICY_STEPS, *TRL_THREADS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlSettings:
-    """What of TRL's set-up bears on its speed alone."""
+    """What of TRL's set-up, besides the threads, bears on its speed alone."""
 
-    threads: int = 2
     micro_batch: int = 64
     """Sequences in one forward and backward pass; generation takes the whole batch at once."""
     experts: str = "grouped_mm"
@@ -116,19 +115,26 @@ def run_ours(
 
 
 def run_trl(
-    number: int, num_steps: int, folder: Path, overrides: Sequence[str], settings: TrlSettings
+    contender: str, number: int, num_steps: int, folder: Path, overrides: Sequence[str], settings: TrlSettings
 ) -> Measurement:
     """One run of GRPOTrainer in ``folder``."""
-    config = load_config(CONFIG, overrides)
+    config, threads = load_config(CONFIG, overrides), TRL_THREADS[contender]
     max_steps = SKIPPED_STEPS + num_steps
     folder.mkdir()
     tasks, spec, out = folder / "tasks.jsonl", folder / "spec.json", folder / "steps.json"
     write_tasks(config, max_steps * config.algorithm.groups_per_step, tasks)
-    write_json(spec, trl_spec(config, max_steps=max_steps, tasks=tasks, scratch=folder, settings=settings))
+    agreed = run_spec(config, max_steps=max_steps, tasks=tasks, scratch=folder)
+    speed = {
+        "threads": threads,
+        "micro_batch": settings.micro_batch,
+        "experts": settings.experts,
+        "continuous_batching": settings.continuous_batching,
+    }
+    write_json(spec, {**agreed, **speed})
     finished = run_watched(
         [str(TRL_PYTHON), str(REPOSITORY / "benchmarks" / "trl_side.py"), str(spec), str(out)],
         environment={
-            "OMP_NUM_THREADS": str(settings.threads),
+            "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": settings.wait_policy,
             "HF_HUB_OFFLINE": "1",
         },
@@ -143,7 +149,7 @@ def run_trl(
         )
         for before, record in zip(records[SKIPPED_STEPS - 1 :], records[SKIPPED_STEPS:], strict=False)
     ]
-    return measurement(TRL, number, steps, finished)
+    return measurement(contender, number, steps, finished)
 
 
 def write_tasks(config: RunConfig, num_tasks: int, path: Path) -> None:
@@ -168,10 +174,8 @@ def gym_source(config: RunConfig) -> ReasoningGymSource:
     return config.data.source
 
 
-def trl_spec(
-    config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path, settings: TrlSettings
-) -> dict[str, Any]:
-    """The fields of ``trl_side.Spec``."""
+def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -> dict[str, Any]:
+    """The fields of ``trl_side.Spec`` in which both sides agree."""
     source, sampling, algorithm = gym_source(config), config.sampling, config.algorithm
     optimizer = config.trainer.optimizer
     assert optimizer.decay_steps is None, "trl_side trains with a constant rate after its warm-up"
@@ -193,10 +197,6 @@ def trl_spec(
         "clip_low": algorithm.clip_low,
         "clip_high": algorithm.clip_high,
         **optimizer.model_dump(exclude={"decay_steps"}),
-        "threads": settings.threads,
-        "micro_batch": settings.micro_batch,
-        "experts": settings.experts,
-        "continuous_batching": settings.continuous_batching,
     }
 
 
@@ -220,7 +220,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="runs of every contender")
     parser.add_argument("--out", type=Path, default=RESULTS / "against_trl.json")
     parser.add_argument("--only", choices=CONTENDERS, action="append", help="leave the others out")
-    parser.add_argument("--trl-threads", type=int, default=settings.threads)
     parser.add_argument("--trl-micro-batch", type=int, default=settings.micro_batch)
     parser.add_argument("--trl-experts", default=settings.experts)
     parser.add_argument(
@@ -239,28 +238,29 @@ def main() -> None:
     # Room for the table also where the output is no terminal.
     console = Console(width=110)
     settings = TrlSettings(
-        threads=arguments.trl_threads,
         micro_batch=arguments.trl_micro_batch,
         experts=arguments.trl_experts,
         continuous_batching=arguments.trl_continuous_batching,
         wait_policy=arguments.trl_wait_policy,
     )
     contenders = arguments.only or CONTENDERS
-    if TRL in contenders:
+    if not TRL_THREADS.keys().isdisjoint(contenders):
         ensure_trl_environment()
     measurements: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="against_trl-") as scratch:
         for number in range(1, arguments.rounds + 1):
             for contender in contenders:
                 folder = Path(scratch) / f"{contender.replace(' ', '_')}-{number}"
-                if contender == TRL:
-                    one = run_trl(number, arguments.steps, folder, arguments.overrides, settings)
-                else:
-                    one = run_ours(contender, number, arguments.steps, folder, arguments.overrides)
+                what = (contender, number, arguments.steps, folder, arguments.overrides)
+                one = run_trl(*what, settings) if contender in TRL_THREADS else run_ours(*what)
                 measurements.append(one)
                 console.print(f"round {number}, {contender}: {one.tokens_per_s:.0f} tokens/s")
+    middle = medians(measurements)
+    trl = [contender for contender in contenders if contender in TRL_THREADS]
+    # Ratios are to the faster of TRL's.
+    baseline = max(trl, key=lambda contender: middle[contender]["tokens_per_s"], default="")
     title = f"GRPO on the same cores, {arguments.steps} steps a run"
-    console.print(results_table(measurements, title=title, baseline=TRL))
+    console.print(results_table(measurements, title=title, baseline=baseline))
     content = {
         "machine": machine_facts(),
         "config": str(CONFIG.relative_to(REPOSITORY)),
@@ -268,7 +268,8 @@ def main() -> None:
         "skipped_steps": SKIPPED_STEPS,
         "measured_steps": arguments.steps,
         "trl_settings": dataclasses.asdict(settings),
-        "medians": medians(measurements),
+        "baseline": baseline,
+        "medians": middle,
         "runs": [dataclasses.asdict(one) for one in measurements],
     }
     write_json(arguments.out, content)

@@ -85,7 +85,9 @@ def report(measurements: list[Measurement]) -> Table:
             f"{statistics.median(m.trainer_idle for m in own):.0%}",
             f"{statistics.median(m.generator_idle for m in own):.0%}",
         )
-    table.caption = f"synchronous / asynchronous step time: {medians['synchronous'] / medians['asynchronous']:.2f}"
+    table.caption = (
+        f"synchronous / asynchronous step time: {medians['synchronous'] / medians['asynchronous']:.2f}"
+    )
     return table
 
 

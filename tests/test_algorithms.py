@@ -32,7 +32,9 @@ def test_group_advantages_match_their_formulas(rewards: list[float]) -> None:
         if equal:
             assert torch.equal(result, torch.zeros_like(result)), "nothing to learn from equal rewards"
         else:
-            torch.testing.assert_close(result.double(), torch.tensor(values, dtype=torch.float64), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                result.double(), torch.tensor(values, dtype=torch.float64), atol=1e-5, rtol=1e-5
+            )
 
 
 def test_a_single_reward_has_no_batch_advantage() -> None:

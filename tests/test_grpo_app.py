@@ -1,4 +1,4 @@
-"""The command itself, as a user runs it: exit codes, files, deaths and interrupts. Every run has real procs."""
+"""The command as a user runs it: exit codes, files, deaths, interrupts. Every run has real procs."""
 
 import json
 import os

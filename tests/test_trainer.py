@@ -10,7 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from forgeasync.algorithms.objectives import ppo_clip
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import ActivationCheckpointing, OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config.schema import (
+    ActivationCheckpointing,
+    OptimizerSection,
+    ParallelSection,
+    TrainerSection,
+)
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
@@ -133,7 +138,9 @@ def single(
         pytest.param(
             ParallelSection(num_procs=2, data_replicate=2), ActivationCheckpointing.NONE, id="replicate2"
         ),
-        pytest.param(ParallelSection(num_procs=2, tensor=2, expert=2), ActivationCheckpointing.NONE, id="tp2-ep2"),
+        pytest.param(
+            ParallelSection(num_procs=2, tensor=2, expert=2), ActivationCheckpointing.NONE, id="tp2-ep2"
+        ),
         pytest.param(
             ParallelSection(num_procs=4, tensor=2, expert=4),
             ActivationCheckpointing.SELECTIVE,
@@ -187,6 +194,8 @@ def test_loading_and_saving_is_bit_exact(tmp_path: Path, tie: bool) -> None:
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "model")
     config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"moe_intermediate_size": 64', '"moe_intermediate_size": 32'))
+    (folder / "config.json").write_text(
+        config.replace('"moe_intermediate_size": 64', '"moe_intermediate_size": 32')
+    )
     with pytest.raises(Exception, match=r"gate_proj.*shape \(4, 64, 64\).*\(4, 32, 64\)"):
         run_ranks(1, make_trainer, folder, ParallelSection())

@@ -4,6 +4,7 @@ One fleet serves all tests of the file: trainer (FSDP2 with expert parallelism 2
 """
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,9 @@ async def _train_on(trainer: TrainerMesh, rollouts: list[Rollout], version: int)
 async def _sample(generators: GeneratorRouter, *, seed: int | None = None) -> list[Rollout]:
     groups = await asyncio.gather(
         *(
-            generators.generate(np.arange(3, 3 + n, dtype=np.int32), num_samples=4, sampling=SAMPLING, seed=seed)
+            generators.generate(
+                np.arange(3, 3 + n, dtype=np.int32), num_samples=4, sampling=SAMPLING, seed=seed
+            )
             for n in (1, 5, 9)
         )
     )
@@ -187,14 +190,15 @@ def test_tokens_carry_the_version_that_produced_them(measured: Measured) -> None
     for rollout in measured.crossing:
         spans = rollout.version_spans
         assert spans[0].start == 0 and spans[-1].end == rollout.num_response_tokens
-        assert all(a.end == b.start and a.version < b.version for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end == b.start and a.version < b.version for a, b in itertools.pairwise(spans))
 
 
 def test_running_sequences_go_on_under_the_new_weights(measured: Measured) -> None:
     crossed = [rollout for rollout in measured.crossing if len(rollout.version_spans) == 2]
     assert crossed, "no sequence was running during the update"
     assert all(
-        [span.version for span in rollout.version_spans] == [NUM_UPDATES - 1, NUM_UPDATES] for rollout in crossed
+        [span.version for span in rollout.version_spans] == [NUM_UPDATES - 1, NUM_UPDATES]
+        for rollout in crossed
     )
 
 

@@ -39,8 +39,11 @@ class Fleet:
         self._failure = loop.create_future()
 
         def on_fault(failure: MeshFailure) -> None:
-            # Monarch's default ends the process from here; the loops are to end it in their own order.
-            if not self._closing:
+            # Monarch's default ends the process from here; the loops are to end it in their own order. A dead
+            # proc is reported once for each of its actors: the one that Monarch itself put there, which
+            # forwards logs, says nothing about the role.
+            is_log_forwarder = failure.mesh_name.startswith("logger")
+            if not self._closing and not is_log_forwarder:
                 loop.call_soon_threadsafe(self._fail, str(failure.report()))
 
         monarch.actor.unhandled_fault_hook = on_fault

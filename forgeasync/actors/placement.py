@@ -47,9 +47,7 @@ def spawn_role(
 ) -> ProcMesh:
     """Spawn a role's procs on one host; proc i sees only ``gpus_per_proc[i]``."""
     gpus: Iterator[list[int]] = iter(gpus_per_proc or []) if gpus_per_proc else itertools.repeat([])
-    commands = [
-        default_bootstrap_cmd().with_env(_environment(next(gpus))) for _ in range(num_procs)
-    ]
+    commands = [default_bootstrap_cmd().with_env(_environment(next(gpus))) for _ in range(num_procs)]
     return host.spawn_procs(
         per_host={"procs": num_procs},
         name=role,

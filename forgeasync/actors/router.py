@@ -13,9 +13,7 @@ from forgeasync.sampler.stats import EngineStats
 class GeneratorRouter:
     """The generator mesh as one generator."""
 
-    def __init__(
-        self, generators: GeneratorActor, num_replicas: int, timeouts: TimeoutSection
-    ) -> None:
+    def __init__(self, generators: GeneratorActor, num_replicas: int, timeouts: TimeoutSection) -> None:
         self._replicas = [generators.slice(procs=rank) for rank in range(num_replicas)]
         self._num_in_flight = [0] * num_replicas
         self._timeouts = timeouts

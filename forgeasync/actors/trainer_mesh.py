@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 
-
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, TimeoutSection, TrainerSection

@@ -10,12 +10,13 @@ the earliest deadlines, and it is taken only if it leaves the rest feasible: for
 of the groups left, complete or in flight, have a deadline of d or before. Otherwise the trainer waits.
 
 Claim: no group misses its deadline, and the trainer never waits once all groups are complete. Proof. Before
-step s, at most (d - s + 1) * G groups with a deadline of d or before are present, for every d. Admission keeps
-this: it gives the latest deadline d = w + k so far, so all s * G groups taken before had deadlines of at most
-d, and at most (d + 1) * G - s * G are left. Taking keeps it, by its condition. If all groups are complete the
-condition holds: either all G taken have deadlines up to d, which leaves (d - s + 1) * G - G, or one has a later
-one, and then none up to d is left. With d = s the condition says that no deadline passes. Reusing the place of
-a dropped group changes none of the counts. tests/test_replay_buffer.py checks the claim on random histories.
+step s, at most (d - s + 1) * G groups with a deadline of d or before are present, for every d. Admission
+keeps this: it gives the latest deadline d = w + k so far, so all s * G groups taken before had deadlines of
+at most d, and at most (d + 1) * G - s * G are left. Taking keeps it, by its condition. If all groups are
+complete the condition holds: either all G taken have deadlines up to d, which leaves (d - s + 1) * G - G, or
+one has a later one, and then none up to d is left. With d = s the condition says that no deadline passes.
+Reusing the place of a dropped group changes none of the counts. tests/test_replay_buffer.py checks the claim
+on random histories.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ class ReplayBuffer:
         max_groups: int | None,
         num_groups_in_run: int,
     ) -> None:
-        """``max_groups`` bounds the groups present at once; nothing is started beyond ``num_groups_in_run``."""
+        """At most ``max_groups`` are present at once; ``num_groups_in_run`` are started in all."""
         assert max_groups is None or max_groups >= groups_per_step
         self._groups_per_step = groups_per_step
         self._max_off_policy_steps = max_off_policy_steps

@@ -163,9 +163,7 @@ class AdvantageName(StrEnum):
     REINFORCE_PP = "reinforce_pp"
 
 
-GROUP_RELATIVE_ADVANTAGES = frozenset(
-    {AdvantageName.GRPO, AdvantageName.DR_GRPO, AdvantageName.RLOO}
-)
+GROUP_RELATIVE_ADVANTAGES = frozenset({AdvantageName.GRPO, AdvantageName.DR_GRPO, AdvantageName.RLOO})
 """Advantages that compare a rollout with its own group: they need at least two rollouts a group."""
 
 
@@ -247,8 +245,10 @@ class WarmupSection(Section):
     examples_per_step: int = Field(gt=0)
     optimizer: OptimizerSection
     direct_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the examples that give the answer without working it out: the stand-in for text in the
+    """Share of the examples that guess the answer instead of working it out: the stand-in for text in the
     wild, which mostly does. RL then has to find out that working pays."""
+    guess_error: int = Field(default=0, ge=0)
+    """A guess is off by up to this much, uniformly."""
 
 
 class RunConfig(Section):

@@ -28,9 +28,9 @@ def worked_example(task: Task) -> str:
         result = total + int(operand) if operator == "+" else total - int(operand)
         steps.append(f"{total}{operator}{operand}={result}")
         total = result
-    return ";".join(steps) + direct_answer(task)
+    return ";".join(steps) + guess(task, error=0)
 
 
-def direct_answer(task: Task) -> str:
-    """The response that only states the answer."""
-    return f"{ANSWER_PREFIX}{task.answer}"
+def guess(task: Task, *, error: int) -> str:
+    """The response that states an answer without working it out, ``error`` beside the right one."""
+    return f"{ANSWER_PREFIX}{int(task.answer) + error}"

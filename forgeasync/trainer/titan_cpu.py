@@ -1,8 +1,8 @@
 """Makes TorchTitan 0.3.0 usable on a machine without an accelerator; a no-op where there is one.
 
-``forgeasync.trainer`` imports this before anything else of TorchTitan: ``torchtitan.tools.utils.device_type`` falls back to
-"cuda" when no accelerator is found, and other TorchTitan modules copy that value on import. Can go when
-TorchTitan falls back to "cpu".
+``forgeasync.trainer`` imports this before anything else of TorchTitan: ``torchtitan.tools.utils.device_type``
+falls back to "cuda" when no accelerator is found, and other TorchTitan modules copy that value on import. Can
+go when TorchTitan falls back to "cpu".
 """
 
 import torch

@@ -40,7 +40,7 @@ class Bucket:
 
 
 def plan_buckets(weights: Sequence[NamedWeight], *, max_bytes: int) -> list[tuple[Bucket, list[NamedWeight]]]:
-    """Group weights by layout, at most ``max_bytes`` (of whole tensors) a bucket; at least one weight each."""
+    """Group weights by layout, at most ``max_bytes`` of whole tensors a bucket; at least one weight each."""
     by_layout: dict[tuple[object, ...], list[NamedWeight]] = {}
     for weight in weights:
         by_layout.setdefault(weight.layout, []).append(weight)
