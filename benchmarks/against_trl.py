@@ -2,12 +2,12 @@
 
     python benchmarks/against_trl.py [--steps N] [--rounds R] [--out FILE.json] [key.path=value ...]
 
-The contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with 0, and TRL 1.16.0 with one and
-with two threads, of which the faster counts. TRL samples with transformers' ``generate`` (its path without a
-GPU) in an environment of its own, .venv-trl, that this script makes from requirements/trl.lock. All train the model folder that the config names
-(``make models/tiny_moe``) on the config's training problems in the config's order, with its sampling, groups,
-clipping, optimizer and reward, in float32. TRL's settings that only bear on speed are
-those of ``TrlSettings``. Overrides of the config hold for all contenders.
+The contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with 0, and TRL 1.16.0 with one
+and with two threads, of which the faster counts. TRL samples with transformers' ``generate`` (its path
+without a GPU) in an environment of its own, .venv-trl, that this script makes from requirements/trl.lock. All
+train the model folder that the config names (``make models/tiny_moe``) on the config's training problems in
+the config's order, with its sampling, groups, clipping, optimizer and reward, in float32. What else bears on
+TRL's speed is in ``TrlSettings``. Overrides of the config hold for all contenders.
 
 Compared over N steps after the first ones: response tokens trained on per second, and the median time of a
 step, both from the end of one step to the end of the next with nothing left out; over a whole run, the peak

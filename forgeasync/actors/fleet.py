@@ -19,6 +19,9 @@ from forgeasync.config.schema import RunConfig, TrainerSection
 from forgeasync.trainer.objectives import ObjectiveChoice
 from forgeasync.weights import store
 
+MONARCH_OWN_ACTORS = ("logger", "setup")
+"""Names of the actors that Monarch puts into every proc."""
+
 
 class ActorDied(RuntimeError):
     """A proc of the run ended, or one of its actors failed outside of a call."""
@@ -40,10 +43,9 @@ class Fleet:
 
         def on_fault(failure: MeshFailure) -> None:
             # Monarch's default ends the process from here; the loops are to end it in their own order. A dead
-            # proc is reported once for each of its actors: the one that Monarch itself put there, which
-            # forwards logs, says nothing about the role.
-            is_log_forwarder = failure.mesh_name.startswith("logger")
-            if not self._closing and not is_log_forwarder:
+            # proc is reported once for each of its actors: those that Monarch itself put there say nothing
+            # about the role.
+            if not self._closing and not failure.mesh_name.startswith(MONARCH_OWN_ACTORS):
                 loop.call_soon_threadsafe(self._fail, str(failure.report()))
 
         monarch.actor.unhandled_fault_hook = on_fault

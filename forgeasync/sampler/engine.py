@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
@@ -19,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
 
 from forgeasync.config.schema import GeneratorSection, SamplingSection
 from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
@@ -34,14 +36,9 @@ def _in_process_core() -> Iterator[None]:
     original = core_client.EngineCoreClient.make_async_mp_client
 
     def make(
-        vllm_config,
-        executor_class,
-        log_stats,
-        client_addresses=None,
-        client_count=1,
-        client_index=0,
-        renderer=None,
-    ):  # type: ignore[no-untyped-def]
+        vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object
+    ) -> InProcessAsyncClient:
+        # The rest addresses engine cores in other processes.
         return InProcessAsyncClient(vllm_config, executor_class, log_stats)
 
     core_client.EngineCoreClient.make_async_mp_client = staticmethod(make)
