@@ -10,6 +10,9 @@ from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 
+SOLVED = 1.0
+"""What a scorer gives a full solution."""
+
 
 async def evaluate(
     tasks: Sequence[Task],
@@ -19,7 +22,10 @@ async def evaluate(
     prompts: PromptEncoder,
     config: RunConfig,
 ) -> float:
-    """The mean reward of one response per problem; a problem's sampling seed is its place in the list."""
+    """The share of problems solved by one response each; a problem's sampling seed is its place in the list.
+
+    Partial credit is no solution: only a reward of ``SOLVED`` counts.
+    """
 
     async def reward(index: int, task: Task) -> float:
         rollouts = await generators.generate(
@@ -31,4 +37,4 @@ async def evaluate(
 
     async with asyncio.TaskGroup() as all_tasks:
         rewards = [all_tasks.create_task(reward(index, task)) for index, task in enumerate(tasks)]
-    return sum(task.result() for task in rewards) / len(rewards)
+    return sum(task.result() >= SOLVED for task in rewards) / len(rewards)
