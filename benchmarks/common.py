@@ -94,9 +94,8 @@ def run_watched(command: Sequence[str], *, environment: Mapping[str, str]) -> Fi
         watch = MemoryWatch(process.pid)
         try:
             exit_code = process.wait()
-        except BaseException:
-            # Ctrl-C: the run cleans up its own processes on SIGINT, which the terminal has sent it too.
-            process.terminate()
+        except KeyboardInterrupt:
+            # The terminal has sent it to the run too, which needs a moment to end its own processes.
             process.wait()
             raise
         finally:
