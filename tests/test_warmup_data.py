@@ -1,4 +1,4 @@
-"""What the warm-up teaches: worked examples that are right, guesses that are off, and a lossless tokenizer."""
+"""What the warm-up teaches: right worked examples, guesses that are off, and a lossless tokenizer."""
 
 import re
 from pathlib import Path
