@@ -50,10 +50,6 @@ class RunRecorder:
         self._num_dropped_before: Counter[str] = Counter()
         self._pauses_s: list[float] = []
 
-    def message(self, text: str) -> None:
-        """Print a line that is not a step's."""
-        self._console.message(text)
-
     def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """The evaluation before the first step; the run's clock starts here."""
         self._console.message(f"step 0: held-out accuracy {accuracy:.3f}")

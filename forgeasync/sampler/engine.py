@@ -59,7 +59,6 @@ class SamplerEngine:
         self._num_in_flight = 0
         self._busy_since_s = 0.0
         self._busy_s = 0.0
-        self.version = 0
 
     @classmethod
     async def start(
@@ -144,7 +143,6 @@ class SamplerEngine:
             return time.perf_counter() - start_s
 
         pause_s = await self._client.between_steps(swap)
-        self.version = version
         return pause_s
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
