@@ -23,6 +23,7 @@ from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem
 from forgeasync.config.schema import RunConfig, WarmupSection
 from forgeasync.data.order import TaskOrder
+from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
 from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
@@ -66,13 +67,14 @@ def write_initial_folder(
     return read_model_facts(str(folder))
 
 
-def supervised_sequence(task: Task, tokenizer: PreTrainedTokenizerFast, response: str) -> TrainingSequence:
-    """A worked example to imitate: the prompt is given, the response and its end are learned."""
-    prompt_ids = tokenizer(task.prompt, add_special_tokens=False)["input_ids"]
+def supervised_sequence(
+    task: Task, response: str, prompts: PromptEncoder, tokenizer: PreTrainedTokenizerFast
+) -> TrainingSequence:
+    """An example to imitate: the prompt is given as in RL, the response and its end are learned."""
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
     response_ids.append(tokenizer.eos_token_id)
     return TrainingSequence(
-        prompt_ids_P=np.asarray(prompt_ids, np.int32),
+        prompt_ids_P=prompts.encode(task.prompt),
         response_ids_T=np.asarray(response_ids, np.int32),
         behavior_logprobs_T=np.zeros(len(response_ids), np.float32),
         ages_T=np.zeros(len(response_ids), np.int32),
@@ -87,6 +89,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     data = config.data.model_copy(update={"num_train": num_examples})
     tasks = build_source(data, seed=warmup.seed).train
     tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
+    prompts = PromptEncoder(tokenizer, chat_template=config.data.chat_template)
     section = config.trainer.model_copy(update={"optimizer": warmup.optimizer})
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -107,7 +110,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                         response = guess(task, error=rng.randint(-warmup.guess_error, warmup.guess_error))
                     else:
                         response = worked_example(task)
-                    sequences.append(supervised_sequence(task, tokenizer, response))
+                    sequences.append(supervised_sequence(task, response, prompts, tokenizer))
                 rows = pack_rows(
                     sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks
                 )

@@ -142,8 +142,7 @@ class SamplerEngine:
             core.set_weight_version(str(version))
             return time.perf_counter() - start_s
 
-        pause_s = await self._client.between_steps(swap)
-        return pause_s
+        return await self._client.between_steps(swap)
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Copies of every worker's parameters as last loaded, experts unpacked (CPU engines only)."""
