@@ -102,10 +102,13 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
             await _sync(trainer, generators)
             await _train_on(trainer, await _sample(generators), version)
         await trainer.save_hf(out / "exported", source=folder)
-        sampling = asyncio.create_task(_long_sample(generators))
+        is_synced = asyncio.Event()
+        # Two at a time, so that one is in flight whenever the update comes.
+        sampling = [asyncio.create_task(_sample_until(is_synced, generators)) for _ in range(2)]
         await asyncio.sleep(0.1)
         await _sync(trainer, generators)
-        crossing = await sampling
+        is_synced.set()
+        crossing = [rollout for task in sampling for rollout in await task]
         replica = generators._replicas[0]
         parameters = await replica.parameters.call_one()
         after = await _sample(generators)
@@ -122,6 +125,13 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
         )
     finally:
         await fleet.close()
+
+
+async def _sample_until(is_synced: asyncio.Event, generators: GeneratorRouter) -> list[Rollout]:
+    rollouts: list[Rollout] = []
+    while not is_synced.is_set():
+        rollouts += await _long_sample(generators)
+    return rollouts
 
 
 async def _long_sample(generators: GeneratorRouter) -> list[Rollout]:
