@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 the config was refused (before any process started), 1 the
 
 import argparse
 import asyncio
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,8 @@ def parse_arguments(description: str, *, dry_run: bool = False) -> argparse.Name
 
 def exit_code(run: Callable[[], None]) -> int:
     """Run an app and turn how it ended into an exit code, with the reason as the last lines on stderr."""
+    # A shell starts background jobs with SIGINT ignored and Python keeps it so: it shall end a run anyway.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run()
     except ConfigError as error:

@@ -155,7 +155,7 @@ def test_fresh_logprobs_of_sampler_and_trainer_agree(measured: Measured) -> None
     assert measured.fresh_difference < 1e-4
     assert measured.after_difference < 1e-4, "after updates the engine must compute with the new weights"
     spread = np.concatenate([rollout.logprobs_T for rollout in measured.fresh]).std()
-    assert spread > 0.5, "a nearly uniform model would hide mistakes"
+    assert spread > 0.3, "a nearly uniform model would hide mistakes"
 
 
 def test_engine_parameters_equal_the_trainers_bit_for_bit(measured: Measured) -> None:
