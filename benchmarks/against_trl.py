@@ -6,8 +6,9 @@ The contenders take turns, R rounds: ours with max_off_policy_steps 4, ours with
 and with two threads, of which the faster counts. TRL samples with transformers' ``generate`` (its path
 without a GPU) in an environment of its own, .venv-trl, that this script makes from requirements/trl.lock. All
 train the model folder that the config names (``make models/tiny_moe``) on the config's training problems in
-the config's order, with its sampling, groups, clipping, optimizer and reward, in float32. What else bears on
-TRL's speed is in ``TrlSettings``. Overrides of the config hold for all contenders.
+the config's order, with its sampling, groups, clipping, optimizer and reward, in float32, at a learning rate
+of next to nothing: all of them go on sampling from the same policy, so their responses are equally long.
+What else bears on TRL's speed is in ``TrlSettings``. Overrides of the config hold for all contenders.
 
 Compared over N steps after the first ones: response tokens trained on per second, and the median time of a
 step, both from the end of one step to the end of the next with nothing left out; over a whole run, the peak
@@ -52,8 +53,10 @@ TRL_VENV = REPOSITORY / ".venv-trl"
 TRL_LOCK = REPOSITORY / "requirements" / "trl.lock"
 TRL_PYTHON = TRL_VENV / "bin" / "python"
 
-SKIPPED_STEPS = 5
+SKIPPED_STEPS = 15
 """First steps, left out: caches fill, and an asynchronous run fills its buffer, short responses first."""
+
+SAME_POLICY = "trainer.optimizer.learning_rate=1e-9"
 
 OFF_POLICY_STEPS = {"ours async": 4, "ours sync": 0}
 TRL_THREADS = {"TRL 1 thread": 1, "TRL 2 threads": 2}
@@ -243,6 +246,7 @@ def main() -> None:
         continuous_batching=arguments.trl_continuous_batching,
         wait_policy=arguments.trl_wait_policy,
     )
+    overrides = [SAME_POLICY, *arguments.overrides]
     contenders = arguments.only or CONTENDERS
     if not TRL_THREADS.keys().isdisjoint(contenders):
         ensure_trl_environment()
@@ -251,7 +255,7 @@ def main() -> None:
         for number in range(1, arguments.rounds + 1):
             for contender in contenders:
                 folder = Path(scratch) / f"{contender.replace(' ', '_')}-{number}"
-                what = (contender, number, arguments.steps, folder, arguments.overrides)
+                what = (contender, number, arguments.steps, folder, overrides)
                 one = run_trl(*what, settings) if contender in TRL_THREADS else run_ours(*what)
                 measurements.append(one)
                 console.print(f"round {number}, {contender}: {one.tokens_per_s:.0f} tokens/s")
@@ -264,7 +268,7 @@ def main() -> None:
     content = {
         "machine": machine_facts(),
         "config": str(CONFIG.relative_to(REPOSITORY)),
-        "overrides": arguments.overrides,
+        "overrides": overrides,
         "skipped_steps": SKIPPED_STEPS,
         "measured_steps": arguments.steps,
         "trl_settings": dataclasses.asdict(settings),
