@@ -18,6 +18,7 @@ import dataclasses
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -27,23 +28,26 @@ from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.generator import RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.replay_buffer import ReplayBuffer
+from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.model_facts import model_config_file
 from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_dir import RunDir
-from forgeasync.trainer.batch import training_sequences
+from forgeasync.payload.async_budget import AsyncPayloadBudget
+from forgeasync.payload.budget import PayloadBudget
+from forgeasync.trainer.batch import deal_items, training_items
 from forgeasync.trainer.objectives import PpoClip
-from forgeasync.trainer.packing import pack_rows
 from forgeasync.weights import store
 
 REPORT_COLUMNS = 120
@@ -80,6 +84,10 @@ class GrpoRun:
                 num_groups_in_run=config.max_steps * config.algorithm.groups_per_step,
             )
         )
+        self.payloads = AsyncPayloadBudget(
+            PayloadBudget(int(config.payload.capacity_gib * 2**30)),
+            largest_group_bytes=largest_group_payload_bytes(config, prepared.facts),
+        )
         # Bounded by the buffer's admission: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
         self.published: asyncio.Queue[int] = asyncio.Queue()
@@ -96,28 +104,39 @@ class GrpoRun:
                 task.cancel()
 
     async def collect(self) -> None:
-        """Start a group whenever the buffer admits one."""
+        """Start a group whenever the buffer admits one and the payload store has room for it."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 group_id = await self.buffer.admit()
+                await self.payloads.reserve(group_id)
                 task = self.reissued.popleft() if self.reissued else self.order.next()
                 groups.create_task(self.sample(group_id, task))
 
     async def sample(self, group_id: int, task: Task) -> None:
         """Have a generator sample one group, and hand it to the scoring loop."""
-        rollouts = await self.generators.generate(
+        answer = await self.generators.sample_group(
+            group_id,
             self.prepared.prompts.encode(task.prompt),
             num_samples=self.config.algorithm.group_size,
             sampling=self.config.sampling,
         )
-        await self.sampled.put(Group(group_id=group_id, task=task, rollouts=rollouts))
+        if isinstance(answer, RefusedGroup):
+            self.recorder.warn(answer.problem)
+            self.reissued.append(task)
+            await self.payloads.release(group_id)
+            await self.buffer.drop(group_id, DropReason.BAD_RECORD)
+        else:
+            group = Group(group_id=group_id, task=task, rollouts=answer)
+            await self.payloads.settle(group_id, group.num_payload_bytes)
+            await self.sampled.put(group)
 
     async def score(self) -> None:
         """Reward sampled groups and complete them in the buffer."""
         while True:
             group = await self.sampled.get()
+            responses = [rollout.text for rollout in group.rollouts]
             async with asyncio.timeout(self.config.timeouts.score_s):
-                rewards = await self.scorer.score.call_one(group)
+                rewards = await self.scorer.score.call_one(group.task, responses)
             await self.buffer.add(dataclasses.replace(group, rewards=rewards))
 
     async def train(self) -> None:
@@ -129,17 +148,18 @@ class GrpoRun:
             start_s = time.perf_counter()
             batch, stale = await self.buffer.take(version)
             self.reissued.extend(group.task for group in stale)
+            await self.free(stale)
             wait_s = time.perf_counter() - start_s
 
-            sequences = training_sequences(batch, config.algorithm.advantage, trained_version=version)
-            rows = pack_rows(
-                sequences,
+            rows = deal_items(
+                training_items(batch, config.algorithm.advantage),
                 tokens_per_row=config.trainer.tokens_per_row,
                 num_ranks=self.trainer.num_data_ranks,
             )
             train_start_s = time.perf_counter()
-            result = await self.trainer.train_step(rows)
+            result = await self.trainer.train_items(rows)
             train_s = time.perf_counter() - train_start_s
+            await self.free(batch)
 
             publish_start_s = time.perf_counter()
             version = await self.trainer.publish(config.generator.dtype)
@@ -163,8 +183,15 @@ class GrpoRun:
                 times,
                 engines=await self.generators.stats(),
                 num_dropped=self.buffer.state.num_dropped,
+                payloads=self.payloads,
                 accuracy=accuracy,
             )
+
+    async def free(self, groups: Sequence[Group]) -> None:
+        """Free the arrays of groups whose step is done, or that were dropped."""
+        await self.generators.free_payloads(rollout for group in groups for rollout in group.rollouts)
+        for group in groups:
+            await self.payloads.release(group.group_id)
 
     async def serve(self) -> None:
         """Have all generators swap in the newest published weights; free the versions before them."""
@@ -203,7 +230,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
     objective = PpoClip(clip_low=config.algorithm.clip_low, clip_high=config.algorithm.clip_high)
     async with asyncio.TaskGroup() as starting:
         starting.create_task(fleet.start_weight_store())
-        generators = starting.create_task(fleet.start_generators(config, prepared.model_path))
+        generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
         trainer = starting.create_task(
             fleet.start_trainer(
@@ -215,6 +242,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
                 checkpoint=prepared.model_path,
             )
         )
+    await trainer.result().connect(generators.result())
     return GrpoRun(
         config,
         prepared,

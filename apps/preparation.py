@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run's input, found out before any process starts."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from forgeasync.config.schema import RunConfig
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
+from forgeasync.payload.run_folder import SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,14 @@ def check(config: RunConfig) -> ModelFacts:
     return facts
 
 
+def _check_shared_memory(config: RunConfig) -> list[Problem]:
+    free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
+    if config.payload.capacity_gib <= free_gib:
+        return []
+    remedy = f"must be at most {free_gib:.3g}, what this machine has free in {SHARED_MEMORY}"
+    return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
+
+
 def prepare(config: RunConfig) -> Prepared:
     """Check everything and load what the controller itself needs: tokenizer and problems.
 
@@ -49,6 +59,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: lists every problem found.
     """
     facts = check(config)
+    raise_if_any(_check_shared_memory(config))
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     try:

@@ -11,6 +11,7 @@ from forgeasync.data.rollout import Group
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics
 from forgeasync.observability.run_dir import RunDir
+from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.trainer.step_result import StepResult
 
@@ -57,6 +58,10 @@ class RunRecorder:
         self._num_generated_before = _num_generated(engines)
         self._start_s = time.perf_counter()
 
+    def warn(self, problem: str) -> None:
+        """Something was refused; it is counted in the metrics of its step, and named here."""
+        self._console.message(f"refused: {problem}")
+
     def record_pauses(self, pauses_s: Sequence[float]) -> None:
         """How long each generator stood still for a weight swap; goes into the next step's line."""
         self._pauses_s.extend(pauses_s)
@@ -70,6 +75,7 @@ class RunRecorder:
         *,
         engines: Sequence[EngineStats],
         num_dropped: Mapping[str, int],
+        payloads: AsyncPayloadBudget,
         accuracy: float | None,
     ) -> None:
         """One optimizer step."""
@@ -93,6 +99,14 @@ class RunRecorder:
         ).to_dict()
         metrics["trainer/num_padding_tokens"] = result.num_padding_tokens
         metrics["generator/busy_s"] = sum(engine.busy_s for engine in engines)
+        metrics["payload/num_bytes_held"] = payloads.state.num_bytes_held
+        metrics["payload/num_bytes_reserved"] = payloads.state.num_bytes_reserved
+        metrics["payload/bytes_per_token"] = sum(group.num_payload_bytes for group in batch) / sum(
+            rollout.num_prompt_tokens + rollout.num_response_tokens
+            for group in batch
+            for rollout in group.rollouts
+        )
+        metrics["payload/num_waits"] = payloads.num_waits
         metrics["generator/max_pause_s"] = max(self._pauses_s, default=0.0)
         self._metrics.write(metrics)
         self._rollouts.write(step, batch)

@@ -36,6 +36,15 @@ def test_shipped_configs_load_and_read_back(file: Path, tmp_path: Path) -> None:
     assert load_config(tmp_path / "dumped.yaml", []) == config
 
 
+@pytest.mark.parametrize("written", ["off", "'off'", "response", "all"])
+def test_routing_replay_is_read_as_written(config_file: Path, tmp_path: Path, written: str) -> None:
+    """YAML takes a bare off for a boolean."""
+    config = load_config(config_file, [f"trainer.routing_replay={written}"])
+    assert config.trainer.routing_replay == written.strip("'")
+    (tmp_path / "dumped.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "dumped.yaml", []) == config
+
+
 def test_overrides_replace_values_and_are_yaml(config_file: Path) -> None:
     config = load_config(
         config_file,

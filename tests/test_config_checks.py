@@ -39,11 +39,8 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["trainer.parallel.num_procs = 3", "multiple of data_replicate * tensor * context = 2"],
         ),
         (
-            ["trainer.parallel.num_procs=2", "trainer.parallel.context=2"],
-            [
-                "trainer.parallel.context = 2",
-                "context parallelism comes with a later release: trainer.parallel.context must be 1",
-            ],
+            ["trainer.parallel.num_procs=3", "trainer.parallel.context=3"],
+            ["trainer.parallel.context = 3", "tensor * context = 3 must divide 64"],
         ),
         (["trainer.parallel.expert=2"], ["trainer.parallel.expert = 2", "data_shard * tensor * context = 1"]),
         (
@@ -62,6 +59,15 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
         (
             ["trainer.optimizer.decay_steps=[9,9]"],
             ["trainer.optimizer.decay_steps = [9, 9]", "the first before the second"],
+        ),
+        (["trainer.compile=true"], ["trainer.compile = True", "needs trainer.dtype bfloat16"]),
+        (
+            ["payload.capacity_gib=1e-6"],
+            ["payload.capacity_gib = 1e-06", "must be at least", "groups at their largest"],
+        ),
+        (
+            ["payload.capacity_gib=1e-6", "sampling.top_p=0.9"],
+            ["payload.capacity_gib = 1e-06", "sampling.top_k > 0 would bound"],
         ),
         (["generator.tensor_parallel=8"], ["generator.tensor_parallel = 8", "num_attention_heads = 4"]),
         (["generator.max_num_batched_tokens=32"], ["max_num_batched_tokens = 32", "max_num_seqs = 64"]),

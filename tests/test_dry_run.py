@@ -117,7 +117,7 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert trainer["Adam state"] == 8 * owned
     # The output layer is the largest unit: 311M in bfloat16, twice.
     assert trainer["gathered weights"] == 2 * 151936 * 2048 * 2
-    assert trainer["logits"] == 10240 * 151936 * 14
+    assert trainer["logits"] == 1024 * 151936 * 14
 
     activations = []
     for choice in ("full", "selective", "none"):

@@ -98,11 +98,14 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
         assert max(ages) > 0, "generation never ran ahead"
     for line in steps:
         assert line["dropped/stale"] == 0
+        assert line["dropped/bad_record"] == 0
+        assert line["routing/recorded_share"] == 1.0
         if line["off_policy/age_max"] == 0:
             assert line["mismatch/logprob_abs_max"] < 1e-4
     rollouts = read_lines(run_dir / "rollouts.jsonl")
     assert {rollout["step"] for rollout in rollouts} == {1, 2, 3, 4}
     assert tiny_config(Path("x")).name in (run_dir / "config.yaml").read_text()
+    assert steps[-1]["payload/num_bytes_held"] == 0, "every payload was freed with its step"
     assert (run_dir / "checkpoints" / "final" / "model.safetensors.index.json").exists()
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
 

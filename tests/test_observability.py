@@ -10,11 +10,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from forgeasync.config.schema import RunConfig
-from forgeasync.data.rollout import FinishReason, Group, Rollout, VersionSpan
+from forgeasync.data.rollout import FinishReason, Group, StoredRollout
 from forgeasync.data.task import Task
 from forgeasync.observability import metrics as metrics_module
 from forgeasync.observability.metrics import REQUIRED_KEYS, MetricsWriter, RolloutWriter, StepMetrics
 from forgeasync.observability.run_dir import RunDir
+from tests.support.rollouts import make_stored_rollout
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
 TRAINER = {
@@ -46,16 +47,11 @@ def make_config(run_dir: Path | None = None) -> RunConfig:
     )
 
 
-def make_rollout(*spans: tuple[int, int, int], truncated: bool = False) -> Rollout:
-    length = spans[-1][2]
-    return Rollout(
-        prompt_ids_P=np.arange(5, dtype=np.int32),
-        response_ids_T=np.arange(length, dtype=np.int32),
-        logprobs_T=np.zeros(length, dtype=np.float32),
-        version_spans=tuple(
-            VersionSpan(version=version, start=start, end=end) for version, start, end in spans
-        ),
-        text=f"response of {length} tokens\nzwölf",
+def make_rollout(*spans: tuple[int, int, int], truncated: bool = False) -> StoredRollout:
+    return make_stored_rollout(
+        *spans,
+        num_prompt_tokens=5,
+        text=f"response of {spans[-1][2]} tokens\nzwölf",
         finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
     )
 

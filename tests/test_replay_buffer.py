@@ -1,25 +1,18 @@
 """The replay buffer's promises on hand-made and on random histories."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer
 from forgeasync.config.schema import StaleGroups
-from forgeasync.data.rollout import FinishReason, Group, Rollout, VersionSpan
+from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
+from tests.support.rollouts import make_stored_rollout
 
 
 def make_group(group_id: int, version: int) -> Group:
-    rollout = Rollout(
-        prompt_ids_P=np.zeros(1, np.int32),
-        response_ids_T=np.zeros(1, np.int32),
-        logprobs_T=np.zeros(1, np.float32),
-        version_spans=(VersionSpan(version=version, start=0, end=1),),
-        text="",
-        finish_reason=FinishReason.STOP,
-    )
+    rollout = make_stored_rollout((version, 0, 1))
     task = Task(task_id=str(group_id), prompt="", answer="", source_index=group_id)
     return Group(group_id=group_id, task=task, rollouts=(rollout,), rewards=(1.0,))
 

@@ -1,24 +1,30 @@
 """The trainer against transformers, unpacked rows, and itself under other parallel layouts."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from forgeasync.algorithms.objectives import ppo_clip
-from forgeasync.config.model_facts import read_model_facts
+from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import (
     ActivationCheckpointing,
+    Dtype,
     OptimizerSection,
     ParallelSection,
     TrainerSection,
 )
+from forgeasync.data.kept_tokens import KeptTokens
+from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
-from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.replay_router import replay_routers
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 
@@ -31,11 +37,15 @@ def make_trainer(
     *,
     temperature: float = 1.0,
     checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
+    compile: bool = False,
+    dtype: Dtype = Dtype.FLOAT32,
 ) -> PolicyTrainer:
     section = TrainerSection(
         parallel=parallel,
         tokens_per_row=TOKENS_PER_ROW,
         activation_checkpointing=checkpointing,
+        compile=compile,
+        dtype=dtype,
         # A large step, so that a wrong gradient shows in the weights.
         optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
     )
@@ -49,15 +59,26 @@ def make_trainer(
     )
 
 
-def make_sequences(num_sequences: int, vocab_size: int) -> list[TrainingSequence]:
+def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequence]:
+    """Random sequences with random expert ids (some tokens without) and random kept sets (some whole)."""
     rng = np.random.default_rng(0)
+    vocab_size = facts.vocab_size
     sequences = []
     for _ in range(num_sequences):
         response = rng.integers(0, vocab_size, rng.integers(3, 60)).astype(np.int32)
+        prompt = rng.integers(0, vocab_size, rng.integers(1, 20)).astype(np.int32)
+        kept = [
+            {int(token), *rng.integers(0, vocab_size, 5).tolist()}
+            if rng.random() < 0.8
+            else range(vocab_size)
+            for token in response
+        ]
         sequences.append(
             TrainingSequence(
-                prompt_ids_P=rng.integers(0, vocab_size, rng.integers(1, 20)).astype(np.int32),
+                prompt_ids_P=prompt,
                 response_ids_T=response,
+                expert_ids_SMK=random_expert_ids(rng, len(prompt) + len(response), facts),
+                kept_tokens=KeptTokens.from_rows([list(row) for row in kept], vocab_size=vocab_size),
                 behavior_logprobs_T=(-3.0 + 0.3 * rng.standard_normal(len(response))).astype(np.float32),
                 ages_T=np.zeros(len(response), np.int32),
                 advantage=float(rng.standard_normal()),
@@ -66,14 +87,21 @@ def make_sequences(num_sequences: int, vocab_size: int) -> list[TrainingSequence
     return sequences
 
 
+def random_expert_ids(rng: np.random.Generator, num_tokens: int, facts: ModelFacts) -> np.ndarray:
+    scores = rng.random((num_tokens, facts.num_layers, facts.num_experts))
+    ids_SMK = np.sort(scores.argsort(-1)[..., : facts.top_k], axis=-1).astype(np.int16)
+    ids_SMK[rng.random(num_tokens) < 0.2] = NO_RECORD
+    return ids_SMK
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0)
+    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
 
 
 @pytest.fixture(scope="module")
 def sequences(folder: Path) -> list[TrainingSequence]:
-    return make_sequences(11, read_model_facts(str(folder)).vocab_size)
+    return make_sequences(11, read_model_facts(str(folder)))
 
 
 def _packed_logprobs(
@@ -83,27 +111,28 @@ def _packed_logprobs(
     with torch.no_grad():
         packed = trainer.logprobs(pack_row(sequences))
         alone = [trainer.logprobs(pack_row([sequence])) for sequence in sequences]
-    start = 0
-    pieces = []
-    for sequence in sequences:
-        pieces.append(packed[start : start + sequence.num_tokens - 1])
-        start += sequence.num_tokens
-    return pieces + [row[: s.num_tokens - 1] for row, s in zip(alone, sequences, strict=True)]
+    return [*packed.split([len(sequence.response_ids_T) for sequence in sequences]), *alone]
 
 
 def test_logprobs_match_transformers_and_unpacked_rows(
     folder: Path, sequences: list[TrainingSequence]
 ) -> None:
+    """Own routing, sampled from kept sets."""
     temperature = 0.7
-    three = sequences[:3]
+    three = [dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in sequences[:3]]
     results = run_ranks(1, _packed_logprobs, folder, three, temperature)[0]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for sequence, packed, alone in zip(three, results[:3], results[3:], strict=True):
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
         ids = torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
         with torch.no_grad():
-            logits = reference(ids[None]).logits[0].double()
-        expected = torch.log_softmax(logits / temperature, -1)[:-1].gather(-1, ids[1:, None])[:, 0]
+            logits = reference(ids[None]).logits[0].double() / temperature
+        expected = []
+        for index, token in enumerate(sequence.response_ids_T.tolist()):
+            row = logits[len(sequence.prompt_ids_P) - 1 + index]
+            kept = sequence.kept_tokens.row(index).tolist() or list(range(len(row)))
+            expected.append(torch.log_softmax(row[kept], 0)[kept.index(token)])
+        expected = torch.stack(expected)
         torch.testing.assert_close(packed.double(), expected, atol=1e-4, rtol=0)
         assert expected.std() > 0.3, "a nearly uniform model would hide mistakes"
 
@@ -117,6 +146,8 @@ def _step(
     trainer = make_trainer(folder, parallel, checkpointing=checkpointing)
     rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
     num_targets = sum(row.num_targets for of_rank in rows for row in of_rank)
+    # More microbatches than one, and an uneven last one: nothing but padding on some rank.
+    rows = [[*of_rank, pack_row([])] for of_rank in rows]
     result = trainer.train_step(rows[trainer.data_rank], num_targets=num_targets)
     weights = {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)}
     return result.metrics, weights
@@ -129,7 +160,7 @@ def single(
     return run_ranks(1, _step, folder, ParallelSection(), sequences, ActivationCheckpointing.NONE)[0]
 
 
-@pytest.mark.parametrize(
+LAYOUTS = pytest.mark.parametrize(
     ("parallel", "checkpointing"),
     [
         pytest.param(ParallelSection(num_procs=2), ActivationCheckpointing.NONE, id="fsdp2"),
@@ -142,12 +173,23 @@ def single(
             ParallelSection(num_procs=2, tensor=2, expert=2), ActivationCheckpointing.NONE, id="tp2-ep2"
         ),
         pytest.param(
+            ParallelSection(num_procs=2, context=2, expert=2), ActivationCheckpointing.FULL, id="cp2-ep2-ac"
+        ),
+        pytest.param(
+            ParallelSection(num_procs=4, context=2, tensor=2, expert=2),
+            ActivationCheckpointing.NONE,
+            id="cp2-tp2-ep2",
+        ),
+        pytest.param(
             ParallelSection(num_procs=4, tensor=2, expert=4),
             ActivationCheckpointing.SELECTIVE,
             id="fsdp2-tp2-ep4-selective-ac",
         ),
     ],
 )
+
+
+@LAYOUTS
 def test_a_step_is_the_same_under_every_layout(
     folder: Path,
     sequences: list[TrainingSequence],
@@ -159,11 +201,119 @@ def test_a_step_is_the_same_under_every_layout(
     for rank_metrics, rank_weights in run_ranks(
         parallel.num_procs, _step, folder, parallel, sequences, checkpointing
     ):
-        for name in ("loss", "grad_norm", "mismatch/kl", "objective/clipped_share"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "mismatch/kl",
+            "objective/clipped_share",
+            "routing/disagreement_share",
+            "routing/recorded_share",
+        ):
             assert rank_metrics[name] == pytest.approx(metrics[name], rel=1e-4), name
         assert rank_weights.keys() == weights.keys()
         for name, expected in weights.items():
             torch.testing.assert_close(rank_weights[name], expected, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def _own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:
+    """What the routers choose by themselves, as a record: int16 [L, M, K], ascending."""
+    chosen: list[torch.Tensor] = []
+
+    def keep(router: torch.nn.Module, inputs: object, outputs: tuple[torch.Tensor, ...]) -> None:
+        ids = outputs[1]
+        chosen.append(ids.full_tensor() if isinstance(ids, DTensor) else ids)
+
+    hooks = [router.register_forward_hook(keep) for router in replay_routers(trainer.model)]
+    with torch.no_grad():
+        trainer.logprobs(row, replay_routing=False)
+    for hook in hooks:
+        hook.remove()
+    mine_LMK = np.sort(torch.stack([ids[0] for ids in chosen], 1).numpy(), axis=-1)
+    # With context parallelism this rank has seen its part of the row only, and will replay no other.
+    ids_LMK = np.full((len(row.token_ids_L), *mine_LMK.shape[1:]), NO_RECORD, np.int16)
+    ids_LMK[trainer._own_part(row)] = mine_LMK
+    return ids_LMK
+
+
+def _gradients(
+    trainer: PolicyTrainer, rows: list[PackedRow], num_targets: int
+) -> tuple[dict[str, float], list[torch.Tensor]]:
+    gradients: list[torch.Tensor] = []
+
+    def keep(*_: object) -> None:
+        gradients.extend(
+            (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
+            for p in trainer.model.parameters()
+        )
+
+    hook = trainer._optimizer.register_step_pre_hook(keep)
+    result = trainer.train_step(rows, num_targets=num_targets)
+    hook.remove()
+    return result.metrics, gradients
+
+
+def _replay_own_choices(
+    folder: Path,
+    parallel: ParallelSection,
+    sequences: list[TrainingSequence],
+    checkpointing: ActivationCheckpointing,
+    compile: bool = False,
+    dtype: Dtype = Dtype.FLOAT32,
+) -> tuple[dict[str, float], dict[str, float], bool, int]:
+    outcomes = []
+    for is_replayed in (False, True):
+        trainer = make_trainer(folder, parallel, checkpointing=checkpointing, compile=compile, dtype=dtype)
+        unrecorded = [dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in sequences]
+        rows = pack_rows(unrecorded, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
+        num_targets = sum(row.num_targets for of_rank in rows for row in of_rank)
+        mine = rows[trainer.data_rank]
+        if is_replayed:
+            mine = [dataclasses.replace(row, expert_ids_LMK=_own_choices(trainer, row)) for row in mine]
+        outcomes.append(_gradients(trainer, mine, num_targets))
+    (before, own), (after, replayed) = outcomes
+    num_nonzero = sum(bool(gradient.any()) for gradient in own)
+    is_equal = all(torch.equal(a, b) for a, b in zip(own, replayed, strict=True))
+    return before, after, is_equal, num_nonzero
+
+
+@LAYOUTS
+def test_replaying_own_choices_changes_no_bit(
+    folder: Path,
+    sequences: list[TrainingSequence],
+    parallel: ParallelSection,
+    checkpointing: ActivationCheckpointing,
+) -> None:
+    for before, after, is_equal, num_nonzero in run_ranks(
+        parallel.num_procs, _replay_own_choices, folder, parallel, sequences, checkpointing
+    ):
+        assert after["loss"] == before["loss"] and after["grad_norm"] == before["grad_norm"]
+        assert after["routing/disagreement_share"] == 0.0
+        assert is_equal and num_nonzero > 10
+
+
+def test_replay_under_compile(folder: Path, sequences: list[TrainingSequence]) -> None:
+    """One graph a layer (fullgraph): the same as replaying eagerly, and own choices change no bit."""
+    arguments = (folder, ParallelSection(), sequences, ActivationCheckpointing.FULL)
+    eager, _, _, _ = run_ranks(1, _replay_own_choices, *arguments, False, Dtype.BFLOAT16)[0]
+    before, after, is_equal, _ = run_ranks(1, _replay_own_choices, *arguments, True, Dtype.BFLOAT16)[0]
+    assert before["loss"] == pytest.approx(eager["loss"], rel=2e-2)
+    assert before["grad_norm"] == pytest.approx(eager["grad_norm"], rel=2e-2)
+    assert after["loss"] == before["loss"] and after["routing/disagreement_share"] == 0.0 and is_equal
+
+
+def test_forced_experts_change_the_step_and_are_counted(
+    single: tuple[dict[str, float], dict[str, torch.Tensor]],
+    folder: Path,
+    sequences: list[TrainingSequence],
+) -> None:
+    unrecorded = [dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in sequences]
+    own, _ = run_ranks(1, _step, folder, ParallelSection(), unrecorded, ActivationCheckpointing.NONE)[0]
+    forced, _ = single
+    assert abs(forced["loss"] - own["loss"]) > 1e-4
+    # Random triples of 8 experts: one in 56 is the router's own.
+    assert 0.9 < forced["routing/disagreement_share"] < 1.0
+    assert 0.6 < forced["routing/recorded_share"] < 0.95
+    assert own["routing/recorded_share"] == 0.0 and "routing/disagreement_share" not in own
 
 
 def test_the_step_does_something(

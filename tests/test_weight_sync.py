@@ -1,6 +1,8 @@
-"""Weights on their way from the trainer mesh into a running vLLM engine: real procs, real torchstore.
+"""Weights on their way from the trainer mesh into a running vLLM engine, and rollouts on their way back.
 
-One fleet serves all tests of the file: trainer (FSDP2 with expert parallelism 2), generator, weight store.
+One fleet of real procs serves all tests of the file: trainer (FSDP2 with expert parallelism 2), generator,
+weight store. Rollouts travel through the payload store, as between hosts, with routing and kept sets recorded
+and replayed.
 """
 
 import asyncio
@@ -15,64 +17,85 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.fleet import HOST_ID, Fleet
+from forgeasync.actors.generator import RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import Dtype, RunConfig, SamplingSection
-from forgeasync.data.rollout import Rollout
+from forgeasync.data.group_payload import TokenTrace, decode_rollout
+from forgeasync.data.rollout import StoredRollout
+from forgeasync.payload.shared_memory import PayloadReader
+from forgeasync.trainer.batch import TrainingItem, deal_items
 from forgeasync.trainer.objectives import PpoClip
-from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
-SAMPLING = SamplingSection(temperature=0.8, max_response_tokens=24)
+SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=24)
 NUM_UPDATES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A rollout's facts and its arrays."""
+
+    rollout: StoredRollout
+    trace: TokenTrace
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
     """What the one scenario below saw."""
 
-    fresh: list[Rollout]
-    fresh_difference: float
+    fresh: list[Sampled]
+    fresh_metrics: dict[str, float]
     parameters: list[dict[str, torch.Tensor]]
     exported: dict[str, torch.Tensor]
-    after: list[Rollout]
-    after_difference: float
-    crossing: list[Rollout]
-    seeded: tuple[list[int], list[int]]
+    after: list[Sampled]
+    after_metrics: dict[str, float]
+    crossing: list[Sampled]
+    seeded: tuple[tuple[str, ...], tuple[str, ...]]
+    payload_files_left: list[Path]
 
 
-def _sequences(rollouts: list[Rollout], version: int) -> list[TrainingSequence]:
+async def _train_on(
+    trainer: TrainerMesh, generators: GeneratorRouter, samples: list[Sampled]
+) -> dict[str, float]:
+    items = [
+        TrainingItem(rollout=sampled.rollout, advantage=1.0 if index % 2 else -1.0)
+        for index, sampled in enumerate(samples)
+    ]
+    rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
+    result = await trainer.train_items(rows)
+    await _free(generators, samples)
+    return result.metrics
+
+
+async def _free(generators: GeneratorRouter, samples: list[Sampled]) -> None:
+    await generators.free_payloads(sampled.rollout for sampled in samples)
+
+
+async def _sample_group(
+    generators: GeneratorRouter, num_prompt_tokens: int, num_samples: int, sampling: SamplingSection
+) -> list[Sampled]:
+    prompt = np.arange(3, 3 + num_prompt_tokens, dtype=np.int32)
+    answer = await generators.sample_group(0, prompt, num_samples=num_samples, sampling=sampling)
+    assert not isinstance(answer, RefusedGroup), answer
+    reader = PayloadReader(HOST_ID)
     return [
-        TrainingSequence(
-            prompt_ids_P=rollout.prompt_ids_P,
-            response_ids_T=rollout.response_ids_T,
-            behavior_logprobs_T=rollout.logprobs_T,
-            ages_T=np.full(rollout.num_response_tokens, version - rollout.first_version, np.int32),
-            advantage=1.0 if index % 2 else -1.0,
-        )
-        for index, rollout in enumerate(rollouts)
+        Sampled(rollout=r, trace=decode_rollout(reader.read(r.prompt), reader.read(r.response)))
+        for r in answer
     ]
 
 
-async def _train_on(trainer: TrainerMesh, rollouts: list[Rollout], version: int) -> float:
-    rows = pack_rows(_sequences(rollouts, version), tokens_per_row=256, num_ranks=trainer.num_data_ranks)
-    result = await trainer.train_step(rows)
-    return result.metrics["mismatch/logprob_abs_max"]
+async def _sample(generators: GeneratorRouter) -> list[Sampled]:
+    groups = await asyncio.gather(*(_sample_group(generators, n, 4, SAMPLING) for n in (1, 5, 9)))
+    return [sampled for group in groups for sampled in group]
 
 
-async def _sample(generators: GeneratorRouter, *, seed: int | None = None) -> list[Rollout]:
-    groups = await asyncio.gather(
-        *(
-            generators.generate(
-                np.arange(3, 3 + n, dtype=np.int32), num_samples=4, sampling=SAMPLING, seed=seed
-            )
-            for n in (1, 5, 9)
-        )
-    )
-    return [rollout for group in groups for rollout in group]
+async def _respond(generators: GeneratorRouter) -> tuple[str, ...]:
+    prompt = np.arange(3, 9, dtype=np.int32)
+    return await generators.respond(prompt, num_samples=4, sampling=SAMPLING, seed=7)
 
 
 async def _sync(trainer: TrainerMesh, generators: GeneratorRouter) -> None:
@@ -80,27 +103,30 @@ async def _sync(trainer: TrainerMesh, generators: GeneratorRouter) -> None:
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
-    fleet = Fleet(out / "logs")
+    facts = read_model_facts(str(folder))
+    # Payloads are read as from another host; tests/test_grpo_app.py reads them from shared memory.
+    fleet = Fleet(out / "logs", trainer_host_id="host-1")
     try:
         async with asyncio.TaskGroup() as starting:
             starting.create_task(fleet.start_weight_store())
-            generators_task = starting.create_task(fleet.start_generators(config, folder))
+            generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
             trainer_task = starting.create_task(
                 fleet.start_trainer(
                     config,
                     config.trainer,
-                    read_model_facts(str(folder)),
+                    facts,
                     objective=PpoClip(clip_low=0.2, clip_high=0.28),
                     seed=0,
                     checkpoint=folder,
                 )
             )
         trainer, generators = trainer_task.result(), generators_task.result()
+        await trainer.connect(generators)
         fresh = await _sample(generators)
-        fresh_difference = await _train_on(trainer, fresh, 0)
-        for version in range(1, NUM_UPDATES):
+        fresh_metrics = await _train_on(trainer, generators, fresh)
+        for _ in range(1, NUM_UPDATES):
             await _sync(trainer, generators)
-            await _train_on(trainer, await _sample(generators), version)
+            await _train_on(trainer, generators, await _sample(generators))
         await trainer.save_hf(out / "exported", source=folder)
         is_synced = asyncio.Event()
         # Two at a time, so that one is in flight whenever the update comes.
@@ -108,36 +134,32 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
         await asyncio.sleep(0.1)
         await _sync(trainer, generators)
         is_synced.set()
-        crossing = [rollout for task in sampling for rollout in await task]
+        crossing = [sampled for task in sampling for sampled in await task]
+        await _free(generators, crossing)
         replica = generators._replicas[0]
         parameters = await replica.parameters.call_one()
         after = await _sample(generators)
-        first, second = [(await _sample(generators, seed=7))[0].response_ids_T.tolist() for _ in range(2)]
+        after_metrics = await _train_on(trainer, generators, after)
         return Measured(
             fresh=fresh,
-            fresh_difference=fresh_difference,
+            fresh_metrics=fresh_metrics,
             parameters=parameters,
             exported=load_file(out / "exported" / "model-00001.safetensors"),
             after=after,
-            after_difference=await _train_on(trainer, after, NUM_UPDATES),
+            after_metrics=after_metrics,
             crossing=crossing,
-            seeded=(first, second),
+            seeded=(await _respond(generators), await _respond(generators)),
+            payload_files_left=list(fleet._payload_folder.iterdir()),
         )
     finally:
         await fleet.close()
 
 
-async def _sample_until(is_synced: asyncio.Event, generators: GeneratorRouter) -> list[Rollout]:
-    rollouts: list[Rollout] = []
+async def _sample_until(is_synced: asyncio.Event, generators: GeneratorRouter) -> list[Sampled]:
+    samples: list[Sampled] = []
     while not is_synced.is_set():
-        rollouts += await _long_sample(generators)
-    return rollouts
-
-
-async def _long_sample(generators: GeneratorRouter) -> list[Rollout]:
-    sampling = SamplingSection(max_response_tokens=140)
-    prompt = np.arange(3, 13, dtype=np.int32)
-    return list(await generators.generate(prompt, num_samples=192, sampling=sampling))
+        samples += await _sample_group(generators, 10, 192, SamplingSection(max_response_tokens=140))
+    return samples
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +174,30 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_fresh_logprobs_of_sampler_and_trainer_agree(measured: Measured) -> None:
-    assert measured.fresh_difference < 1e-4
-    assert measured.after_difference < 1e-4, "after updates the engine must compute with the new weights"
-    spread = np.concatenate([rollout.logprobs_T for rollout in measured.fresh]).std()
+    """Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding."""
+    assert measured.fresh_metrics["mismatch/logprob_abs_max"] < 1e-4
+    assert measured.after_metrics["mismatch/logprob_abs_max"] < 1e-4, (
+        "after updates the engine must compute with the new weights"
+    )
+    spread = np.concatenate([sampled.trace.logprobs_T for sampled in measured.fresh]).std()
     assert spread > 0.3, "a nearly uniform model would hide mistakes"
+
+
+def test_every_token_that_matters_is_replayed(measured: Measured) -> None:
+    assert measured.fresh_metrics["routing/recorded_share"] == 1.0
+    assert measured.fresh_metrics["routing/num_without_record"] == 0.0
+    widths = np.concatenate([np.diff(sampled.trace.kept_tokens.offsets) for sampled in measured.fresh])
+    assert 1 <= widths.min() < widths.max() <= SAMPLING.top_k
+
+
+def test_prompt_records_are_stored_once_a_group(measured: Measured) -> None:
+    prompts = {sampled.rollout.prompt for sampled in measured.fresh}
+    assert len({sampled.rollout.response for sampled in measured.fresh}) == 12
+    assert 3 <= len(prompts) < 6
+
+
+def test_payloads_are_freed_with_their_step(measured: Measured) -> None:
+    assert measured.payload_files_left == []
 
 
 def test_engine_parameters_equal_the_trainers_bit_for_bit(measured: Measured) -> None:
@@ -195,21 +237,20 @@ def test_the_updates_changed_every_weight(measured: Measured, folder: Path) -> N
 
 
 def test_tokens_carry_the_version_that_produced_them(measured: Measured) -> None:
-    assert {span.version for rollout in measured.fresh for span in rollout.version_spans} == {0}
-    assert {span.version for rollout in measured.after for span in rollout.version_spans} == {NUM_UPDATES}
-    for rollout in measured.crossing:
-        spans = rollout.version_spans
-        assert spans[0].start == 0 and spans[-1].end == rollout.num_response_tokens
+    assert {span.version for sampled in measured.fresh for span in sampled.rollout.version_spans} == {0}
+    after = {span.version for sampled in measured.after for span in sampled.rollout.version_spans}
+    assert after == {NUM_UPDATES}
+    for sampled in measured.crossing:
+        spans = sampled.rollout.version_spans
+        assert spans[0].start == 0 and spans[-1].end == len(sampled.trace.response_ids_T)
         assert all(a.end == b.start and a.version < b.version for a, b in itertools.pairwise(spans))
 
 
 def test_running_sequences_go_on_under_the_new_weights(measured: Measured) -> None:
-    crossed = [rollout for rollout in measured.crossing if len(rollout.version_spans) == 2]
+    spans = [sampled.rollout.version_spans for sampled in measured.crossing]
+    crossed = [[span.version for span in of_one] for of_one in spans if len(of_one) > 1]
     assert crossed, "no sequence was running during the update"
-    assert all(
-        [span.version for span in rollout.version_spans] == [NUM_UPDATES - 1, NUM_UPDATES]
-        for rollout in crossed
-    )
+    assert all(versions == [NUM_UPDATES - 1, NUM_UPDATES] for versions in crossed)
 
 
 def test_sampling_with_a_seed_is_reproducible(measured: Measured) -> None:
@@ -218,10 +259,13 @@ def test_sampling_with_a_seed_is_reproducible(measured: Measured) -> None:
 
 def test_logprobs_are_those_of_the_sampled_distribution(measured: Measured, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for rollout in measured.fresh:
-        ids = torch.from_numpy(np.concatenate([rollout.prompt_ids_P, rollout.response_ids_T])).long()
+    for sampled in measured.fresh:
+        trace = sampled.trace
+        ids = torch.from_numpy(np.concatenate([trace.prompt_ids_P, trace.response_ids_T])).long()
         with torch.no_grad():
             logits = model(ids[None]).logits[0].double() / SAMPLING.temperature
-        exact = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0]
-        exact_T = exact[len(rollout.prompt_ids_P) - 1 :]
-        torch.testing.assert_close(torch.from_numpy(rollout.logprobs_T).double(), exact_T, atol=1e-4, rtol=0)
+        for index, token in enumerate(trace.response_ids_T.tolist()):
+            kept = trace.kept_tokens.row(index).tolist()
+            row = logits[len(trace.prompt_ids_P) - 1 + index]
+            expected = float(torch.log_softmax(row[kept], 0)[kept.index(token)])
+            assert trace.logprobs_T[index] == pytest.approx(expected, abs=1e-4)

@@ -7,7 +7,6 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.prompts import PromptEncoder
-from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 
 SOLVED = 1.0
@@ -28,12 +27,11 @@ async def evaluate(
     """
 
     async def reward(index: int, task: Task) -> float:
-        rollouts = await generators.generate(
+        responses = await generators.respond(
             prompts.encode(task.prompt), num_samples=1, sampling=config.sampling, seed=index
         )
-        group = Group(group_id=index, task=task, rollouts=rollouts)
         async with asyncio.timeout(config.timeouts.score_s):
-            return (await scorer.score.call_one(group))[0]
+            return (await scorer.score.call_one(task, responses))[0]
 
     async with asyncio.TaskGroup() as all_tasks:
         rewards = [all_tasks.create_task(reward(index, task)) for index, task in enumerate(tasks)]

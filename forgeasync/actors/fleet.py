@@ -8,16 +8,21 @@ import monarch.actor
 from monarch.actor import MeshFailure, ProcMesh, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
-from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
 from forgeasync.actors.placement import GpuAllocator, spawn_role
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RunConfig, TrainerSection
+from forgeasync.config.schema import RoutingReplay, RunConfig, TrainerSection
+from forgeasync.data.records import Records
+from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from forgeasync.trainer.objectives import ObjectiveChoice
 from forgeasync.weights import store
+
+HOST_ID = "host-0"
+"""The one host that all procs of a run share, unless a fleet is told otherwise."""
 
 MONARCH_OWN_ACTORS = ("logger", "setup")
 """Names of the actors that Monarch puts into every proc."""
@@ -32,10 +37,13 @@ class Fleet:
     """The meshes that a run has spawned so far; ``close`` stops them in any state."""
 
     log_dir: Path
+    trainer_host_id: str = HOST_ID
+    """Another one than the generators': payloads then go through RDMABuffer instead of shared memory."""
     _gpus: GpuAllocator = field(default_factory=GpuAllocator)
     _meshes: list[ProcMesh] = field(default_factory=list)
     _failure: asyncio.Future[None] = field(init=False)
     _closing: bool = False
+    _payload_folder: Path | None = None
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -95,16 +103,36 @@ class Fleet:
             objective=objective,
             seed=seed,
             checkpoint=checkpoint,
+            host_id=self.trainer_host_id,
         )
         return trainer
 
-    async def start_generators(self, config: RunConfig, model_path: Path) -> GeneratorRouter:
+    async def start_generators(
+        self, config: RunConfig, facts: ModelFacts, model_path: Path
+    ) -> GeneratorRouter:
         """The generator mesh, with its engines loaded, behind a router."""
         section = config.generator
+        sweep_stale_folders()
+        capacity_bytes = int(config.payload.capacity_gib * 2**30)
+        self._payload_folder = create_run_folder(capacity_bytes)
+        setup = GeneratorSetup(
+            model_path=model_path,
+            facts=facts,
+            section=section,
+            max_context_length=config.model.max_context_length,
+            seed=config.seed,
+            records=Records(
+                routing=config.trainer.routing_replay is not RoutingReplay.OFF,
+                kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
+            ),
+            payload_folder=self._payload_folder,
+            payload_capacity_bytes=capacity_bytes,
+            host_id=HOST_ID,
+        )
         mesh = self._spawn("generator", section.num_replicas, gpus_per_proc=section.tensor_parallel)
         actors = mesh.spawn("generator", GeneratorActor, self.log_dir)
         async with asyncio.timeout(config.timeouts.setup_s):
-            await actors.setup.call(model_path, section, config.model.max_context_length, config.seed)
+            await actors.setup.call(setup)
         return GeneratorRouter(actors, section.num_replicas, config.timeouts)
 
     async def start_scorer(self, config: RunConfig) -> ScorerActor:
@@ -120,6 +148,8 @@ class Fleet:
         for mesh in reversed(self._meshes):
             await mesh.stop()
         self._meshes.clear()
+        if self._payload_folder is not None:
+            remove_run_folder(self._payload_folder)
         if self._failure.done() and not self._failure.cancelled():
             self._failure.exception()
         else:

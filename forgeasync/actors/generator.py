@@ -1,25 +1,58 @@
-"""The generator actor: a thin shell around one sampling engine.
+"""The generator actor: a thin shell around one sampling engine and one payload writer.
 
-Produces rollouts for the collecting loop; consumes weight versions from the store. ``generate`` calls overlap
-freely, also with ``update_weights``: running sequences go on under the new weights.
+Produces rollouts for the collecting loop: their arrays go into the host's payload store, small facts into the
+answer. Consumes weight versions from the weight store. Calls overlap freely, also with ``update_weights``:
+running sequences go on under the new weights.
 """
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.rdma import RDMABuffer
 
+from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import GeneratorSection, SamplingSection
-from forgeasync.data.rollout import Rollout
+from forgeasync.data.group_payload import encode_group
+from forgeasync.data.problems import RecordError
+from forgeasync.data.records import Records, check_rollout
+from forgeasync.data.rollout import Rollout, StoredRollout
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.payload.reference import PayloadRef
+from forgeasync.payload.remote import PayloadServer
+from forgeasync.payload.shared_memory import PayloadWriter
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.weights import store
 
 if TYPE_CHECKING:
     from forgeasync.sampler.engine import SamplerEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSetup:
+    """What a generator is started with."""
+
+    model_path: Path
+    facts: ModelFacts
+    section: GeneratorSection
+    max_context_length: int
+    seed: int
+    records: Records
+    payload_folder: Path
+    payload_capacity_bytes: int
+    host_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedGroup:
+    """A group that must not be trained on; ``problem`` says which rollout and why."""
+
+    problem: str
 
 
 class GeneratorActor(Actor):
@@ -30,30 +63,78 @@ class GeneratorActor(Actor):
         self._engine: SamplerEngine | None = None
 
     @concurrent_endpoint
-    async def setup(
-        self, model_path: Path, generator: GeneratorSection, max_context_length: int, seed: int
-    ) -> int:
+    async def setup(self, setup: GeneratorSetup) -> int:
         """Load the model as policy version 0; returns the proc's id."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
         from forgeasync.sampler.engine import SamplerEngine
 
+        self._setup = setup
+        self._payloads = PayloadWriter(setup.payload_folder, setup.host_id, setup.payload_capacity_bytes)
+        self._payload_server = PayloadServer(self._payloads)
         self._engine = await SamplerEngine.start(
-            model_path=model_path,
-            generator=generator,
-            max_context_length=max_context_length,
-            seed=seed + current_rank().rank,
+            model_path=setup.model_path,
+            generator=setup.section,
+            max_context_length=setup.max_context_length,
+            seed=setup.seed + current_rank().rank,
+            records=setup.records,
         )
         return os.getpid()
 
     @concurrent_endpoint
-    async def generate(
-        self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
-    ) -> tuple[Rollout, ...]:
-        """Sample a group of responses to one prompt."""
+    async def sample_group(
+        self, group_id: int, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+        """Sample a group of responses to one prompt, check their records and store their arrays."""
         assert self._engine is not None
-        return await self._engine.generate(
+        rollouts = await self._engine.generate(
+            prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling
+        )
+        for index, rollout in enumerate(rollouts):
+            try:
+                check_rollout(rollout, self._setup.records, self._setup.facts)
+            except RecordError as error:
+                return RefusedGroup(problem=f"rollout {index} of group {group_id}: {error}")
+        return self._store(rollouts)
+
+    def _store(self, rollouts: Sequence[Rollout]) -> tuple[StoredRollout, ...]:
+        payload = encode_group(rollouts)
+        refs = self._payloads.write_group([*payload.prompts, *payload.responses])
+        prompts, responses = refs[: len(payload.prompts)], refs[len(payload.prompts) :]
+        return tuple(
+            StoredRollout(
+                generator_rank=current_rank().rank,
+                prompt=prompts[index],
+                response=response,
+                num_prompt_tokens=len(rollout.prompt_ids_P),
+                num_response_tokens=rollout.num_response_tokens,
+                version_spans=rollout.version_spans,
+                text=rollout.text,
+                finish_reason=rollout.finish_reason,
+            )
+            for rollout, response, index in zip(rollouts, responses, payload.prompt_of, strict=True)
+        )
+
+    @concurrent_endpoint
+    async def respond(
+        self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
+    ) -> tuple[str, ...]:
+        """The texts of responses that are not trained on."""
+        assert self._engine is not None
+        rollouts = await self._engine.generate(
             prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
         )
+        return tuple(rollout.text for rollout in rollouts)
+
+    @concurrent_endpoint
+    async def free_payloads(self, files: Sequence[str]) -> None:
+        """Groups that were trained on, or dropped: their arrays are not needed any more."""
+        for file in files:
+            await self._payload_server.free(file)
+
+    @concurrent_endpoint
+    async def expose_payload(self, ref: PayloadRef) -> RDMABuffer:
+        """A handle by which a trainer on another host reads a payload."""
+        return self._payload_server.expose(ref)
 
     @concurrent_endpoint
     async def update_weights(self, version: int) -> float:

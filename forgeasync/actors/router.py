@@ -1,12 +1,14 @@
 """Spreads requests over generators: each goes to the one with the fewest rollouts in flight."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 import numpy as np
 
-from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.generator import GeneratorActor, RefusedGroup
 from forgeasync.config.schema import SamplingSection, TimeoutSection
-from forgeasync.data.rollout import Rollout
+from forgeasync.data.rollout import StoredRollout
 from forgeasync.sampler.stats import EngineStats
 
 
@@ -14,28 +16,60 @@ class GeneratorRouter:
     """The generator mesh as one generator."""
 
     def __init__(self, generators: GeneratorActor, num_replicas: int, timeouts: TimeoutSection) -> None:
+        self.actors = generators
         self._replicas = [generators.slice(procs=rank) for rank in range(num_replicas)]
         self._num_in_flight = [0] * num_replicas
         self._timeouts = timeouts
 
-    async def generate(
+    async def sample_group(
+        self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+        """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
+
+        Raises:
+            TimeoutError: no answer within ``timeouts.generate_s``.
+        """
+        async with self._least_busy(num_samples) as rank:
+            return await self._replicas[rank].sample_group.call_one(
+                group_id, prompt_ids_P, num_samples, sampling
+            )
+
+    async def respond(
         self,
         prompt_ids_P: np.ndarray,
         *,
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
-    ) -> tuple[Rollout, ...]:
-        """Sample a group of responses to one prompt.
+    ) -> tuple[str, ...]:
+        """The texts of responses to one prompt; a seed makes them reproducible.
 
         Raises:
             TimeoutError: no answer within ``timeouts.generate_s``.
         """
+        async with self._least_busy(num_samples) as rank:
+            return await self._replicas[rank].respond.call_one(prompt_ids_P, num_samples, sampling, seed)
+
+    async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
+        """Free the arrays of whole groups, all rollouts of each, that nobody will read any more."""
+        by_owner: dict[int, dict[str, None]] = {}
+        for rollout in rollouts:
+            by_owner.setdefault(rollout.generator_rank, {})[rollout.response.file] = None
+        async with asyncio.timeout(self._timeouts.weights_s):
+            await asyncio.gather(
+                *(
+                    self._replicas[rank].free_payloads.call_one(list(files))
+                    for rank, files in by_owner.items()
+                )
+            )
+
+    @asynccontextmanager
+    async def _least_busy(self, num_samples: int) -> AsyncIterator[int]:
         rank = min(range(len(self._replicas)), key=self._num_in_flight.__getitem__)
         self._num_in_flight[rank] += num_samples
         try:
             async with asyncio.timeout(self._timeouts.generate_s):
-                return await self._replicas[rank].generate.call_one(prompt_ids_P, num_samples, sampling, seed)
+                yield rank
         finally:
             self._num_in_flight[rank] -= num_samples
 

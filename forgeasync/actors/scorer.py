@@ -5,12 +5,13 @@ verification does not hold up the messages of other groups.
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.config.schema import DataSection
-from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.scoring.scorer import Scorer, build_scorer
 
@@ -27,10 +28,8 @@ class ScorerActor(Actor):
         self._scorer = build_scorer(data, seed=seed)
 
     @concurrent_endpoint
-    async def score(self, group: Group) -> tuple[float, ...]:
-        """The reward of each of a group's rollouts."""
+    async def score(self, task: Task, responses: Sequence[str]) -> tuple[float, ...]:
+        """The reward of each response to one task."""
         assert self._scorer is not None
         scorer = self._scorer
-        return tuple(
-            [await asyncio.to_thread(scorer.score, group.task, rollout.text) for rollout in group.rollouts]
-        )
+        return tuple([await asyncio.to_thread(scorer.score, task, response) for response in responses])

@@ -1,10 +1,12 @@
 """The trainer actor: a thin shell around one rank of the policy trainer.
 
-Consumes packed rows from the training loop; produces weight versions in the store. All ranks get every call
-at the same time and wait for each other inside its collectives.
+Consumes packed rows, or references to rollouts, from the training loop; produces weight versions in the
+store. All ranks get every call at the same time and wait for each other inside its collectives.
 """
 
+import dataclasses
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +14,25 @@ import torch
 import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint
 
+from forgeasync.actors.generator import GeneratorActor
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, TrainerSection
+from forgeasync.data.group_payload import Arrays, decode_rollout
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.payload.reference import PayloadRef
+from forgeasync.payload.remote import RemotePayloadReader
+from forgeasync.payload.shared_memory import PayloadReader
+from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.objectives import ObjectiveChoice, build_objective
-from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights import store
 
 if TYPE_CHECKING:
     from forgeasync.trainer.policy_trainer import PolicyTrainer
+
+PAYLOAD_TIMEOUT_S = 60
+"""For one payload of another host."""
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
@@ -42,12 +53,17 @@ class TrainerActor(Actor):
         objective: ObjectiveChoice,
         seed: int,
         checkpoint: Path | None,
+        host_id: str,
     ) -> int:
         """Join the process group and build the model; returns the data-parallel rank of this proc."""
         # TorchTitan takes seconds to import: only the procs that train pay for it.
         from forgeasync.trainer.policy_trainer import PolicyTrainer
         from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 
+        self._section = section
+        self._host_id = host_id
+        self._payloads = PayloadReader(host_id)
+        self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -65,10 +81,54 @@ class TrainerActor(Actor):
         return self._trainer.data_rank
 
     @endpoint
-    async def train_step(self, rows: list[PackedRow], num_targets: int) -> StepResult:
+    async def connect(self, generators: GeneratorActor) -> None:
+        """Who is asked for payloads of other hosts."""
+        self._generators = generators
+
+    @endpoint
+    async def train_rows(self, rows: list[PackedRow], num_targets: int) -> StepResult:
         """One optimizer step over this data rank's rows; ``num_targets`` counts those of all ranks."""
         assert self._trainer is not None
         return self._trainer.train_step(rows, num_targets=num_targets)
+
+    @endpoint
+    async def train_items(self, rows: list[list[TrainingItem]], num_targets: int) -> StepResult:
+        """The same over rollouts by reference: their arrays are read here, once."""
+        assert self._trainer is not None
+        trained_version = self._trainer.policy_version
+        start_s = time.perf_counter()
+        # The rollouts of a group share their prompt's payload: it is read once.
+        prompts: dict[str, Arrays] = {}
+        packed = [
+            pack_row([await self._read(item, trained_version, prompts) for item in items]) for items in rows
+        ]
+        read_s = time.perf_counter() - start_s
+        result = self._trainer.train_step(packed, num_targets=num_targets)
+        return dataclasses.replace(result, metrics=result.metrics | {"time/read_payloads_s": read_s})
+
+    async def _read_payload(self, ref: PayloadRef, generator_rank: int) -> Arrays:
+        if ref.host_id == self._host_id:
+            # Views: packing copies them out, before the group can be freed.
+            return self._payloads.read(ref, copy=False)
+        owner = self._generators.slice(procs=generator_rank)
+        return await self._remote_payloads.read(ref, owner.expose_payload.call_one)
+
+    async def _read(
+        self, item: TrainingItem, trained_version: int, prompts: dict[str, Arrays]
+    ) -> TrainingSequence:
+        rollout = item.rollout
+        key = rollout.prompt.payload_id
+        if key not in prompts:
+            prompts[key] = await self._read_payload(rollout.prompt, rollout.generator_rank)
+        response = await self._read_payload(rollout.response, rollout.generator_rank)
+        trace = decode_rollout(prompts[key], response)
+        return training_sequence(
+            item,
+            trace,
+            trained_version=trained_version,
+            routing_replay=self._section.routing_replay,
+            keep_sampling_mask=self._section.keep_sampling_mask,
+        )
 
     @endpoint
     async def publish(self, dtype: Dtype) -> int:

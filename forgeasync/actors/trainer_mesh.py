@@ -3,9 +3,11 @@
 import asyncio
 from pathlib import Path
 
+from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, TimeoutSection, TrainerSection
+from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.objectives import ObjectiveChoice
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.step_result import StepResult
@@ -29,13 +31,14 @@ class TrainerMesh:
         objective: ObjectiveChoice,
         seed: int,
         checkpoint: Path | None,
+        host_id: str,
     ) -> None:
         """Build the model on every rank."""
         async with asyncio.timeout(self._timeouts.setup_s):
             self._data_ranks = list(
                 await asyncio.gather(
                     *(
-                        rank.setup.call_one(section, facts, temperature, objective, seed, checkpoint)
+                        rank.setup.call_one(section, facts, temperature, objective, seed, checkpoint, host_id)
                         for rank in self._ranks
                     )
                 )
@@ -46,13 +49,32 @@ class TrainerMesh:
         """Ranks that see different rows; the others share theirs (tensor parallelism)."""
         return max(self._data_ranks) + 1
 
-    async def train_step(self, rows_by_data_rank: list[list[PackedRow]]) -> StepResult:
+    async def connect(self, generators: GeneratorRouter) -> None:
+        """Let every rank read payloads that lie on the generators' hosts."""
+        async with asyncio.timeout(self._timeouts.setup_s):
+            await self._actors.connect.call(generators.actors)
+
+    async def train_rows(self, rows_by_data_rank: list[list[PackedRow]]) -> StepResult:
         """One optimizer step; as many rows for every data rank."""
         num_targets = sum(row.num_targets for rows in rows_by_data_rank for row in rows)
         async with asyncio.timeout(self._timeouts.train_step_s):
             results = await asyncio.gather(
                 *(
-                    rank.train_step.call_one(rows_by_data_rank[data_rank], num_targets)
+                    rank.train_rows.call_one(rows_by_data_rank[data_rank], num_targets)
+                    for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
+                )
+            )
+        return results[0]
+
+    async def train_items(self, rows_by_data_rank: list[list[list[TrainingItem]]]) -> StepResult:
+        """The same over rollouts by reference; every rank reads the arrays of its own rows."""
+        num_targets = sum(
+            item.rollout.num_response_tokens for rows in rows_by_data_rank for items in rows for item in items
+        )
+        async with asyncio.timeout(self._timeouts.train_step_s):
+            results = await asyncio.gather(
+                *(
+                    rank.train_items.call_one(rows_by_data_rank[data_rank], num_targets)
                     for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
                 )
             )

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from forgeasync.buffer.replay_buffer import ReplayBuffer
+from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer
 from forgeasync.data.rollout import Group
 
 T = TypeVar("T")
@@ -29,6 +29,11 @@ class AsyncReplayBuffer:
     async def add(self, group: Group) -> None:
         """A scored group is complete."""
         self.state.add(group)
+        await self._notify()
+
+    async def drop(self, group_id: int, reason: DropReason) -> None:
+        """A group will not come."""
+        self.state.drop(group_id, reason)
         await self._notify()
 
     async def set_served_version(self, version: int) -> None:

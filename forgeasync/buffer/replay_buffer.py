@@ -29,6 +29,8 @@ from forgeasync.data.rollout import Group
 class DropReason(StrEnum):
     STALE = "stale"
     """Older than max_off_policy_steps when the trainer could have taken it."""
+    BAD_RECORD = "bad_record"
+    """Its routed experts or kept tokens contradict its tokens or the model."""
 
 
 class ReplayBuffer:

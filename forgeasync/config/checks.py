@@ -9,11 +9,7 @@ from pathlib import Path
 from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
-
-ROW_ALIGNMENT = 64
-"""Packed rows are padded to a multiple of this; tensor-parallel ranks get equal parts of it."""
-
-BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
+from forgeasync.config.sizes import ROW_ALIGNMENT, kv_bytes_per_token, largest_group_payload_bytes
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
@@ -29,14 +25,18 @@ def check_without_model(config: RunConfig) -> list[Problem]:
     return [problem for rule in _CONFIG_RULES for problem in rule(config)]
 
 
-def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes of KV cache that one token takes on one generator rank.
-
-    With more ranks than KV heads every rank still holds one head.
-    """
-    heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
-    element = BYTES_PER_ELEMENT[config.generator.dtype]
-    return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
+def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    group_bytes = largest_group_payload_bytes(config, facts)
+    needed_gib = config.algorithm.groups_per_step * group_bytes / 2**30
+    if config.payload.capacity_gib < needed_gib:
+        sets_are_unbounded = config.sampling.cuts_vocabulary and config.sampling.top_k == 0
+        yield Problem(
+            field="payload.capacity_gib",
+            value=config.payload.capacity_gib,
+            remedy=f"must be at least {needed_gib:.3g}, to hold one step's "
+            f"{config.algorithm.groups_per_step} groups at their largest ({group_bytes / 2**20:.3g} MiB each)"
+            + ("; sampling.top_k > 0 would bound the recorded kept sets" if sets_are_unbounded else ""),
+        )
 
 
 def _check_lengths(config: RunConfig) -> Iterator[Problem]:
@@ -99,12 +99,6 @@ def _check_generator(config: RunConfig) -> Iterator[Problem]:
 
 def _check_mesh(config: RunConfig) -> Iterator[Problem]:
     parallel = config.trainer.parallel
-    if parallel.context > 1:
-        yield Problem(
-            field="trainer.parallel.context",
-            value=parallel.context,
-            remedy="context parallelism comes with a later release: trainer.parallel.context must be 1",
-        )
     product = parallel.data_replicate * parallel.tensor * parallel.context
     if parallel.num_procs % product:
         yield Problem(
@@ -121,11 +115,14 @@ def _check_mesh(config: RunConfig) -> Iterator[Problem]:
                 value=parallel.expert,
                 remedy=f"must divide data_shard * tensor * context = {ranks}, the ranks it borrows",
             )
-    if ROW_ALIGNMENT % parallel.tensor:
+    if ROW_ALIGNMENT % (parallel.tensor * parallel.context):
+        name = "tensor" if parallel.tensor > 1 else "context"
+        product = parallel.tensor * parallel.context
         yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy=f"must divide {ROW_ALIGNMENT}, the multiple that packed rows are padded to",
+            field=f"trainer.parallel.{name}",
+            value=product // (parallel.context if name == "tensor" else parallel.tensor),
+            remedy=f"tensor * context = {product} must divide {ROW_ALIGNMENT}, the multiple that packed rows "
+            "are padded to",
         )
     if parallel.tensor > 1 and parallel.expert == 1:
         # TorchTitan 0.3.0 (partial_dtensor): the gradient that leaves an MoE layer towards its input is wrong
@@ -148,6 +145,15 @@ def _check_schedules(config: RunConfig) -> Iterator[Problem]:
                 value=list(optimizer.decay_steps),
                 remedy="must be two steps, the first before the second",
             )
+
+
+def _check_compile(config: RunConfig) -> Iterator[Problem]:
+    if config.trainer.compile and config.trainer.dtype is not Dtype.BFLOAT16:
+        yield Problem(
+            field="trainer.compile",
+            value=config.trainer.compile,
+            remedy="needs trainer.dtype bfloat16: torch 2.13 compiles grouped matrix products in no other",
+        )
 
 
 def _check_warmup(config: RunConfig) -> Iterator[Problem]:
@@ -269,6 +275,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_generator,
     _check_mesh,
     _check_schedules,
+    _check_compile,
     _check_warmup,
     _check_run_dir,
 )
@@ -277,4 +284,5 @@ _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] =
     _check_model_shape,
     _check_trainer_divides_model,
     _check_generator_fits_model,
+    _check_payload,
 )

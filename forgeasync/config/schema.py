@@ -7,7 +7,7 @@ Rules that one field can decide alone are types and bounds here; rules across fi
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Section(BaseModel):
@@ -88,6 +88,11 @@ class SamplingSection(Section):
     max_response_tokens: int = Field(gt=0)
     """A response is cut here and counted as truncated."""
 
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether some tokens cannot be drawn at all."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 class GeneratorSection(Section):
     """The generator mesh: vLLM engines behind a router."""
@@ -144,6 +149,15 @@ class OptimizerSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
 
 
+class RoutingReplay(StrEnum):
+    """Which tokens' experts the trainer takes from the sampler's record (Keep Routing)."""
+
+    OFF = "off"
+    RESPONSE = "response"
+    """Response tokens; prompts are routed by the trainer's own gate."""
+    ALL = "all"
+
+
 class TrainerSection(Section):
     """The trainer mesh: TorchTitan's model under FSDP2, TP and EP."""
 
@@ -153,7 +167,21 @@ class TrainerSection(Section):
     tokens_per_row: int = Field(gt=0)
     """Length of a packed row; every microbatch is one row per data-parallel rank."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    compile: bool = False
+    """torch.compile of every layer; bfloat16 only."""
+    routing_replay: RoutingReplay = RoutingReplay.ALL
+    keep_sampling_mask: bool = True
+    """The softmax runs over the tokens that the sampler kept (top-k, top-p, min-p), and only over them."""
+    replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)
+    """Share of the rows on which the mismatch without routing replay is measured too, at the price of one
+    more forward pass over them."""
     optimizer: OptimizerSection
+
+    @field_validator("routing_replay", mode="before")
+    @classmethod
+    def _read_off(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return RoutingReplay.OFF if value is False else value
 
 
 class AdvantageName(StrEnum):
@@ -194,6 +222,13 @@ class BufferSection(Section):
     """Most groups started and not yet trained on; null leaves it to max_off_policy_steps, which allows
     (max_off_policy_steps + 1) * groups_per_step. Where generation is the faster side, fewer mean fresher
     data at the same speed."""
+
+
+class PayloadSection(Section):
+    """Where rollouts' arrays wait between sampling and training: shared memory of their host."""
+
+    capacity_gib: float = Field(default=1.0, gt=0.0)
+    """Bound on the payloads of one host. A group starts only when its largest possible payload fits in."""
 
 
 class EvaluationSection(Section):
@@ -270,6 +305,7 @@ class RunConfig(Section):
     trainer: TrainerSection
     algorithm: AlgorithmSection
     buffer: BufferSection = BufferSection()
+    payload: PayloadSection = PayloadSection()
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()

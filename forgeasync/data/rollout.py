@@ -8,7 +8,10 @@ from enum import StrEnum
 
 import numpy as np
 
+from forgeasync.data.kept_tokens import KeptTokens
+from forgeasync.data.routing import RoutedExperts
 from forgeasync.data.task import Task
+from forgeasync.payload.reference import PayloadRef, group_num_bytes
 
 
 class FinishReason(StrEnum):
@@ -33,6 +36,9 @@ class Rollout:
 
     ``prompt_ids_P`` and ``response_ids_T`` are int32; ``logprobs_T`` (float32) are under the
     distribution that was really sampled from; ``version_spans`` cover [0, T) without gaps.
+    ``routed_experts`` covers prompt and response (the last token was never fed to the model and has no
+    record); None where the engine was not asked for it. ``kept_tokens`` is None where the whole vocabulary
+    was kept throughout.
     """
 
     prompt_ids_P: np.ndarray
@@ -41,10 +47,30 @@ class Rollout:
     version_spans: tuple[VersionSpan, ...]
     text: str
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None
+    kept_tokens: KeptTokens | None = None
 
     @property
     def num_response_tokens(self) -> int:
         return len(self.response_ids_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRollout:
+    """A rollout's small facts, which travel in messages; its arrays lie where it was sampled.
+
+    ``prompt`` is shared by the rollouts of a group whose prompt records are equal.
+    """
+
+    generator_rank: int
+    """Who sampled it, holds its arrays and frees them."""
+    prompt: PayloadRef
+    response: PayloadRef
+    num_prompt_tokens: int
+    num_response_tokens: int
+    version_spans: tuple[VersionSpan, ...]
+    text: str
+    finish_reason: FinishReason
 
     @property
     def first_version(self) -> int:
@@ -61,8 +87,13 @@ class Group:
 
     group_id: int
     task: Task
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[StoredRollout, ...]
     rewards: tuple[float, ...] | None = None
+
+    @property
+    def num_payload_bytes(self) -> int:
+        """Memory that the arrays of the group take on their host."""
+        return group_num_bytes([ref for one in self.rollouts for ref in (one.prompt, one.response)])
 
     @property
     def first_version(self) -> int:

@@ -26,6 +26,16 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `response/length_mean`, `_min`, `_max` | tokens per response                                             |
 | `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`          |
 | `dropped/<reason>` *                 | groups dropped during the step, by reason                         |
+| `routing/recorded_share`             | tokens with a routing record, of those that anything depends on   |
+| `routing/num_without_record`         | the others: routed by the trainer's own gate                      |
+| `routing/disagreement_share` *       | replayed (token, layer) decisions in which the trainer's gate     |
+|                                      | would have chosen another set; `_layer_<i>`: in that layer        |
+| `mismatch/with_replay_<...>` *       | `logprob_abs_mean` and `kl` on the rows of                        |
+| `mismatch/without_replay_<...>` *    | `trainer.replay_probe_share`, as trained and without replay       |
+| `payload/num_bytes_held`, `_reserved` | in the payload store at the end of the step                      |
+| `payload/bytes_per_token`            | of the batch's payloads, prompt and response tokens alike         |
+| `payload/num_waits`                  | groups so far that had to wait for room in the payload store      |
+| `time/read_payloads_s`               | part of `time/train_s`: reading and packing the batch's arrays    |
 | `loss`, `grad_norm`                  | before the step; the norm is the one before clipping              |
 | `learning_rate` *, `objective/<...>` * | what the trainer and the objective report besides               |
 | `metrics/num_nonfinite`              | values of this line that were nan or infinite; they are null here |
@@ -45,7 +55,7 @@ from typing import Self
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from forgeasync.data.rollout import FinishReason, Group, Rollout
+from forgeasync.data.rollout import FinishReason, Group, StoredRollout
 
 NUM_NONFINITE = "metrics/num_nonfinite"
 TRAINER_KEYS = frozenset(
@@ -246,7 +256,7 @@ class RolloutWriter:
         self.close()
 
 
-def _rollout_record(step: int, group: Group, rollout: Rollout, reward: float) -> dict[str, object]:
+def _rollout_record(step: int, group: Group, rollout: StoredRollout, reward: float) -> dict[str, object]:
     return {
         "step": step,
         "group_id": group.group_id,
@@ -256,7 +266,7 @@ def _rollout_record(step: int, group: Group, rollout: Rollout, reward: float) ->
         "answer": group.task.answer,
         "reward": reward if math.isfinite(reward) else None,
         "version_spans": [[span.version, span.start, span.end] for span in rollout.version_spans],
-        "prompt_tokens": len(rollout.prompt_ids_P),
+        "prompt_tokens": rollout.num_prompt_tokens,
         "response_tokens": rollout.num_response_tokens,
         "finish_reason": rollout.finish_reason.value,
     }

@@ -7,9 +7,9 @@ Allocator fragmentation, NCCL buffers and CUDA graphs come on top. The unit is b
 import math
 from dataclasses import dataclass
 
-from forgeasync.config.checks import BYTES_PER_ELEMENT
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import ActivationCheckpointing, RunConfig
+from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
 
 FLOAT32_BYTES = 4
 
@@ -85,9 +85,11 @@ def trainer_memory(config: RunConfig, facts: ModelFacts, counts: ParameterCounts
     layers = counts.experts / experts_over + in_layers / parallel.tensor + counts.replicated
     largest = math.ceil(max(layers / facts.num_layers, counts.vocabulary / parallel.tensor))
     activations, how_activations = _activations(config, facts)
-    # Each rank holds whole logits: in the compute dtype, scaled in float32, and two float32 gradients (of
-    # the chosen token and of the log-sum-exp) before they are added up.
-    logits = config.trainer.tokens_per_row * facts.vocab_size * (element + 3 * FLOAT32_BYTES)
+    # The logits of one chunk: in the compute dtype, scaled in float32, and two float32 gradients (of the
+    # chosen token and of the log-sum-exp) before they are added up.
+    chunk = min(config.trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
+    slice_size = math.ceil(facts.vocab_size / parallel.tensor)
+    logits = chunk * slice_size * (element + 3 * FLOAT32_BYTES)
     return [
         MemoryItem(name="master weights", num_bytes=owned * FLOAT32_BYTES, how="float32, own shard"),
         MemoryItem(name="gradients", num_bytes=owned * FLOAT32_BYTES, how="float32, own shard"),
@@ -106,7 +108,7 @@ def trainer_memory(config: RunConfig, facts: ModelFacts, counts: ParameterCounts
         MemoryItem(
             name="logits",
             num_bytes=logits,
-            how=f"{config.trainer.tokens_per_row:,} tokens x {facts.vocab_size:,}, with float32 copies",
+            how=f"a chunk of {chunk:,} tokens x {slice_size:,}, with float32 copies",
         ),
     ]
 
@@ -169,4 +171,9 @@ def staging_memory(config: RunConfig, counts: ParameterCounts) -> list[MemoryIte
             how=f"2 versions in {config.generator.dtype.value}: one being read, one being written",
         ),
         MemoryItem(name="fetch, each replica", num_bytes=version, how="one version, before it is swapped in"),
+        MemoryItem(
+            name="payload store",
+            num_bytes=round(config.payload.capacity_gib * 2**30),
+            how="payload.capacity_gib, in shared memory",
+        ),
     ]

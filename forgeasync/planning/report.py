@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forgeasync.config.checks import kv_bytes_per_token
 from forgeasync.config.model_facts import SHIPPED_MODELS, ModelFacts
 from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import kv_bytes_per_token
 from forgeasync.planning.memory import (
     MemoryItem,
     ParameterCounts,

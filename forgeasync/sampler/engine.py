@@ -12,18 +12,22 @@ from pathlib import Path
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.data.kept_tokens import KeptTokens
+from forgeasync.data.records import Records
 from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
+from forgeasync.data.routing import RoutedExperts
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 from forgeasync.sampler.stats import EngineStats
 
@@ -51,9 +55,14 @@ def _in_process_core() -> Iterator[None]:
 class SamplerEngine:
     """One engine. Build it with ``await SamplerEngine.start(...)`` inside an event loop."""
 
-    def __init__(self, llm: AsyncLLM, client: InProcessAsyncClient) -> None:
+    def __init__(
+        self, llm: AsyncLLM, client: InProcessAsyncClient, records: Records, model: ModelConfig
+    ) -> None:
         self._llm = llm
         self._client = client
+        self._records = records
+        self._vocab_size = model.get_vocab_size()
+        self._num_experts = model.get_num_experts()
         self._request_ids = itertools.count()
         self._num_generated_tokens = 0
         self._num_in_flight = 0
@@ -68,8 +77,10 @@ class SamplerEngine:
         generator: GeneratorSection,
         max_context_length: int,
         seed: int,
+        records: Records,
     ) -> "SamplerEngine":
         """Load a Hugging Face folder as policy version 0."""
+        is_cpu = current_platform.is_cpu()
         args = AsyncEngineArgs(
             model=str(model_path),
             dtype=generator.dtype.value,
@@ -77,7 +88,7 @@ class SamplerEngine:
             max_num_seqs=generator.max_num_seqs,
             max_num_batched_tokens=generator.max_num_batched_tokens,
             tensor_parallel_size=generator.tensor_parallel,
-            worker_cls=CPU_WORKER if current_platform.is_cpu() else "auto",
+            worker_cls=CPU_WORKER if is_cpu else "auto",
             kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
             enforce_eager=not generator.compile,
             # The distribution really drawn from: after temperature, top-k, top-p and min-p.
@@ -85,12 +96,18 @@ class SamplerEngine:
             # Step outputs then belong to the weights of that very step, which makes version labels exact.
             async_scheduling=False,
             seed=seed,
-            disable_log_stats=True,
-            enable_log_requests=False,
+            enable_return_routed_experts=records.routing and not is_cpu,
+            return_sampling_mask=records.kept_tokens and not is_cpu,
         )
+        vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if is_cpu:
+            # Imports the CPU build's model runner, which other builds need not have.
+            from forgeasync.sampler.cpu_capture import request_records
+
+            request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
         with _in_process_core():
-            llm = AsyncLLM.from_engine_args(args)
-        engine = cls(llm, llm.engine_core)
+            llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        engine = cls(llm, llm.engine_core, records, vllm_config.model_config)
         await engine._client.between_steps(lambda core: core.set_weight_version("0"))
         return engine
 
@@ -106,7 +123,8 @@ class SamplerEngine:
         params = SamplingParams(
             n=num_samples,
             temperature=sampling.temperature,
-            top_k=sampling.top_k,
+            # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
+            top_k=sampling.top_k or (self._vocab_size if self._records.kept_tokens else 0),
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             max_tokens=sampling.max_response_tokens,
@@ -123,7 +141,7 @@ class SamplerEngine:
         finally:
             self._leave()
         assert final is not None and final.finished and len(final.outputs) == num_samples
-        rollouts = tuple(_rollout(prompt_ids_P, completion) for completion in final.outputs)
+        rollouts = tuple(self._rollout(prompt_ids_P, completion) for completion in final.outputs)
         self._num_generated_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
         return rollouts
 
@@ -165,26 +183,39 @@ class SamplerEngine:
         if self._num_in_flight == 0:
             self._busy_s += time.perf_counter() - self._busy_since_s
 
+    def _rollout(self, prompt_ids_P: np.ndarray, completion: CompletionOutput) -> Rollout:
+        assert completion.logprobs is not None and completion.weight_versions is not None
+        response_ids_T = np.asarray(completion.token_ids, np.int32)
+        logprobs_T = np.asarray(
+            [
+                candidates[token].logprob
+                for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
+            ],
+            np.float32,
+        )
+        spans = tuple(
+            VersionSpan(version=int(span.version), start=span.start, end=span.end)
+            for span in completion.weight_versions
+        )
+        return Rollout(
+            prompt_ids_P=prompt_ids_P.astype(np.int32),
+            response_ids_T=response_ids_T,
+            logprobs_T=logprobs_T,
+            version_spans=spans,
+            text=completion.text,
+            finish_reason=FinishReason(completion.finish_reason),
+            routed_experts=self._routing(completion, num_tokens=len(prompt_ids_P) + len(response_ids_T)),
+            kept_tokens=self._kept_tokens(completion),
+        )
 
-def _rollout(prompt_ids_P: np.ndarray, completion: CompletionOutput) -> Rollout:
-    assert completion.logprobs is not None and completion.weight_versions is not None
-    response_ids_T = np.asarray(completion.token_ids, np.int32)
-    logprobs_T = np.asarray(
-        [
-            candidates[token].logprob
-            for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
-        ],
-        np.float32,
-    )
-    spans = tuple(
-        VersionSpan(version=int(span.version), start=span.start, end=span.end)
-        for span in completion.weight_versions
-    )
-    return Rollout(
-        prompt_ids_P=prompt_ids_P.astype(np.int32),
-        response_ids_T=response_ids_T,
-        logprobs_T=logprobs_T,
-        version_spans=spans,
-        text=completion.text,
-        finish_reason=FinishReason(completion.finish_reason),
-    )
+    def _routing(self, completion: CompletionOutput, *, num_tokens: int) -> RoutedExperts | None:
+        if completion.routed_experts is None:
+            return None
+        return RoutedExperts.from_rows(
+            completion.routed_experts, num_tokens=num_tokens, num_experts=self._num_experts
+        )
+
+    def _kept_tokens(self, completion: CompletionOutput) -> KeptTokens | None:
+        if completion.sampling_mask is None:
+            return None
+        return KeptTokens.from_rows(completion.sampling_mask.token_ids, vocab_size=self._vocab_size)

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
 
 class PackedSequences(NamedTuple):
-    """Where each sequence of a batch of packed rows lies.
+    """Where each sequence of a batch of packed rows lies, and which part of the rows this rank's queries are.
 
     ``token_of_SM`` indexes the flattened [B*L] tokens (padded entries repeat token 0: causal attention
     keeps them out of every real query's sight, because they come last); ``sequence_of_L`` and
@@ -22,10 +23,12 @@ class PackedSequences(NamedTuple):
     token_of_SM: torch.Tensor
     sequence_of_L: torch.Tensor
     offset_of_L: torch.Tensor
+    query_start: int
+    """First position of this rank's queries in each row; with context parallelism a rank has a part only."""
 
 
-def packed_sequences(positions_BL: torch.Tensor) -> PackedSequences:
-    """Find the sequences in rows whose positions restart at 0 with each sequence (int64 [B, L])."""
+def packed_sequences(positions_BL: torch.Tensor, *, query_start: int = 0) -> PackedSequences:
+    """Find the sequences in whole rows whose positions restart at 0 with each of them (int64 [B, L])."""
     positions_L = positions_BL.flatten()
     starts_S = (positions_L == 0).nonzero().squeeze(1)
     sequence_of_L = (positions_L == 0).cumsum(0) - 1
@@ -34,14 +37,15 @@ def packed_sequences(positions_BL: torch.Tensor) -> PackedSequences:
     offsets_M = torch.arange(longest)
     token_of_SM = starts_S[:, None] + offsets_M
     token_of_SM = torch.where(offsets_M < lengths_S[:, None], token_of_SM, 0)
-    return PackedSequences(token_of_SM, sequence_of_L, positions_L)
+    return PackedSequences(token_of_SM, sequence_of_L, positions_L, query_start)
 
 
-class PackedAttention(Module):
+class PackedAttention(FlexAttention):
     """Causal attention within each packed sequence, never across their borders.
 
-    Takes the place of TorchTitan's ``FlexAttention``; the parameter names of ``forward`` are the ones
-    its tensor-parallel plan looks up.
+    Takes the place of TorchTitan's ``FlexAttention``, and is one by name, so that context parallelism
+    gathers keys and values for it. The parameter names of ``forward`` are the ones the tensor-parallel plan
+    looks up.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,7 +53,8 @@ class PackedAttention(Module):
         pass
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        # None of FlexAttention's own state: only its place is taken.
+        Module.__init__(self)
 
     def forward(
         self,
@@ -61,6 +66,10 @@ class PackedAttention(Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        num_queries, length = q_BLNH.shape[1], k_BLNH.shape[1]
+        start = attention_masks.query_start
+        # Queries of a part of the row take their places in it; the others' output is cut off again.
+        q_BLNH = F.pad(q_BLNH, (0, 0, 0, 0, start, length - start - num_queries))
         batch, length, num_heads, head_dim = q_BLNH.shape
         q_SNMH, k_SNMH, v_SNMH = (
             x.reshape(batch * length, x.shape[2], head_dim)[attention_masks.token_of_SM].transpose(1, 2)
@@ -70,4 +79,4 @@ class PackedAttention(Module):
             q_SNMH, k_SNMH, v_SNMH, is_causal=True, scale=scale, enable_gqa=enable_gqa
         )
         out_LNH = out_SNMH.transpose(1, 2)[attention_masks.sequence_of_L, attention_masks.offset_of_L]
-        return out_LNH.view(batch, length, num_heads, head_dim)
+        return out_LNH.view(batch, length, num_heads, head_dim)[:, start : start + num_queries]

@@ -1,14 +1,33 @@
-"""From a batch of scored groups to the sequences a trainer packs."""
+"""From a batch of scored groups to the sequences a trainer packs.
+
+The controller knows rewards, versions and lengths: it computes advantages and deals rollouts to rows and
+ranks. The arrays are read where they are trained on.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from forgeasync.algorithms import advantages
-from forgeasync.config.schema import AdvantageName
-from forgeasync.data.rollout import Group, Rollout
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.config.schema import AdvantageName, RoutingReplay
+from forgeasync.data.group_payload import TokenTrace
+from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.data.routing import NO_RECORD
+from forgeasync.trainer.packing import TrainingSequence, plan_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingItem:
+    """One rollout of a batch, by reference, with what the batch made of it."""
+
+    rollout: StoredRollout
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rollout.num_prompt_tokens + self.rollout.num_response_tokens
 
 
 def group_advantages(groups: Sequence[Group], name: AdvantageName) -> list[torch.Tensor]:
@@ -26,24 +45,52 @@ def group_advantages(groups: Sequence[Group], name: AdvantageName) -> list[torch
             return list(whole_N.split([len(rewards_G) for rewards_G in rewards]))
 
 
-def training_sequences(
-    groups: Sequence[Group], name: AdvantageName, *, trained_version: int
-) -> list[TrainingSequence]:
-    """One sequence per rollout; ``trained_version`` is the version of the weights about to be trained."""
+def training_items(groups: Sequence[Group], name: AdvantageName) -> list[TrainingItem]:
+    """One item per rollout."""
     return [
-        TrainingSequence(
-            prompt_ids_P=rollout.prompt_ids_P,
-            response_ids_T=rollout.response_ids_T,
-            behavior_logprobs_T=rollout.logprobs_T,
-            ages_T=_ages(rollout, trained_version),
-            advantage=float(advantage),
-        )
+        TrainingItem(rollout=rollout, advantage=float(advantage))
         for group, advantages_G in zip(groups, group_advantages(groups, name), strict=True)
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
     ]
 
 
-def _ages(rollout: Rollout, trained_version: int) -> np.ndarray:
+def deal_items(
+    items: Sequence[TrainingItem], *, tokens_per_row: int, num_ranks: int
+) -> list[list[list[TrainingItem]]]:
+    """Items of each row, ``[rank][microbatch]``; as many microbatches for every rank."""
+    plan = plan_rows([item.num_tokens for item in items], tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+    return [
+        [[items[index] for index in microbatch[rank]] for microbatch in plan] for rank in range(num_ranks)
+    ]
+
+
+def training_sequence(
+    item: TrainingItem,
+    trace: TokenTrace,
+    *,
+    trained_version: int,
+    routing_replay: RoutingReplay,
+    keep_sampling_mask: bool,
+) -> TrainingSequence:
+    """An item with its arrays; ``trained_version`` is the version of the weights about to be trained."""
+    expert_ids_SMK = None
+    if routing_replay is not RoutingReplay.OFF:
+        assert trace.routed_experts is not None, "generators record what the config says is replayed"
+        expert_ids_SMK = trace.routed_experts.to_dense()
+        if routing_replay is RoutingReplay.RESPONSE:
+            expert_ids_SMK[: len(trace.prompt_ids_P)] = NO_RECORD
+    return TrainingSequence(
+        prompt_ids_P=trace.prompt_ids_P,
+        response_ids_T=trace.response_ids_T,
+        behavior_logprobs_T=trace.logprobs_T,
+        ages_T=_ages(item.rollout, trained_version),
+        advantage=item.advantage,
+        expert_ids_SMK=expert_ids_SMK,
+        kept_tokens=trace.kept_tokens if keep_sampling_mask else None,
+    )
+
+
+def _ages(rollout: StoredRollout, trained_version: int) -> np.ndarray:
     ages_T = np.full(rollout.num_response_tokens, -1, np.int32)
     for span in rollout.version_spans:
         ages_T[span.start : span.end] = trained_version - span.version

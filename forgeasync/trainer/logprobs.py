@@ -1,15 +1,267 @@
 """Log-probabilities of given tokens under the distribution the sampler drew from.
 
-Shape suffixes: T tokens, V vocabulary.
+The sampler divides logits by the temperature, cuts the vocabulary (top-k, top-p, min-p) and renormalizes over
+what it kept. Here the softmax runs over the same kept sets, token by token. Kept sets are CSR: the set of
+token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty one means the whole vocabulary.
+
+Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of all tokens, D model dim,
+C tokens with a cut vocabulary, U tokens without.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from forgeasync.config.sizes import LOGITS_CHUNK_TOKENS
+
+GATHER_COST = 16
+"""A logit read row by row from the output matrix costs about as much as this many out of a matrix product."""
 
 
-def token_logprobs(
-    logits_TV: torch.Tensor, token_ids_T: torch.Tensor, temperature: float = 1.0
+def kept_logprobs(
+    logits_TV: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    kept_offsets: torch.Tensor,
+    kept_ids: torch.Tensor,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
-    """log softmax(logits / temperature) at the given tokens, in float32 [T]; differentiable in logits."""
-    scaled_TV = logits_TV.float() / temperature
-    chosen_T = scaled_TV.gather(-1, token_ids_T[:, None]).squeeze(-1)
-    return chosen_T - scaled_TV.logsumexp(dim=-1)
+    """log softmax(logits / temperature) over each token's kept set, at the given tokens: [T].
+
+    In float32 (float64 for float64 logits). ``kept_offsets``: int64 [T + 1]; ``kept_ids``: int32. Logits may
+    be a DTensor, sharded over the vocabulary or replicated. Differentiable in the logits: the gradient of
+    row t is (onehot(token) - softmax over the kept set) / temperature, and exactly zero outside of the set;
+    with a single kept token, value and gradient are exactly zero. A token outside of its own set has
+    probability zero: its logprob is -inf.
+    """
+    vocabulary = VocabularySlice.of(logits_TV, dim=1)
+    local_Tv = logits_TV.to_local() if isinstance(logits_TV, DTensor) else logits_TV
+    scaled_Tv = _at_least_float32(local_Tv) / temperature
+    return _assemble(
+        token_ids_T,
+        kept_offsets,
+        kept_ids,
+        vocabulary,
+        read=lambda token_N, id_N: scaled_Tv[token_N, id_N],
+        whole_rows=lambda token_U: scaled_Tv[token_U],
+    )
+
+
+def chunked_kept_logprobs(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    kept_offsets: torch.Tensor,
+    kept_ids: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk_tokens: int = LOGITS_CHUNK_TOKENS,
+) -> torch.Tensor:
+    """``kept_logprobs(hidden @ weight.T, ...)`` without ever holding the logits of all tokens: float32 [T].
+
+    A chunk's logits are computed, used and dropped, and computed again in the backward pass. Where the kept
+    sets are small, only the logits in them are computed at all. ``weight_VD`` may be a DTensor sharded over
+    the vocabulary; ``hidden_TD`` is then the same on all of its ranks.
+    """
+    vocabulary = VocabularySlice.of(weight_VD, dim=0)
+    if isinstance(weight_VD, DTensor):
+        weight_VD = weight_VD.to_local()
+        hidden_TD = vocabulary.share(hidden_TD)
+    offsets = kept_offsets.tolist() if len(token_ids_T) > chunk_tokens else []
+    pieces = []
+    for start in range(0, max(1, len(token_ids_T)), chunk_tokens):
+        end = min(start + chunk_tokens, len(token_ids_T))
+        first, last = (offsets[start], offsets[end]) if offsets else (0, len(kept_ids))
+        pieces.append(
+            checkpoint(
+                _chunk_logprobs,
+                hidden_TD[start:end],
+                weight_VD,
+                token_ids_T[start:end],
+                kept_offsets[start : end + 1] - first,
+                kept_ids[first:last],
+                temperature,
+                vocabulary,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
+    return torch.cat(pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularySlice:
+    """The part of the vocabulary that this rank's logits cover; ``group`` is None where it is the whole."""
+
+    size: int
+    """Of the whole vocabulary."""
+    start: int
+    end: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, dim: int) -> "VocabularySlice":
+        """The slice that a tensor's local part covers along its vocabulary dimension."""
+        size = tensor.shape[dim]
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+            return cls(size=size, start=0, end=size, group=None)
+        mesh, (placement, *others) = tensor.device_mesh, tensor.placements
+        if placement.is_replicate():
+            return cls(size=size, start=0, end=size, group=None)
+        assert placement == Shard(dim) and not others, "logits are sharded over the vocabulary or not at all"
+        width = -(-size // mesh.size())
+        start = min(size, width * mesh.get_local_rank())
+        return cls(size=size, start=start, end=min(size, start + width), group=mesh.get_group())
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over all slices, the same on every rank; its gradient goes to each rank as it is."""
+        return partial if self.group is None else SumRanks.apply(partial, self.group)
+
+    def max(self, partial: torch.Tensor) -> torch.Tensor:
+        """The maximum over all slices, without gradient."""
+        partial = partial.detach()
+        if self.group is not None:
+            dist.all_reduce(partial, dist.ReduceOp.MAX, self.group)
+        return partial
+
+    def share(self, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor that every rank has, for use with its own slice: gradients of all slices are summed."""
+        return whole if self.group is None else _ShareWithSlices.apply(whole, self.group)
+
+
+class SumRanks(torch.autograd.Function):
+    """All-reduce forward, identity backward: every rank goes on with the same sum and the same loss."""
+
+    @staticmethod
+    def forward(ctx: object, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _ShareWithSlices(torch.autograd.Function):
+    """Identity forward, all-reduce backward: the counterpart of ``SumRanks``."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, whole: torch.Tensor, group: dist.ProcessGroup):
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _chunk_logprobs(
+    hidden_TD: torch.Tensor,
+    weight_vD: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    kept_offsets: torch.Tensor,
+    kept_ids: torch.Tensor,
+    temperature: float,
+    vocabulary: VocabularySlice,
+) -> torch.Tensor:
+    num_whole = int((kept_offsets[1:] == kept_offsets[:-1]).sum())
+    if (len(kept_ids) * GATHER_COST) < (len(token_ids_T) - num_whole) * vocabulary.size:
+
+        def read(token_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+            # Rounded to the dtype a matrix product would give, as in the sampler.
+            dots_N = (_at_least_float32(hidden_TD[token_N]) * weight_vD[id_N]).sum(-1).to(hidden_TD.dtype)
+            return _at_least_float32(dots_N) / temperature
+
+        def whole_rows(token_U: torch.Tensor) -> torch.Tensor:
+            return _at_least_float32(hidden_TD[token_U] @ weight_vD.T) / temperature
+    else:
+        scaled_Tv = _at_least_float32(hidden_TD @ weight_vD.T) / temperature
+
+        def read(token_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+            return scaled_Tv[token_N, id_N]
+
+        def whole_rows(token_U: torch.Tensor) -> torch.Tensor:
+            return scaled_Tv[token_U]
+
+    return _assemble(token_ids_T, kept_offsets, kept_ids, vocabulary, read=read, whole_rows=whole_rows)
+
+
+def _assemble(
+    token_ids_T: torch.Tensor,
+    kept_offsets: torch.Tensor,
+    kept_ids: torch.Tensor,
+    vocabulary: VocabularySlice,
+    *,
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    whole_rows: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Cut and uncut tokens, each in their own way, back in one order.
+
+    ``read`` gives scaled logits at pairs of token and id (within the slice), ``whole_rows`` those of whole
+    tokens.
+    """
+    widths_T = kept_offsets.diff()
+    token_C = widths_T.nonzero().squeeze(1)
+    token_U = (widths_T == 0).nonzero().squeeze(1)
+    uncut_U = _uncut_logprobs(token_ids_T[token_U].long(), vocabulary, whole_rows(token_U))
+    cut_N = torch.repeat_interleave(torch.arange(len(token_C), device=widths_T.device), widths_T[token_C])
+    kept_ids_N = kept_ids.long()
+    values_N = _read_slice(token_C[cut_N], kept_ids_N, vocabulary, read)
+    cut_C = _cut_logprobs(values_N, cut_N, kept_ids_N == token_ids_T[token_C][cut_N], num_cut=len(token_C))
+    logprobs_T = torch.zeros(len(widths_T), dtype=uncut_U.dtype, device=uncut_U.device)
+    return logprobs_T.index_put((token_C,), cut_C).index_put((token_U,), uncut_U)
+
+
+def _cut_logprobs(
+    values_N: torch.Tensor, cut_N: torch.Tensor, is_sampled_N: torch.Tensor, *, num_cut: int
+) -> torch.Tensor:
+    """[C] from the scaled logits of all kept ids, each with its token's index and whether it was drawn."""
+    if num_cut == 0:
+        return values_N
+    largest_C = torch.full((num_cut,), -torch.inf, dtype=values_N.dtype, device=values_N.device)
+    largest_C = largest_C.scatter_reduce(0, cut_N, values_N.detach(), "amax")
+    sums_C = torch.zeros_like(largest_C).index_add(0, cut_N, (values_N - largest_C[cut_N]).exp())
+    # The sampled token's own entry: the very number that is in the sum, so that a single kept token gives 0.
+    entry_N = torch.where(is_sampled_N, torch.arange(len(cut_N), device=cut_N.device), -1)
+    entry_C = torch.full((num_cut,), -1, device=cut_N.device).scatter_reduce(0, cut_N, entry_N, "amax")
+    logprobs_C = values_N[entry_C.clamp(min=0)] - largest_C - sums_C.log()
+    return torch.where(entry_C >= 0, logprobs_C, -torch.inf)
+
+
+def _uncut_logprobs(
+    token_ids_U: torch.Tensor, vocabulary: VocabularySlice, scaled_Uv: torch.Tensor
+) -> torch.Tensor:
+    if vocabulary.group is None:
+        return scaled_Uv.gather(-1, token_ids_U[:, None]).squeeze(-1) - scaled_Uv.logsumexp(dim=-1)
+    largest_U = vocabulary.max(scaled_Uv.amax(dim=-1))
+    sums_U = vocabulary.sum((scaled_Uv - largest_U[:, None]).exp().sum(dim=-1))
+    row_U = torch.arange(len(token_ids_U), device=token_ids_U.device)
+    sampled_U = _read_slice(row_U, token_ids_U, vocabulary, lambda row, ids: scaled_Uv[row, ids])
+    return sampled_U - largest_U - sums_U.log()
+
+
+def _read_slice(
+    token_N: torch.Tensor,
+    id_N: torch.Tensor,
+    vocabulary: VocabularySlice,
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Scaled logits at any ids, whichever slice they lie in."""
+    if vocabulary.group is None:
+        return read(token_N, id_N)
+    mine = ((id_N >= vocabulary.start) & (id_N < vocabulary.end)).nonzero().squeeze(1)
+    values = read(token_N[mine], id_N[mine] - vocabulary.start)
+    values_N = torch.zeros(len(id_N), dtype=values.dtype, device=values.device)
+    return vocabulary.sum(values_N.index_put((mine,), values))
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -8,7 +8,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE, Embedding
 from torchtitan.models.common.attention import AttentionMasksType
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3 import (
@@ -19,11 +19,14 @@ from torchtitan.models.qwen3 import (
     _build_qwen3_moe_layers,
     parallelize_qwen3,
 )
+from torchtitan.protocols.sharding import ShardingConfig
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import ActivationCheckpointing, TrainerSection
 from forgeasync.trainer.attention import PackedAttention, PackedSequences, packed_sequences
 from forgeasync.trainer.experts import TrainingDtypeExperts
+from forgeasync.trainer.head import LogprobHead
+from forgeasync.trainer.replay_router import replay_config
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE, allow_gloo_reduction
 
 _NORM_INIT = {"weight": nn.init.ones_}
@@ -65,7 +68,7 @@ def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Qwe
             embedding_dim=facts.hidden_size,
             param_init=_EMBEDDING_SKIP_INIT if facts.tie_word_embeddings else _EMBEDDING_INIT,
         ),
-        lm_head=Linear.Config(
+        lm_head=LogprobHead.Config(
             in_features=facts.hidden_size, out_features=facts.vocab_size, param_init=_LINEAR_INIT
         ),
         layers=layers,
@@ -73,12 +76,13 @@ def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Qwe
 
 
 def _adapt_layer(layer: object, facts: ModelFacts) -> None:
-    """What differs from TorchTitan's Qwen3: norm epsilon, router bias, expert dtype, CPU attention."""
+    """What differs from TorchTitan's Qwen3: norm epsilon, router, expert dtype, CPU attention."""
     layer.attention_norm = dataclasses.replace(layer.attention_norm, eps=facts.rms_norm_eps)
     layer.ffn_norm = dataclasses.replace(layer.ffn_norm, eps=facts.rms_norm_eps)
     layer.attention.qk_norm = dataclasses.replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
     # Qwen3 has no load-balancing bias: one that moved in training would not exist in the sampler.
     layer.moe.load_balance_coeff = None
+    layer.moe.router = replay_config(layer.moe.router)
     experts = layer.moe.routed_experts.inner_experts
     layer.moe.routed_experts.inner_experts = TrainingDtypeExperts.Config(
         dim=experts.dim,
@@ -112,6 +116,11 @@ def build_parallel_model(
     Weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute.
     """
     parallel = section.parallel
+    if parallel.context > 1 and DEVICE_TYPE != "cpu":
+        raise ValueError(
+            f"trainer.parallel.context = {parallel.context}: TorchTitan 0.3.0 has no context parallelism for "
+            "varlen attention, which packed rows use on an accelerator; must be 1 there"
+        )
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=parallel.data_replicate,
         data_parallel_shard_degree=parallel.data_shard,
@@ -130,6 +139,10 @@ def build_parallel_model(
 
     model_config = titan_config(facts)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
+    head = model_config.lm_head
+    if head.sharding_config is not None:
+        # Its weight stays sharded over the vocabulary, but it returns log-probabilities, the same everywhere.
+        head.sharding_config = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(
@@ -137,7 +150,7 @@ def build_parallel_model(
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
+        compile_config=CompileConfig(enable=section.compile, components=["model"]),
         ac_config=_activation_checkpointing(section.activation_checkpointing),
         dump_folder="",
     )
@@ -146,6 +159,8 @@ def build_parallel_model(
     with torch.no_grad():
         model.init_states(buffer_device=None)
     allow_gloo_reduction(model)
+    # The head is called by itself, with the tokens whose log-probabilities are wanted.
+    model._skip_lm_head = True
     model.train()
     return model, parallel_dims
 
@@ -160,8 +175,10 @@ def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:
             return FullAC.Config()
 
 
-def attention_masks(model: Qwen3Model, positions_BL: torch.Tensor) -> AttentionMasksType | PackedSequences:
-    """What the model's attention needs to keep packed sequences apart."""
+def attention_masks(
+    model: Qwen3Model, positions_BL: torch.Tensor, *, query_start: int
+) -> AttentionMasksType | PackedSequences:
+    """What the model's attention needs to keep the packed sequences of whole rows apart."""
     if isinstance(model.config.first_attention.inner_attention, PackedAttention.Config):
-        return packed_sequences(positions_BL)
+        return packed_sequences(positions_BL, query_start=query_start)
     return model.get_attention_masks(positions_BL)

@@ -3,7 +3,8 @@
 A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
 after it; only positions whose target is a response token are trained on.
 
-Shape suffixes: P prompt tokens, T response tokens, L row length.
+Shape suffixes: P prompt tokens, T response tokens (of a sequence, or of all in a row), L row length, M MoE
+layers, K top-k.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.config.checks import ROW_ALIGNMENT
+from forgeasync.config.sizes import ROW_ALIGNMENT
+from forgeasync.data.kept_tokens import KeptTokens, all_kept, concatenate
+from forgeasync.data.routing import NO_RECORD
 
 NO_SEQUENCE = -1
 """Sequence id of padding."""
@@ -22,7 +25,8 @@ class TrainingSequence:
     """One prompt and response with what the objective needs of it.
 
     int32 ids; float32 ``behavior_logprobs_T``; int32 ``ages_T``: policy versions between sampling and
-    this optimizer step.
+    this optimizer step. ``expert_ids_SMK``: int16 [P + T, M, K] to replay, ``NO_RECORD`` where the trainer
+    is to choose; None: it chooses for all. ``kept_tokens`` None: all tokens were kept.
     """
 
     prompt_ids_P: np.ndarray
@@ -30,6 +34,8 @@ class TrainingSequence:
     behavior_logprobs_T: np.ndarray
     ages_T: np.ndarray
     advantage: float
+    expert_ids_SMK: np.ndarray | None = None
+    kept_tokens: KeptTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +44,10 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """Sequences laid end to end; ``positions_L`` restart at 0 with each of them."""
+    """Sequences laid end to end; ``positions_L`` restart at 0 with each of them.
+
+    ``kept_tokens`` has one set per target, in the order of the row.
+    """
 
     token_ids_L: np.ndarray
     positions_L: np.ndarray
@@ -48,6 +57,8 @@ class PackedRow:
     advantages_L: np.ndarray
     ages_L: np.ndarray
     sequence_ids_L: np.ndarray
+    expert_ids_LMK: np.ndarray | None
+    kept_tokens: KeptTokens
 
     @property
     def num_targets(self) -> int:
@@ -68,6 +79,10 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         advantages_L=np.zeros(length, np.float32),
         ages_L=np.zeros(length, np.int32),
         sequence_ids_L=np.full(length, NO_SEQUENCE, np.int64),
+        expert_ids_LMK=_empty_routing(sequences, length),
+        kept_tokens=concatenate(
+            [s.kept_tokens or all_kept(len(s.response_ids_T)) for s in sequences],
+        ),
     )
     start = 0
     for index, sequence in enumerate(sequences):
@@ -83,10 +98,19 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         row.behavior_logprobs_L[targets] = sequence.behavior_logprobs_T
         row.advantages_L[targets] = sequence.advantage
         row.ages_L[targets] = sequence.ages_T
+        if row.expert_ids_LMK is not None and sequence.expert_ids_SMK is not None:
+            row.expert_ids_LMK[start:end] = sequence.expert_ids_SMK
         start = end
     # Padding is one more sequence: real tokens never attend to it, it attends to itself.
     row.positions_L[start:] = np.arange(length - start)
     return row
+
+
+def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.ndarray | None:
+    """No records yet for a row in which at least one sequence has some."""
+    shapes = {s.expert_ids_SMK.shape[1:] for s in sequences if s.expert_ids_SMK is not None}
+    assert len(shapes) <= 1, "records of one model"
+    return np.full((length, *shapes.pop()), NO_RECORD, np.int16) if shapes else None
 
 
 def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:

@@ -14,8 +14,16 @@ TEXTS = (
 )
 
 
-def write_random_model(folder: Path, *, seed: int = 0, tie: bool = False, scale: float = 1.0) -> Path:
-    """Two layers, four experts, top-2; ``scale`` widens the random weights for less uniform outputs."""
+def write_random_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    tie: bool = False,
+    scale: float = 1.0,
+    num_experts: int = 4,
+    top_k: int = 2,
+) -> Path:
+    """Two layers; ``scale`` widens the random weights for less uniform outputs."""
     tokenizer = build_tokenizer(TEXTS)
     config = Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
@@ -27,8 +35,8 @@ def write_random_model(folder: Path, *, seed: int = 0, tie: bool = False, scale:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         max_position_embeddings=160,

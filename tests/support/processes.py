@@ -1,10 +1,12 @@
 """Runs a function on several gloo ranks, each a process of its own."""
 
+import multiprocessing
 import os
 import pickle
 import socket
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,3 +52,9 @@ def run_ranks(world_size: int, function: Callable[..., R], *arguments: object) -
             nprocs=world_size,
         )
         return [pickle.loads(Path(out, str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def run_alone(function: Callable[..., R], *arguments: object) -> R:
+    """The result of ``function(*arguments)`` in a process of its own, without torch.distributed."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()

@@ -10,6 +10,7 @@ from forgeasync.config.schema import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
+    PayloadSection,
     ReasoningGymSource,
     RunConfig,
     SamplingSection,
@@ -41,5 +42,6 @@ def tiny_config(folder: Path) -> RunConfig:
             optimizer=OptimizerSection(learning_rate=1e-3),
         ),
         algorithm=AlgorithmSection(group_size=4, groups_per_step=4),
+        payload=PayloadSection(capacity_gib=0.02),
         evaluation=EvaluationSection(num_problems=8),
     )

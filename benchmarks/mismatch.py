@@ -1,0 +1,303 @@
+"""How far trainer and sampler are apart, with nothing replayed, routing, kept sets, both.
+
+    python benchmarks/mismatch.py [--model FOLDER] [--groups N] [--out FILE.json]
+
+A real vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9) and the trainer computes the
+log-probabilities of the same tokens, four ways, in four settings:
+
+- same weights: what is left is rounding
+- bf16 sampler: the sampler's weights are rounded to bfloat16, the trainer's are not; a stand-in for the
+  differences between real kernels
+- noisy choice: Gaussian noise on the probabilities by which the trainer's routers choose, token by token, as
+  rounding in the gate has it; the experts' weights in the sum stay as they are
+- noisy gate: Gaussian noise on the trainer's router weights, which changes choices and weights in the sum;
+  replay mends the choices
+
+Reported for each: mean and maximum of abs(trainer logprob - sampler logprob), the k3 estimate of
+KL(sampler || trainer), the share of routing decisions the trainer would have made otherwise, and the cosine
+between the policy gradient so computed and the sampler-consistent one: that of a trainer with the sampler's
+own weights, experts and kept sets.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import REPOSITORY, RESULTS, machine_facts, write_json
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+
+from forgeasync.algorithms.objectives import ppo_clip
+from forgeasync.config.model_facts import ModelFacts, read_model_facts
+from forgeasync.config.schema import GeneratorSection, OptimizerSection, SamplingSection, TrainerSection
+from forgeasync.data.kept_tokens import all_kept
+from forgeasync.data.records import Records, check_rollout
+from forgeasync.data.rollout import Rollout
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
+from forgeasync.trainer.policy_trainer import PolicyTrainer
+
+SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=96)
+GROUP_SIZE = 4
+MAX_CONTEXT = 160
+TOKENS_PER_ROW = 32768
+GATE_NOISE = 0.08
+"""Standard deviation of the noise on router weights, in units of their own."""
+CHOICE_NOISE = 0.003
+"""Standard deviation of the noise on router probabilities."""
+REPLAYS = {
+    "nothing": (False, False),
+    "routing": (True, False),
+    "kept sets": (False, True),
+    "both": (True, True),
+}
+"""(routing, kept sets) by name."""
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    setting: str
+    replayed: str
+    abs_mean: float
+    abs_max: float
+    kl: float
+    disagreement_share: float | None
+    """None where no routing is replayed: there is nothing to compare with then."""
+    gradient_cosine: float
+
+
+def write_changed(source: Path, target: Path, change: Change) -> Path:
+    """A copy of a model folder with every tensor changed."""
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        save_file({name: change(name, t) for name, t in load_file(file).items()}, file, {"format": "pt"})
+    return target
+
+
+def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Through bfloat16 and back."""
+    return tensor.bfloat16().to(tensor.dtype)
+
+
+def noisy_gate(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Noise on router weights."""
+    if not name.endswith("mlp.gate.weight"):
+        return tensor
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+    return tensor + noise * tensor.std() * GATE_NOISE
+
+
+def sample(folder: Path, num_groups: int) -> list[Rollout]:
+    """Rollouts of a real engine, with both records."""
+    return asyncio.run(_sample(folder, num_groups))
+
+
+async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
+    from forgeasync.sampler.engine import SamplerEngine
+
+    records = Records(routing=True, kept_tokens=True)
+    engine = await SamplerEngine.start(
+        model_path=folder,
+        generator=GeneratorSection(max_num_seqs=64, kv_cache_gib=0.25),
+        max_context_length=MAX_CONTEXT,
+        seed=0,
+        records=records,
+    )
+    facts = read_model_facts(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [
+        tokenizer(f"State the final answer to the following arithmetic problem: {a} + {b} =")["input_ids"]
+        for a, b in np.random.default_rng(0).integers(0, 9, (num_groups, 2)).tolist()
+    ]
+    groups = await asyncio.gather(
+        *(
+            engine.generate(
+                prompt_ids_P=np.asarray(prompt, np.int32), num_samples=GROUP_SIZE, sampling=SAMPLING, seed=i
+            )
+            for i, prompt in enumerate(prompts)
+        )
+    )
+    engine.shutdown()
+    rollouts = [rollout for group in groups for rollout in group]
+    for rollout in rollouts:
+        check_rollout(rollout, records, facts)
+    return rollouts
+
+
+def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
+    """One rank, in float32."""
+    return PolicyTrainer(
+        section=TrainerSection(
+            tokens_per_row=TOKENS_PER_ROW,
+            replay_probe_share=0.0,
+            optimizer=OptimizerSection(learning_rate=1e-20, max_grad_norm=1e20),
+        ),
+        facts=facts,
+        temperature=SAMPLING.temperature,
+        objective=ppo_clip(),
+        seed=0,
+        checkpoint=folder,
+    )
+
+
+def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
+    """Packed with both records; advantages alternate."""
+    sequences = [
+        TrainingSequence(
+            prompt_ids_P=rollout.prompt_ids_P,
+            response_ids_T=rollout.response_ids_T,
+            behavior_logprobs_T=rollout.logprobs_T,
+            ages_T=np.zeros(rollout.num_response_tokens, np.int32),
+            advantage=1.0 if index % 2 else -1.0,
+            expert_ids_SMK=rollout.routed_experts.to_dense(),
+            kept_tokens=rollout.kept_tokens,
+        )
+        for index, rollout in enumerate(rollouts)
+    ]
+    return pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
+
+
+def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) -> list[PackedRow]:
+    """The same rows with only some of their records."""
+    return [
+        dataclasses.replace(
+            row,
+            expert_ids_LMK=row.expert_ids_LMK if routing else None,
+            kept_tokens=row.kept_tokens if kept_sets else all_kept(row.num_targets),
+        )
+        for row in rows
+    ]
+
+
+def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float], torch.Tensor]:
+    """The metrics of a step (too small to change anything) and its gradient as one vector."""
+    gradients: list[torch.Tensor] = []
+
+    def keep(*_: object) -> None:
+        gradients.extend(
+            (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).flatten().clone()
+            for p in trainer.model.parameters()
+        )
+
+    hook = trainer._optimizer.register_step_pre_hook(keep)
+    result = trainer.train_step(rows, num_targets=sum(row.num_targets for row in rows))
+    hook.remove()
+    return result.metrics, torch.cat(gradients).double()
+
+
+def disturb_choices(trainer: PolicyTrainer, num_tokens: int) -> None:
+    """Noise on what the routers choose by, as TorchTitan's load-balancing bias is."""
+    for index, layer in enumerate(trainer.model.layers.values()):
+        generator = torch.Generator().manual_seed(index)
+        noise = torch.randn(1, num_tokens, layer.moe.router.num_experts, generator=generator)
+        layer.moe.expert_bias_E = noise * CHOICE_NOISE
+
+
+def compare(
+    setting: str,
+    rollouts: Sequence[Rollout],
+    trained: Path,
+    sampled: Path,
+    facts: ModelFacts,
+    *,
+    disturbed: bool = False,
+) -> list[Row]:
+    """All four ways of one setting."""
+    rows = make_rows(rollouts)
+    _, consistent = step(make_trainer(sampled, facts), rows)
+    trainer = make_trainer(trained, facts)
+    if disturbed:
+        (row,) = rows
+        disturb_choices(trainer, len(row.token_ids_L))
+    lines = []
+    for name, (routing, kept_sets) in REPLAYS.items():
+        metrics, gradient = step(trainer, replayed_rows(rows, routing=routing, kept_sets=kept_sets))
+        lines.append(
+            Row(
+                setting=setting,
+                replayed=name,
+                abs_mean=metrics["mismatch/logprob_abs_mean"],
+                abs_max=metrics["mismatch/logprob_abs_max"],
+                kl=metrics["mismatch/kl"],
+                disagreement_share=metrics.get("routing/disagreement_share"),
+                gradient_cosine=float(torch.cosine_similarity(gradient, consistent, dim=0)),
+            )
+        )
+    return lines
+
+
+def measure(model: Path, num_groups: int) -> list[Row]:
+    """All settings."""
+    facts = read_model_facts(str(model))
+    context = multiprocessing.get_context("spawn")
+    lines: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="mismatch-") as scratch, context.Pool(1) as pool:
+        bf16 = write_changed(model, Path(scratch) / "bf16", rounded)
+        noisy = write_changed(model, Path(scratch) / "noisy", noisy_gate)
+        of_model = pool.apply(sample, (model, num_groups))
+        # An engine leaves its mark on its process: the second one gets another.
+        with context.Pool(1) as second:
+            of_bf16 = second.apply(sample, (bf16, num_groups))
+        lines += compare("same weights", of_model, model, model, facts)
+        lines += compare("bf16 sampler", of_bf16, model, bf16, facts)
+        lines += compare("noisy choice", of_model, model, model, facts, disturbed=True)
+        lines += compare("noisy gate", of_model, noisy, model, facts)
+    return lines
+
+
+def results_table(lines: Sequence[Row]) -> Table:
+    """One line a setting and replay."""
+    table = Table(title="abs(trainer logprob - sampler logprob)")
+    for column in ("setting", "replayed", "mean", "max", "KL", "other experts", "gradient cosine"):
+        table.add_column(column, justify="left" if column in ("setting", "replayed") else "right")
+    for line in lines:
+        share = "" if line.disagreement_share is None else f"{line.disagreement_share:.2%}"
+        table.add_row(
+            line.setting,
+            line.replayed,
+            f"{line.abs_mean:.1e}",
+            f"{line.abs_max:.1e}",
+            f"{line.kl:.1e}",
+            share,
+            f"{line.gradient_cosine:.5f}",
+            end_section=line.replayed == "both",
+        )
+    return table
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="How far trainer and sampler are apart.")
+    parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=RESULTS / "mismatch.json")
+    arguments = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29543", "RANK": "0", "WORLD_SIZE": "1"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    lines = measure(arguments.model, arguments.groups)
+    dist.destroy_process_group()
+    Console(width=110).print(results_table(lines))
+    write_json(
+        arguments.out, {"machine": machine_facts(), "rows": [dataclasses.asdict(line) for line in lines]}
+    )
+
+
+if __name__ == "__main__":
+    main()

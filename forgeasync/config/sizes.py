@@ -1,0 +1,44 @@
+"""Sizes that follow from a run's config and its model, in bytes and tokens."""
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import Dtype, RoutingReplay, RunConfig
+
+ROW_ALIGNMENT = 64
+"""Packed rows are padded to a multiple of this; tensor-parallel ranks get equal parts of it."""
+
+LOGITS_CHUNK_TOKENS = 1024
+"""Tokens of a row whose logits exist at the same time in the trainer."""
+
+PAYLOAD_OVERHEAD_BYTES = 1024
+"""Header, table, alignment and its share of the file's last page of one payload, generously."""
+
+BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
+
+
+def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of KV cache that one token takes on one generator rank.
+
+    With more ranks than KV heads every rank still holds one head.
+    """
+    heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
+    element = BYTES_PER_ELEMENT[config.generator.dtype]
+    return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
+
+
+def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """The most bytes that the recorded arrays of one group can take in the payload store.
+
+    Longest prompt and response in every rollout, no prompt record shared, kept sets as large as they can be.
+    """
+    sampling, trainer = config.sampling, config.trainer
+    context, response = config.model.max_context_length, sampling.max_response_tokens
+    per_token = 4
+    if trainer.routing_replay is not RoutingReplay.OFF:
+        bytes_per_id = 1 if facts.num_experts <= 256 else 2
+        per_token += facts.num_layers * facts.top_k * bytes_per_id + 1
+    per_response_token = 4
+    if trainer.keep_sampling_mask and sampling.cuts_vocabulary:
+        largest_set = sampling.top_k or facts.vocab_size
+        per_response_token += 4 + 4 * largest_set
+    rollout = context * per_token + response * per_response_token + 2 * PAYLOAD_OVERHEAD_BYTES
+    return config.algorithm.group_size * rollout

@@ -1,0 +1,42 @@
+"""The output layer: from hidden states to log-probabilities of given tokens, never to a row of logits.
+
+Shape suffixes: T tokens, D model dim, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.models.common import Linear
+
+from forgeasync.trainer.logprobs import chunked_kept_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Tokens to predict and their kept sets (CSR: int64 ``kept_offsets`` [T + 1], int32 ``kept_ids``)."""
+
+    token_ids_T: torch.Tensor
+    kept_offsets: torch.Tensor
+    kept_ids: torch.Tensor
+
+
+class LogprobHead(Linear):
+    """An output layer that is asked for log-probabilities instead of logits.
+
+    A module's own ``forward``, so that FSDP2 gathers and frees its weight as it does for any layer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, hidden_TD: torch.Tensor, targets: Targets, temperature: float) -> torch.Tensor:
+        """Float32 [T]."""
+        return chunked_kept_logprobs(
+            hidden_TD,
+            self.weight,
+            targets.token_ids_T,
+            targets.kept_offsets,
+            targets.kept_ids,
+            temperature,
+        )

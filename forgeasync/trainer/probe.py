@@ -1,0 +1,17 @@
+"""Which rows the mismatch without replay is measured on."""
+
+
+class Probe:
+    """Picks a share of rows, evenly spread, the same ones on every rank."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._owed = 0.0
+
+    def is_due(self) -> bool:
+        """Whether the next row is one of them."""
+        self._owed += self._share
+        if self._owed < 1.0:
+            return False
+        self._owed -= 1.0
+        return True

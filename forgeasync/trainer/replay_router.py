@@ -1,0 +1,136 @@
+"""TorchTitan's router, taking the experts that the sampler took (Keep Routing).
+
+Only the choice is replaced: the scores are the trainer's own, gathered at the recorded experts, normalized
+and scaled as ever, so that gradients reach the gate. Rollout routing replay: DeepSeek-AI, "DeepSeek-V3.2",
+2025, section 3.1 (Keep Routing); Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and
+Inference Routers", 2025.
+
+Shape suffixes: B batch, L sequence, D model dim, E experts, K top-k, M MoE layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+from forgeasync.data.routing import NO_RECORD
+
+
+class ReplayRouter(TokenChoiceTopKRouter):
+    """A ``TokenChoiceTopKRouter`` with a ``replay`` context; without it, exactly that router."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._replayed_BLK: torch.Tensor | None = None
+        # [replayed decisions, those in which this router would have chosen another set of experts], of the
+        # last forward pass. Overwritten, not added to: recomputation in the backward pass changes nothing.
+        self.register_buffer("replay_counts", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    @contextmanager
+    def replay(self, expert_ids_BLK: torch.Tensor) -> Iterator[None]:
+        """Route by these ids (any integer type) in forward passes until the context ends.
+
+        A token with ``NO_RECORD`` in any place is routed by the router's own choice. With tensor parallelism
+        every rank gives the ids of all tokens, with context parallelism those of its own. Where activation
+        checkpointing recomputes the forward pass, the backward pass belongs into the context too.
+        """
+        assert self._replayed_BLK is None, "replay contexts of one router do not nest"
+        self._replayed_BLK = expert_ids_BLK.long()
+        try:
+            yield
+        finally:
+            self._replayed_BLK = None
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores [B, L, K] and ids [B, L, K] of the chosen experts, and all scores [B, L, E]."""
+        own_scores_BLK, own_ids_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
+        if self._replayed_BLK is None:
+            return own_scores_BLK, own_ids_BLK, scores_BLE
+        replayed_BLK = _laid_out_like(self._replayed_BLK, own_ids_BLK)
+        local_own_BLK = _local(own_ids_BLK)
+        has_record_BL1 = (replayed_BLK > NO_RECORD).all(-1, keepdim=True)
+        ids_BLK = torch.where(has_record_BL1, replayed_BLK, local_own_BLK)
+        is_match_BLKK = ids_BLK[..., :, None] == local_own_BLK[..., None, :]
+        is_same_BL1 = is_match_BLKK.any(-1).all(-1, keepdim=True)
+        with torch.no_grad():
+            counts = torch.stack([has_record_BL1.sum(), (has_record_BL1 & ~is_same_BL1).sum()])
+            self.replay_counts.copy_(counts)
+        # A record lists experts in another order than the router does. Where it is the same set, the router's
+        # own scores are taken, only put into that order: replaying its own choices changes no bit, forward or
+        # backward, however they are listed.
+        place_BLK = is_match_BLKK.to(torch.uint8).argmax(-1)
+        scores_BLK = torch.where(
+            _wrapped_like(is_same_BL1, own_ids_BLK),
+            own_scores_BLK.gather(-1, _wrapped_like(place_BLK, own_ids_BLK)),
+            self._scores_at(_wrapped_like(ids_BLK, own_ids_BLK), scores_BLE),
+        )
+        return scores_BLK, _wrapped_like(ids_BLK, own_ids_BLK), scores_BLE
+
+    def _scores_at(self, ids_BLK: torch.Tensor, scores_BLE: torch.Tensor) -> torch.Tensor:
+        """What ``TokenChoiceTopKRouter`` makes of the scores of chosen experts."""
+        scores_BLK = scores_BLE.gather(-1, ids_BLK)
+        if self.route_norm:
+            scores_BLK = scores_BLK / (scores_BLK.sum(-1, keepdim=True) + 1e-20)
+        return scores_BLK * self.route_scale
+
+
+def replay_config(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
+    """The same router's config, with replay."""
+    return ReplayRouter.Config(
+        num_experts=router.num_experts,
+        gate=router.gate,
+        num_expert_groups=router.num_expert_groups,
+        num_limited_groups=router.num_limited_groups,
+        top_k=router.top_k,
+        score_func=router.score_func,
+        route_norm=router.route_norm,
+        route_scale=router.route_scale,
+        param_init=router.param_init,
+        sharding_config=router.sharding_config,
+    )
+
+
+def replay_routers(model: nn.Module) -> list[ReplayRouter]:
+    """The model's routers, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, ReplayRouter)]
+
+
+@contextmanager
+def replay(routers: Sequence[ReplayRouter], expert_ids_BLMK: torch.Tensor) -> Iterator[None]:
+    """Replay in all layers; the ids of layer m are ``expert_ids_BLMK[:, :, m]``."""
+    assert expert_ids_BLMK.shape[2] == len(routers)
+    with ExitStack() as contexts:
+        for layer, router in enumerate(routers):
+            contexts.enter_context(router.replay(expert_ids_BLMK[:, :, layer]))
+        yield
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid_out_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that every rank has."""
+    if not isinstance(like, DTensor):
+        return whole
+    replicated = DTensor.from_local(
+        whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False
+    )
+    return replicated.redistribute(placements=like.placements).to_local()
+
+
+def _wrapped_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A local part as a DTensor, if ``like`` is one."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)

@@ -1,0 +1,124 @@
+"""What the rows of one optimizer step add up to, on this rank and then over the mesh.
+
+Shape suffixes: T targets of a row, M MoE layers.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import utils as dist_utils
+
+from forgeasync.data.routing import NO_RECORD
+from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
+
+
+class StepSums:
+    """Sums over trained tokens, under the names of the means they become in metrics.jsonl."""
+
+    def __init__(self, *, num_layers: int, device: str) -> None:
+        self._device = device
+        self._sums: dict[str, torch.Tensor] = {}
+        self._largest = torch.zeros((), device=device)
+        # Per layer: replayed decisions, and those in which the gate would have chosen otherwise.
+        self._routing_M2 = torch.zeros((num_layers, 2), dtype=torch.float64, device=device)
+        # Tokens fed to the model whose output something depends on; those of them with a record; padding.
+        self._coverage = torch.zeros(3, dtype=torch.float64)
+        # Per probe: sum of abs(logprob difference), sum of k3, tokens.
+        self._probes: dict[str, torch.Tensor] = {}
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Over the mesh, once ``metrics`` was called."""
+        return int(self._coverage[2])
+
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Add a row's sums by name."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, torch.zeros((), device=self._device)) + value
+
+    def add_mismatch(self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, row: PackedRow) -> None:
+        """How far the trainer's log-probabilities are from the sampler's.
+
+        Fresh tokens were sampled under the very weights that train now: there the difference is numerics
+        alone.
+        """
+        difference_T = logprobs_T - behavior_T
+        is_fresh_T = torch.from_numpy(row.ages_L[row.mask_L] == 0).to(self._device)
+        if len(difference_T):
+            self._largest = torch.maximum(self._largest, difference_T.abs().max())
+        self.add(
+            {
+                "mismatch/logprob_abs_mean": difference_T.abs().sum(),
+                "mismatch/kl": _k3(difference_T).sum(),
+                "mismatch/fresh_logprob_abs_mean": difference_T[is_fresh_T].abs().sum(),
+                "mismatch/num_fresh": is_fresh_T.sum(),
+            }
+        )
+
+    def add_routing(self, counts_of_layers: Sequence[torch.Tensor]) -> None:
+        """The replay counts of every layer after a row's forward pass."""
+        self._routing_M2 += torch.stack(list(counts_of_layers))
+
+    def add_coverage(self, row: PackedRow) -> None:
+        """Count a row's tokens with a record. The last of each sequence never was input to the sampler."""
+        is_real_L = row.sequence_ids_L != NO_SEQUENCE
+        num_needed = int(is_real_L.sum()) - len(set(row.sequence_ids_L[is_real_L].tolist()))
+        num_recorded = 0
+        if row.expert_ids_LMK is not None:
+            num_recorded = int((row.expert_ids_LMK[:, 0, 0] != NO_RECORD).sum())
+        self._coverage += torch.tensor([num_needed, num_recorded, int((~is_real_L).sum())])
+
+    def add_probe(self, name: str, difference_T: torch.Tensor) -> None:
+        """Logprob differences of a row measured once more, for comparison."""
+        added = torch.stack(
+            [
+                difference_T.abs().sum(),
+                _k3(difference_T).sum(),
+                torch.tensor(float(len(difference_T)), device=self._device),
+            ]
+        )
+        self._probes[name] = self._probes.get(name, torch.zeros(3, device=self._device)) + added
+
+    def metrics(self, num_targets: int, *, mesh: DeviceMesh | None) -> dict[str, float]:
+        """Means over the ``num_targets`` tokens of all ranks; collective over the mesh."""
+        metrics = {
+            name: dist_utils.dist_sum(value.float(), mesh) / num_targets for name, value in self._sums.items()
+        }
+        fresh_share = metrics.pop("mismatch/num_fresh")
+        if fresh_share:
+            metrics["mismatch/fresh_logprob_abs_mean"] /= fresh_share
+        else:
+            # Nothing was sampled under the current weights: there is no such mean.
+            del metrics["mismatch/fresh_logprob_abs_mean"]
+        metrics["mismatch/logprob_abs_max"] = dist_utils.dist_max(self._largest.float(), mesh)
+        for name, probe in self._probes.items():
+            absolute, k3, num_tokens = (dist_utils.dist_sum(part, mesh) for part in probe)
+            if num_tokens:
+                metrics[f"mismatch/{name}_logprob_abs_mean"] = absolute / num_tokens
+                metrics[f"mismatch/{name}_kl"] = k3 / num_tokens
+        return metrics | self._routing_metrics(mesh)
+
+    def _routing_metrics(self, mesh: DeviceMesh | None) -> dict[str, float]:
+        # Tensor-parallel ranks hold parts of a row's tokens, or all of them: summing over every rank and
+        # dividing is right for both.
+        dist.all_reduce(self._routing_M2)
+        coverage = [dist_utils.dist_sum(count.to(self._device), mesh) for count in self._coverage]
+        self._coverage = torch.tensor(coverage, dtype=torch.float64)
+        num_needed, num_recorded, _ = coverage
+        metrics = {
+            "routing/recorded_share": num_recorded / max(1.0, num_needed),
+            "routing/num_without_record": num_needed - num_recorded,
+        }
+        num_decisions, num_other = self._routing_M2.sum(0).tolist()
+        if num_decisions:
+            metrics["routing/disagreement_share"] = num_other / num_decisions
+            for layer, (decisions, other) in enumerate(self._routing_M2.tolist()):
+                metrics[f"routing/disagreement_share_layer_{layer:02d}"] = other / max(1.0, decisions)
+        return metrics
+
+
+def _k3(difference_T: torch.Tensor) -> torch.Tensor:
+    """KL(behavior || current) by the k3 estimator of Schulman, "Approximating KL Divergence", 2020."""
+    return difference_T.exp() - 1.0 - difference_T
