@@ -173,6 +173,11 @@ LAYOUTS = pytest.mark.parametrize(
             ParallelSection(num_procs=2, tensor=2, expert=2), ActivationCheckpointing.NONE, id="tp2-ep2"
         ),
         pytest.param(
+            ParallelSection(num_procs=2, tensor=2, sequence=False),
+            ActivationCheckpointing.NONE,
+            id="tp2-no-sp",
+        ),
+        pytest.param(
             ParallelSection(num_procs=2, context=2, expert=2), ActivationCheckpointing.FULL, id="cp2-ep2-ac"
         ),
         pytest.param(

@@ -124,13 +124,15 @@ def _check_mesh(config: RunConfig) -> Iterator[Problem]:
             remedy=f"tensor * context = {product} must divide {ROW_ALIGNMENT}, the multiple that packed rows "
             "are padded to",
         )
-    if parallel.tensor > 1 and parallel.expert == 1:
-        # TorchTitan 0.3.0 (partial_dtensor): the gradient that leaves an MoE layer towards its input is wrong
-        # by tens of percent when tensor parallelism splits the experts themselves.
+    if parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
+        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
+        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
+        # not redistribute from S(1) to P(sum)".
         yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy="needs trainer.parallel.expert > 1: TorchTitan's gradients are wrong without",
+            field="trainer.parallel.sequence",
+            value=parallel.sequence,
+            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
+            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
         )
 
 

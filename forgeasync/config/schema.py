@@ -120,6 +120,8 @@ class ParallelSection(Section):
     data_replicate: int = Field(default=1, gt=0)
     """HSDP replicas of the sharded model."""
     tensor: int = Field(default=1, gt=0)
+    sequence: bool = True
+    """With tensor parallelism, split what lies between its matrix products along the sequence too."""
     context: int = Field(default=1, gt=0)
     expert: int = Field(default=1, gt=0)
     """Expert parallel degree; borrows ranks of the other dimensions."""

@@ -125,6 +125,7 @@ def build_parallel_model(
         data_parallel_replicate_degree=parallel.data_replicate,
         data_parallel_shard_degree=parallel.data_shard,
         tensor_parallel_degree=parallel.tensor,
+        enable_sequence_parallel=parallel.sequence,
         context_parallel_degree=parallel.context,
         expert_parallel_degree=parallel.expert,
         # The default backend, spmd_types, fails under FSDP2 on torch 2.13.

@@ -119,9 +119,10 @@ class PolicyTrainer:
         if row.expert_ids_LMK is not None:
             ids_LMK = row.expert_ids_LMK[self._own_part(row)]
             return replay(self._routers, torch.from_numpy(ids_LMK)[None].to(DEVICE_TYPE))
-        if not self._section.compile:
+        if not self._section.compile and self._section.parallel.tensor == 1:
             return nullcontext()
-        # A compiled layer keeps to one graph: without records it replays that there are none.
+        # A compiled layer keeps to one graph, and tensor-parallel ranks to one order of adding up gradients:
+        # without records they replay that there are none.
         mine = self._own_part(row)
         shape = (1, mine.stop - mine.start, len(self._routers), self._facts.top_k)
         return replay(self._routers, torch.full(shape, NO_RECORD, device=DEVICE_TYPE))
