@@ -1,10 +1,11 @@
 """What the rows of one optimizer step add up to, on this rank and then over the mesh.
 
-Shape suffixes: T targets of a row, M MoE layers.
+Shape suffixes: T targets of a row, S its sequences, M MoE layers.
 """
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,11 +42,12 @@ class StepSums:
     def add_mismatch(self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, row: PackedRow) -> None:
         """How far the trainer's log-probabilities are from the sampler's.
 
-        Fresh tokens were sampled under the very weights that train now: there the difference is numerics
-        alone.
+        Fresh tokens are those of responses sampled from end to end under the very weights that train now:
+        there the difference is numerics alone. A response that crossed an update is not fresh behind it
+        either: what it attends to was computed under older weights.
         """
         difference_T = logprobs_T - behavior_T
-        is_fresh_T = torch.from_numpy(row.ages_L[row.mask_L] == 0).to(self._device)
+        is_fresh_T = torch.from_numpy(_is_fresh(row)).to(self._device)
         if len(difference_T):
             self._largest = torch.maximum(self._largest, difference_T.abs().max())
         self.add(
@@ -117,6 +119,14 @@ class StepSums:
             for layer, (decisions, other) in enumerate(self._routing_M2.tolist()):
                 metrics[f"routing/disagreement_share_layer_{layer:02d}"] = other / max(1.0, decisions)
         return metrics
+
+
+def _is_fresh(row: PackedRow) -> np.ndarray:
+    """Whether each target's whole response is of age 0: bool [T]."""
+    sequence_of_T = row.sequence_ids_L[row.mask_L]
+    oldest_S = np.zeros(int(sequence_of_T.max(initial=-1)) + 1, np.int64)
+    np.maximum.at(oldest_S, sequence_of_T, row.ages_L[row.mask_L])
+    return oldest_S[sequence_of_T] == 0
 
 
 def _k3(difference_T: torch.Tensor) -> torch.Tensor:

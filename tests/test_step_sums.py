@@ -1,0 +1,40 @@
+"""What a step's rows add up to."""
+
+import numpy as np
+import pytest
+import torch
+
+from forgeasync.trainer.packing import TrainingSequence, pack_row
+from forgeasync.trainer.step_sums import StepSums
+from tests.support.processes import run_ranks
+
+
+def make_sequence(ages: list[int]) -> TrainingSequence:
+    return TrainingSequence(
+        prompt_ids_P=np.asarray([1, 2], np.int32),
+        response_ids_T=np.arange(len(ages), dtype=np.int32),
+        behavior_logprobs_T=np.zeros(len(ages), np.float32),
+        ages_T=np.asarray(ages, np.int32),
+        advantage=1.0,
+    )
+
+
+def _metrics(ages: list[list[int]], differences: list[float]) -> dict[str, float]:
+    sums = StepSums(num_layers=1, device="cpu")
+    sums.add_mismatch(
+        torch.tensor(differences), torch.zeros(len(differences)), pack_row([make_sequence(a) for a in ages])
+    )
+    return sums.metrics(len(differences), mesh=None)
+
+
+def test_only_responses_of_the_newest_weights_alone_are_fresh() -> None:
+    ages, differences = [[0, 0], [1, 0, 0], [0]], [0.1, 0.3, 5.0, 5.0, 5.0, 0.2]
+    metrics = run_ranks(1, _metrics, ages, differences)[0]
+    assert metrics["mismatch/fresh_logprob_abs_mean"] == pytest.approx(0.2)
+    assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(15.6 / 6)
+    assert metrics["mismatch/logprob_abs_max"] == 5.0
+
+
+def test_without_fresh_responses_there_is_no_such_mean() -> None:
+    metrics = run_ranks(1, _metrics, [[1, 0], [2]], [0.1, 0.2, 0.3])[0]
+    assert "mismatch/fresh_logprob_abs_mean" not in metrics
