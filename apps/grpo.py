@@ -6,8 +6,8 @@ Four loops share one replay buffer, and none waits for another beyond it:
 
     collect   takes a prompt whenever the buffer admits a group, has a generator sample it   waits: admission
     score     takes sampled groups, has the scorer reward them, completes them in the buffer waits: collect
-    train     takes a batch, makes an optimizer step, publishes the new weights              waits: score
-    serve     has every generator swap in the newest weights, which admits further groups    waits: train
+    train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
+    serve     has a generator fetch and swap in the newest weights, which admits groups      waits: train
 
 With max_off_policy_steps 0 the buffer admits a batch only once its weights are served: the loops then run one
 after the other. With k > 0 generation runs ahead by at most k versions.
@@ -48,7 +48,11 @@ from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.trainer.batch import deal_items, training_items
 from forgeasync.trainer.objectives import PpoClip
-from forgeasync.weights import store
+from forgeasync.weights.board import WeightBoard
+from forgeasync.weights.ledger import WeightLedger
+
+MAX_FAILED_FETCHES = 5
+"""In a row, of one generator; each has tried every bad block several times."""
 
 REPORT_COLUMNS = 120
 """Width of the dry run's table, also in a pipe."""
@@ -90,14 +94,15 @@ class GrpoRun:
         )
         # Bounded by the buffer's admission: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
-        self.published: asyncio.Queue[int] = asyncio.Queue()
-        self.served_version = 0
+        self.weights = WeightBoard(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
+        self.served_versions = [0] * generators.num_replicas
         self.served = asyncio.Condition()
 
     async def run(self, fleet: Fleet) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or proc ends the run and is raised."""
         async with asyncio.TaskGroup() as loops:
-            others = (fleet.watch(), self.serve(), self.collect(), self.score())
+            serving = [self.serve(replica) for replica in range(self.generators.num_replicas)]
+            others = (fleet.watch(), *serving, self.catch_up(), self.collect(), self.score())
             background = [loops.create_task(loop) for loop in others]
             await self.train()
             for task in background:
@@ -162,8 +167,8 @@ class GrpoRun:
             await self.free(batch)
 
             publish_start_s = time.perf_counter()
-            version = await self.trainer.publish(config.generator.dtype)
-            self.published.put_nowait(version)
+            version = result.policy_version
+            await self.weights.publish(self.trainer.stage_weights)
             publish_s = time.perf_counter() - publish_start_s
 
             accuracy, eval_s = None, 0.0
@@ -184,6 +189,7 @@ class GrpoRun:
                 engines=await self.generators.stats(),
                 num_dropped=self.buffer.state.num_dropped,
                 payloads=self.payloads,
+                weights=self.weights.ledger,
                 accuracy=accuracy,
             )
 
@@ -193,28 +199,41 @@ class GrpoRun:
         for group in groups:
             await self.payloads.release(group.group_id)
 
-    async def serve(self) -> None:
-        """Have all generators swap in the newest published weights; free the versions before them."""
-        kept: list[int] = []
+    async def serve(self, replica: int) -> None:
+        """Have one generator fetch the newest weights and swap them in, whenever there are newer ones."""
+        num_failed = 0
+        while num_failed < MAX_FAILED_FETCHES:
+            async with self.weights.lease(replica, newer_than=self.served_versions[replica]) as manifest:
+                fetched = await self.generators.begin_update(replica, manifest)
+            # The generator has a copy of its own now: the trainer may write over the one it has read.
+            self.recorder.record_fetch(fetched)
+            num_failed = 0 if fetched.is_complete else num_failed + 1
+            if fetched.is_complete:
+                self.recorder.record_swap(await self.generators.finish_update(replica))
+                await self.set_served(replica, manifest.version)
+        raise RuntimeError(
+            f"generator {replica}: {num_failed} fetches in a row did not arrive as their manifests say; "
+            "a lease that is too short (weights.lease_timeout_s) or faulty memory does this"
+        )
+
+    async def set_served(self, replica: int, version: int) -> None:
+        """A generator samples under ``version`` from now on."""
+        async with self.served:
+            self.served_versions[replica] = version
+            self.served.notify_all()
+        await self.buffer.set_served_version(min(self.served_versions))
+
+    async def catch_up(self) -> None:
+        """Publish what had to be skipped while generators were reading both staging buffers."""
         while True:
-            versions = [await self.published.get()]
-            while not self.published.empty():
-                versions.append(self.published.get_nowait())
-            kept += versions
-            self.recorder.record_pauses(await self.generators.update_weights(versions[-1]))
-            await self.buffer.set_served_version(versions[-1])
-            async with self.served:
-                self.served_version = versions[-1]
-                self.served.notify_all()
-            for version in kept[:-1]:
-                await store.drop(version)
-            del kept[:-1]
+            await self.weights.until_owed()
+            await self.weights.publish(self.trainer.stage_weights)
 
     async def evaluate(self, version: int) -> tuple[float, float]:
         """Held-out accuracy of ``version``, and the seconds it took; training stands still meanwhile."""
         start_s = time.perf_counter()
         async with self.served:
-            await self.served.wait_for(lambda: self.served_version == version)
+            await self.served.wait_for(lambda: min(self.served_versions) == version)
         accuracy = await evaluate(
             self.prepared.held_out,
             generators=self.generators,
@@ -229,7 +248,6 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
     """Start and set up the procs of all roles, side by side."""
     objective = PpoClip(clip_low=config.algorithm.clip_low, clip_high=config.algorithm.clip_high)
     async with asyncio.TaskGroup() as starting:
-        starting.create_task(fleet.start_weight_store())
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
         trainer = starting.create_task(
@@ -243,6 +261,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
             )
         )
     await trainer.result().connect(generators.result())
+    await fleet.connect_weights(config, trainer.result(), generators.result())
     return GrpoRun(
         config,
         prepared,

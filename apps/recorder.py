@@ -13,7 +13,10 @@ from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepM
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.sampler.stats import EngineStats
+from forgeasync.sampler.swap import SwapReport
 from forgeasync.trainer.step_result import StepResult
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.ledger import WeightLedger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ class RunRecorder:
         self._start_s = time.perf_counter()
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
-        self._pauses_s: list[float] = []
+        self._fetches: list[FetchReport] = []
+        self._swaps: list[SwapReport] = []
 
     def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """The evaluation before the first step; the run's clock starts here."""
@@ -62,9 +66,18 @@ class RunRecorder:
         """Something was refused; it is counted in the metrics of its step, and named here."""
         self._console.message(f"refused: {problem}")
 
-    def record_pauses(self, pauses_s: Sequence[float]) -> None:
-        """How long each generator stood still for a weight swap; goes into the next step's line."""
-        self._pauses_s.extend(pauses_s)
+    def record_fetch(self, fetched: FetchReport) -> None:
+        """A generator's fetch of a version; goes into the next step's line."""
+        self._fetches.append(fetched)
+        if not fetched.is_complete:
+            self._console.message(
+                f"version {fetched.version} did not arrive whole ({fetched.num_bad_blocks} bad blocks): "
+                "the generator goes on under its old weights"
+            )
+
+    def record_swap(self, swap: SwapReport) -> None:
+        """A generator's change of weights; goes into the next step's line."""
+        self._swaps.append(swap)
 
     def record(
         self,
@@ -76,6 +89,7 @@ class RunRecorder:
         engines: Sequence[EngineStats],
         num_dropped: Mapping[str, int],
         payloads: AsyncPayloadBudget,
+        weights: WeightLedger,
         accuracy: float | None,
     ) -> None:
         """One optimizer step."""
@@ -107,13 +121,27 @@ class RunRecorder:
             for rollout in group.rollouts
         )
         metrics["payload/num_waits"] = payloads.num_waits
-        metrics["generator/max_pause_s"] = max(self._pauses_s, default=0.0)
+        metrics |= self._weight_metrics(weights)
         self._metrics.write(metrics)
         self._rollouts.write(step, batch)
         self._console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(num_dropped)
-        self._pauses_s.clear()
+        self._fetches.clear()
+        self._swaps.clear()
+
+    def _weight_metrics(self, ledger: WeightLedger) -> dict[str, float]:
+        """How versions travelled since the last step."""
+        return {
+            "generator/max_pause_s": max((swap.pause_s for swap in self._swaps), default=0.0),
+            "weights/num_swaps": len(self._swaps),
+            "weights/max_fetch_s": max((fetch.fetch_s for fetch in self._fetches), default=0.0),
+            "weights/num_bytes_moved": sum(fetch.num_bytes_moved for fetch in self._fetches),
+            "weights/num_bytes_needed": sum(fetch.num_bytes_needed for fetch in self._fetches),
+            "weights/num_bad_blocks": sum(fetch.num_bad_blocks for fetch in self._fetches),
+            "weights/num_skipped_versions": ledger.num_skipped,
+            "weights/num_expired_leases": ledger.num_expired_leases,
+        }
 
     def __enter__(self) -> Self:
         return self

@@ -22,7 +22,7 @@ from forgeasync.actors.generator import RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import Dtype, RunConfig, SamplingSection
+from forgeasync.config.schema import RunConfig, SamplingSection
 from forgeasync.data.group_payload import TokenTrace, decode_rollout
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.payload.shared_memory import PayloadReader
@@ -98,8 +98,12 @@ async def _respond(generators: GeneratorRouter) -> tuple[str, ...]:
     return await generators.respond(prompt, num_samples=4, sampling=SAMPLING, seed=7)
 
 
-async def _sync(trainer: TrainerMesh, generators: GeneratorRouter) -> None:
-    await generators.update_weights(await trainer.publish(Dtype.FLOAT32))
+async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0) -> None:
+    manifest = await trainer.stage_weights(slot)
+    for replica in range(generators.num_replicas):
+        fetched = await generators.begin_update(replica, manifest)
+        assert fetched.is_complete, fetched
+        await generators.finish_update(replica)
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
@@ -108,7 +112,6 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
     fleet = Fleet(out / "logs", trainer_host_id="host-1")
     try:
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(fleet.start_weight_store())
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
             trainer_task = starting.create_task(
                 fleet.start_trainer(
@@ -122,6 +125,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
             )
         trainer, generators = trainer_task.result(), generators_task.result()
         await trainer.connect(generators)
+        await fleet.connect_weights(config, trainer, generators)
         fresh = await _sample(generators)
         fresh_metrics = await _train_on(trainer, generators, fresh)
         for _ in range(1, NUM_UPDATES):

@@ -15,11 +15,13 @@ from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RoutingReplay, RunConfig, TrainerSection
+from forgeasync.config.schema import RoutingReplay, RunConfig, TrainerSection, TransportChoice
 from forgeasync.data.records import Records
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from forgeasync.trainer.objectives import ObjectiveChoice
-from forgeasync.weights import store
+from forgeasync.weights.staging import NUM_SLOTS
+from forgeasync.weights.transports.store import open_store
+from forgeasync.weights.transports.transport import choose_transport
 
 HOST_ID = "host-0"
 """The one host that all procs of a run share, unless a fleet is told otherwise."""
@@ -44,6 +46,7 @@ class Fleet:
     _failure: asyncio.Future[None] = field(init=False)
     _closing: bool = False
     _payload_folder: Path | None = None
+    _weights_folder: Path | None = None
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -76,9 +79,25 @@ class Fleet:
         self._meshes.append(mesh)
         return mesh
 
-    async def start_weight_store(self) -> None:
-        """A proc that holds the published weights."""
-        await store.open_store(self._spawn("weights", 1, gpus_per_proc=0))
+    async def connect_weights(
+        self, config: RunConfig, trainer: TrainerMesh, generators: GeneratorRouter
+    ) -> None:
+        """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
+
+        Raises:
+            ValueError: trainer and engines do not have the same tensors, the transport asked for cannot work,
+                or the host has not enough shared memory.
+        """
+        transport = choose_transport(
+            config.weights.transport, trainer_host=self.trainer_host_id, generator_host=HOST_ID
+        )
+        if transport is TransportChoice.TORCHSTORE:
+            await open_store(self._spawn("weights", 1, gpus_per_proc=0))
+        layout = await trainer.lay_out_weights(config.generator.dtype)
+        num_copies = NUM_SLOTS + generators.num_replicas
+        self._weights_folder = create_run_folder(num_copies * sum(rank.num_bytes for rank in layout.ranks))
+        sources = await trainer.open_staging(self._weights_folder, frozenset({transport}))
+        await generators.connect_weights(layout, sources, config.weights, self._weights_folder)
 
     async def start_trainer(
         self,
@@ -148,8 +167,9 @@ class Fleet:
         for mesh in reversed(self._meshes):
             await mesh.stop()
         self._meshes.clear()
-        if self._payload_folder is not None:
-            remove_run_folder(self._payload_folder)
+        for folder in (self._payload_folder, self._weights_folder):
+            if folder is not None:
+                remove_run_folder(folder)
         if self._failure.done() and not self._failure.cancelled():
             self._failure.exception()
         else:

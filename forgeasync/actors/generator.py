@@ -1,8 +1,8 @@
 """The generator actor: a thin shell around one sampling engine and one payload writer.
 
 Produces rollouts for the collecting loop: their arrays go into the host's payload store, small facts into the
-answer. Consumes weight versions from the weight store. Calls overlap freely, also with ``update_weights``:
-running sequences go on under the new weights.
+answer. Consumes weight versions from the trainer's staging buffers. Calls overlap freely, also with an
+update: running sequences go on under the new weights.
 """
 
 import os
@@ -17,7 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch.rdma import RDMABuffer
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.group_payload import encode_group
 from forgeasync.data.problems import RecordError
 from forgeasync.data.records import Records, check_rollout
@@ -27,7 +27,12 @@ from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import PayloadServer
 from forgeasync.payload.shared_memory import PayloadWriter
 from forgeasync.sampler.stats import EngineStats
-from forgeasync.weights import store
+from forgeasync.sampler.swap import SwapReport
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.transports.build import build_transport
+from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
     from forgeasync.sampler.engine import SamplerEngine
@@ -137,10 +142,39 @@ class GeneratorActor(Actor):
         return self._payload_server.expose(ref)
 
     @concurrent_endpoint
-    async def update_weights(self, version: int) -> float:
-        """Fetch a published version and swap it in; returns the seconds for which decoding stood still."""
+    async def connect_weights(
+        self, layout: WeightLayout, sources: Sequence[StagingSource], weights: WeightsSection, folder: Path
+    ) -> None:
+        """Plan how versions get from the trainer's ranks into the engine; the landing goes into ``folder``.
+
+        Raises:
+            ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
+        """
+        from forgeasync.sampler.weight_receiver import WeightReceiver
+
         assert self._engine is not None
-        return await self._engine.update_weights(version, await store.fetch(version))
+        transports = {
+            rank.rank: build_transport(weights, rank, source, generator_host=self._setup.host_id)
+            for rank, source in zip(layout.ranks, sources, strict=True)
+            if rank.num_bytes
+        }
+        self._receiver = await WeightReceiver.connect(
+            self._engine,
+            layout=layout,
+            transports=transports,
+            landing=folder / f"landing-{current_rank().rank}",
+            delta=weights.delta,
+        )
+
+    @concurrent_endpoint
+    async def begin_update(self, manifest: Manifest) -> FetchReport:
+        """Fetch a version that the caller has leased; returns when it may end the lease."""
+        return await self._receiver.begin(manifest)
+
+    @concurrent_endpoint
+    async def finish_update(self) -> SwapReport:
+        """Wait until the engine samples under the version fetched last."""
+        return await self._receiver.finish()
 
     @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:

@@ -1,15 +1,22 @@
 """Spreads requests over generators: each goes to the one with the fewest rollouts in flight."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
+from monarch.actor import ActorError
 
 from forgeasync.actors.generator import GeneratorActor, RefusedGroup
-from forgeasync.config.schema import SamplingSection, TimeoutSection
+from forgeasync.config.schema import SamplingSection, TimeoutSection, WeightsSection
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.sampler.stats import EngineStats
+from forgeasync.sampler.swap import SwapReport
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.transports.transport import StagingSource
 
 
 class GeneratorRouter:
@@ -73,14 +80,38 @@ class GeneratorRouter:
         finally:
             self._num_in_flight[rank] -= num_samples
 
-    async def update_weights(self, version: int) -> list[float]:
-        """Every generator fetches and swaps in a version; the seconds for which each stood still."""
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
+
+    async def connect_weights(
+        self, layout: WeightLayout, sources: Sequence[StagingSource], weights: WeightsSection, folder: Path
+    ) -> None:
+        """Let every generator plan how versions get into its engine.
+
+        Raises:
+            ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
+        """
+        async with asyncio.timeout(self._timeouts.setup_s):
+            try:
+                await self.actors.connect_weights.call(layout, sources, weights, folder)
+            except ActorError as error:
+                if isinstance(error.exception, ValueError):
+                    raise error.exception from error
+                raise
+
+    async def begin_update(self, rank: int, manifest: Manifest) -> FetchReport:
+        """Have one generator fetch a leased version; when this returns the lease may end."""
         async with asyncio.timeout(self._timeouts.weights_s):
-            return list(
-                await asyncio.gather(
-                    *(replica.update_weights.call_one(version) for replica in self._replicas)
-                )
-            )
+            return await self._replicas[rank].begin_update.call_one(manifest)
+
+    async def finish_update(self, rank: int) -> SwapReport:
+        """Wait until one generator samples under the version it has fetched.
+
+        A generator that drains waits for its longest sequence.
+        """
+        async with asyncio.timeout(self._timeouts.weights_s + self._timeouts.generate_s):
+            return await self._replicas[rank].finish_update.call_one()
 
     async def stats(self) -> list[EngineStats]:
         """Counters of every engine since it started."""

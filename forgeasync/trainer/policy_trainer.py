@@ -35,7 +35,7 @@ from forgeasync.trainer.replay_router import replay, replay_routers
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.trainer.step_sums import StepSums
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE
-from forgeasync.weights.buckets import NamedWeight
+from forgeasync.weights.named_weight import NamedWeight
 
 
 class PolicyTrainer:

@@ -1,0 +1,186 @@
+"""Brings versions from the trainer ranks' staging buffers into a generator's own memory, checked.
+
+The landing holds an image of every rank's staging buffer; it is written by this class alone, so that what was
+checked stays as it is. A block counts as held from the moment its checksum is the manifest's.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from forgeasync.weights.layout import BLOCK_BYTES, RankLayout, WeightLayout
+from forgeasync.weights.manifest import Manifest, block_range, checksum
+from forgeasync.weights.staging import SharedFile
+from forgeasync.weights.transports.transport import ByteRange, Transport
+
+MAX_ATTEMPTS = 3
+"""For blocks that arrive with another checksum than the manifest's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """One fetch of a version."""
+
+    version: int
+    is_complete: bool
+    """Every block arrived as the manifest says; otherwise the old weights stay."""
+    num_bytes_moved: int
+    num_bytes_needed: int
+    """That the engine takes: the least that could move without a delta."""
+    num_bad_blocks: int
+    fetch_s: float
+
+
+class Landing:
+    """A generator's memory for fetched weights: one file in shared memory, which its workers read too."""
+
+    def __init__(self, path: Path, layout: WeightLayout) -> None:
+        """Make the file; pages of what is never fetched are never allocated."""
+        self.path = path
+        num_bytes = _landing_starts(layout)[-1]
+        self._images = _images(SharedFile(path, num_bytes, is_new=True), layout)
+
+    def image(self, rank: int) -> torch.Tensor:
+        """The image of a rank's staging buffer, uint8."""
+        return self._images[rank]
+
+
+def _landing_starts(layout: WeightLayout) -> list[int]:
+    """Where each rank's image starts in a landing, and where the last one ends; in bytes."""
+    starts = [0]
+    for rank in layout.ranks:
+        starts.append(starts[-1] + rank.num_blocks * BLOCK_BYTES)
+    return starts
+
+
+def _images(file: SharedFile, layout: WeightLayout) -> list[torch.Tensor]:
+    starts = _landing_starts(layout)[:-1]
+    return [
+        file.bytes[start : start + rank.num_bytes] for start, rank in zip(starts, layout.ranks, strict=True)
+    ]
+
+
+def landing_images(path: Path, layout: WeightLayout) -> list[torch.Tensor]:
+    """The images in another proc's landing, by rank, in the weights' dtype."""
+    file = SharedFile(path, _landing_starts(layout)[-1], is_new=False)
+    return [image.view(layout.dtype) for image in _images(file, layout)]
+
+
+class WeightFetcher:
+    """Fetches versions one after the other."""
+
+    def __init__(
+        self,
+        *,
+        layout: WeightLayout,
+        needed: Sequence[np.ndarray],
+        num_bytes_needed: int,
+        landing: Landing,
+        transports: Mapping[int, Transport],
+        delta: bool,
+    ) -> None:
+        """``needed`` says for every rank which of its blocks the engine takes (bool)."""
+        self._layout = layout
+        self._needed = needed
+        self._num_bytes_needed = num_bytes_needed
+        self._landing = landing
+        self._transports = transports
+        self._delta = delta
+        self._held = [np.zeros(rank.num_blocks, np.uint64) for rank in layout.ranks]
+        self._is_held = [np.zeros(rank.num_blocks, bool) for rank in layout.ranks]
+
+    async def fetch(self, manifest: Manifest) -> FetchReport:
+        """Copy and check what the engine needs of a version, as long as its slot is leased.
+
+        Raises:
+            ValueError: the manifest was written in another layout.
+        """
+        if manifest.layout_digest != self._layout.digest:
+            raise ValueError(
+                f"version {manifest.version} was published in layout {manifest.layout_digest}, "
+                f"this generator knows {self._layout.digest}: the trainer was started anew with another mesh"
+            )
+        start_s = time.perf_counter()
+        reads = [
+            _RankRead(
+                rank=rank,
+                transport=self._transports[rank.rank],
+                landing=self._landing.image(rank.rank),
+                expected=manifest.checksums[rank.rank],
+                held=self._held[rank.rank],
+                is_held=self._is_held[rank.rank],
+            )
+            for rank in self._layout.ranks
+            if rank.num_bytes
+        ]
+        for read in reads:
+            read.invalidate(is_delta=self._delta)
+        await asyncio.gather(*(read.run(manifest.slot, self._needed[read.rank.rank]) for read in reads))
+        return FetchReport(
+            version=manifest.version,
+            is_complete=all(read.is_complete(self._needed[read.rank.rank]) for read in reads),
+            num_bytes_moved=sum(read.num_bytes_moved for read in reads),
+            num_bytes_needed=self._num_bytes_needed,
+            num_bad_blocks=sum(read.num_bad_blocks for read in reads),
+            fetch_s=time.perf_counter() - start_s,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankRead:
+    """One fetch from one rank."""
+
+    rank: RankLayout
+    transport: Transport
+    landing: torch.Tensor
+    expected: np.ndarray
+    held: np.ndarray
+    is_held: np.ndarray
+    num_bytes_moved: int = 0
+    num_bad_blocks: int = 0
+
+    def invalidate(self, *, is_delta: bool) -> None:
+        """Forget what is not part of the version; without a delta, everything."""
+        self.is_held &= (self.held == self.expected) if is_delta else np.False_
+
+    def is_complete(self, needed: np.ndarray) -> bool:
+        return bool(self.is_held[needed].all())
+
+    async def run(self, slot: int, needed: np.ndarray) -> None:
+        for _ in range(MAX_ATTEMPTS):
+            wanted = needed & ~self.is_held
+            if not wanted.any():
+                return
+            ranges = byte_ranges(wanted, self.transport.granularity, self.rank.num_bytes)
+            for start, stop in ranges:
+                self.is_held[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] = False
+                self.num_bytes_moved += stop - start
+            await self.transport.read(slot, ranges, self.landing, self._check)
+
+    def _check(self, arrived: ByteRange) -> None:
+        start, stop = arrived
+        memory = self.landing.numpy()
+        for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            found = checksum(memory[block_range(block, self.rank.num_bytes)])
+            self.held[block] = found
+            self.is_held[block] = found == self.expected[block]
+            self.num_bad_blocks += int(not self.is_held[block])
+
+
+def byte_ranges(wanted: np.ndarray, granularity: int, num_bytes: int) -> list[ByteRange]:
+    """Maximal ranges, at multiples of ``granularity``, that cover the blocks ``wanted`` (bool)."""
+    blocks_per_unit = granularity // BLOCK_BYTES
+    num_units = -(-len(wanted) // blocks_per_unit)
+    padded = np.zeros(num_units * blocks_per_unit, bool)
+    padded[: len(wanted)] = wanted
+    units = padded.reshape(num_units, blocks_per_unit).any(axis=1)
+    edges = np.flatnonzero(np.diff(units, prepend=False, append=False).astype(np.int8))
+    return [
+        (int(first) * granularity, min(int(last) * granularity, num_bytes))
+        for first, last in zip(edges[::2], edges[1::2], strict=True)
+    ]

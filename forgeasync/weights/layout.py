@@ -1,0 +1,163 @@
+"""How the weights of a version lie in the staging buffers of the trainer's ranks.
+
+A layout is made once, when trainer and generators meet, and holds for every version. Each rank publishes the
+shards it holds, cut into pieces; of shards that several ranks hold (replicas) one rank publishes each.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forgeasync.weights.named_weight import NamedWeight
+
+ALIGNMENT = 64
+"""Of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
+
+BLOCK_BYTES = 256 * 2**10
+"""What one checksum covers: small enough to be still in the cache after it was copied."""
+
+SEGMENT_BYTES = 16 * BLOCK_BYTES
+"""What a transport between hosts moves at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A block of a tensor: where it starts and how long it is, in elements of every dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.size)
+
+    def overlap(self, other: "Box") -> "Box | None":
+        """What two blocks of the same tensor share; None if nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+        size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
+        return Box(start=start, size=size) if all(n > 0 for n in size) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The same box of equally shaped tensors ``names``, one after the other from byte ``offset`` on."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Of each whole tensor."""
+    box: Box
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return len(self.names) * self.box.num_elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """The staging buffer of one trainer rank."""
+
+    rank: int
+    host_id: str
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_bytes // BLOCK_BYTES)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """The staging buffers of all ranks; every tensor is published whole, each element once."""
+
+    dtype: torch.dtype
+    ranks: tuple[RankLayout, ...]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every tensor by name."""
+        return {name: piece.shape for rank in self.ranks for piece in rank.pieces for name in piece.names}
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells layouts apart: a manifest names the layout that it was written in."""
+        return hashlib.blake2b(repr((self.dtype, self.ranks)).encode(), digest_size=16).hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights, without padding."""
+        elements = sum(piece.num_elements for rank in self.ranks for piece in rank.pieces)
+        return elements * self.dtype.itemsize
+
+    def __post_init__(self) -> None:
+        elements: dict[str, int] = {}
+        for rank in self.ranks:
+            for piece in rank.pieces:
+                for name in piece.names:
+                    elements[name] = elements.get(name, 0) + piece.box.num_elements
+        for name, shape in self.shapes.items():
+            assert elements[name] == math.prod(shape), (
+                f"{elements[name]} elements of {name} are published, it has {math.prod(shape)}"
+            )
+
+
+def shard_box(tensor: torch.Tensor) -> Box:
+    """Which part of the whole tensor this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return Box(start=(0,) * tensor.dim(), size=tuple(tensor.shape))
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(tensor.to_local().shape) == tuple(size), (tensor.placements, size)
+    return Box(start=tuple(start), size=tuple(size))
+
+
+def deal_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
+    """Which weights each rank publishes, by index, given the box of every weight on every rank.
+
+    Of ranks that hold the same box the one with the least to publish so far takes it.
+    """
+    dealt: list[list[int]] = [[] for _ in boxes_by_rank]
+    load = [0] * len(boxes_by_rank)
+    for index in range(len(boxes_by_rank[0])):
+        holders: dict[Box, list[int]] = {}
+        for rank, boxes in enumerate(boxes_by_rank):
+            if boxes[index].num_elements:
+                holders.setdefault(boxes[index], []).append(rank)
+        for box, ranks in holders.items():
+            owner = min(ranks, key=load.__getitem__)
+            load[owner] += box.num_elements
+            dealt[owner].append(index)
+    return dealt
+
+
+def lay_out(
+    weights: Sequence[NamedWeight], indices: Sequence[int], *, rank: int, host_id: str, itemsize: int
+) -> RankLayout:
+    """The staging buffer of a rank that publishes its shards of ``weights[index]`` for ``indices``."""
+    pieces, end = [], 0
+    for index in indices:
+        weight = weights[index]
+        piece = replace(_piece(weight), offset=-(-end // ALIGNMENT) * ALIGNMENT)
+        end = piece.offset + piece.num_elements * itemsize
+        pieces.append(piece)
+    return RankLayout(rank=rank, host_id=host_id, pieces=tuple(pieces), num_bytes=end)
+
+
+def _piece(weight: NamedWeight) -> Piece:
+    box, shape = shard_box(weight.tensor), tuple(weight.tensor.shape)
+    if len(weight.names) == 1:
+        return Piece(names=weight.names, shape=shape, box=box, offset=0)
+    assert len(weight.names) == shape[0], f"{len(weight.names)} names for {shape}"
+    first, count = box.start[0], box.size[0]
+    inner = Box(start=box.start[1:], size=box.size[1:])
+    return Piece(names=weight.names[first : first + count], shape=shape[1:], box=inner, offset=0)

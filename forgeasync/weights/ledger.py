@@ -1,0 +1,103 @@
+"""Who may write and who may read which staging buffer: a pure state machine, time is an argument.
+
+There are two buffers (slots). The publisher writes a version into one that nobody reads, rather not the one
+with the newest version; readers lease the newest version while they copy it. With no slot free a version is
+skipped, and owed: it is published when a lease ends. A lease that outlives its deadline does not count any
+more; should its reader still be copying, the checksums tell it that its bytes changed.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.staging import NUM_SLOTS
+
+
+class SlotState(StrEnum):
+    EMPTY = "empty"
+    WRITING = "writing"
+    COMMITTED = "committed"
+
+
+@dataclass(slots=True)
+class _Slot:
+    state: SlotState = SlotState.EMPTY
+    manifest: Manifest | None = None
+    deadline_s_by_reader: dict[int, float] = field(default_factory=dict)
+
+
+class WeightLedger:
+    """Slots, the versions in them and the leases on them."""
+
+    def __init__(self, *, lease_timeout_s: float) -> None:
+        self._lease_timeout_s = lease_timeout_s
+        self._slots = [_Slot() for _ in range(NUM_SLOTS)]
+        self.is_owing = False
+        """A version was skipped and none published since."""
+        self.num_skipped = 0
+        self.num_expired_leases = 0
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The newest version that can be read; None before the first and while it is overwritten."""
+        committed = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
+        return max((m for m in committed if m is not None), key=lambda m: m.version, default=None)
+
+    def can_begin(self, now_s: float) -> bool:
+        """Whether ``begin`` would find a slot."""
+        self._expire(now_s)
+        return any(self._is_free(slot) for slot in self._slots)
+
+    def begin(self, now_s: float) -> int | None:
+        """The slot to write the next version into; None if there is none: the version is skipped."""
+        self._expire(now_s)
+        newest = self.newest
+        free = [index for index, slot in enumerate(self._slots) if self._is_free(slot)]
+        if not free:
+            self.is_owing = True
+            self.num_skipped += 1
+            return None
+        # Late readers can still have the newest version, if there is another slot to write.
+        choice = min(free, key=lambda i: newest is not None and self._slots[i].manifest is newest)
+        self._slots[choice] = _Slot(state=SlotState.WRITING)
+        self.is_owing = False
+        return choice
+
+    def commit(self, manifest: Manifest) -> None:
+        """All of a version is in its slot."""
+        slot = self._slots[manifest.slot]
+        assert slot.state is SlotState.WRITING, f"slot {manifest.slot} is {slot.state}"
+        slot.state, slot.manifest = SlotState.COMMITTED, manifest
+
+    def abandon(self, slot: int) -> None:
+        """The publisher failed half-way: what it wrote is never shown."""
+        assert self._slots[slot].state is SlotState.WRITING
+        self._slots[slot] = _Slot()
+        self.is_owing = True
+
+    def acquire(self, reader: int, *, newer_than: int, now_s: float) -> Manifest | None:
+        """Lease the newest version to a reader; None if there is none newer than that."""
+        manifest = self.newest
+        if manifest is None or manifest.version <= newer_than:
+            return None
+        self._slots[manifest.slot].deadline_s_by_reader[reader] = now_s + self._lease_timeout_s
+        return manifest
+
+    def release(self, reader: int) -> None:
+        """A reader has copied what it leased, or given up; without a lease (any more) nothing happens."""
+        for slot in self._slots:
+            slot.deadline_s_by_reader.pop(reader, None)
+
+    def next_deadline_s(self) -> float | None:
+        """When the next lease runs out; None without leases."""
+        return min((s for slot in self._slots for s in slot.deadline_s_by_reader.values()), default=None)
+
+    def _is_free(self, slot: _Slot) -> bool:
+        return slot.state is not SlotState.WRITING and not slot.deadline_s_by_reader
+
+    def _expire(self, now_s: float) -> None:
+        for slot in self._slots:
+            late = [reader for reader, end_s in slot.deadline_s_by_reader.items() if end_s <= now_s]
+            for reader in late:
+                del slot.deadline_s_by_reader[reader]
+            self.num_expired_leases += len(late)

@@ -1,0 +1,38 @@
+"""One trainer rank's side of publishing: which shards it stages, and how they get into its buffers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from forgeasync.weights.layout import deal_boxes, lay_out, shard_box
+from forgeasync.weights.manifest import StagedShard
+from forgeasync.weights.named_weight import NamedWeight
+from forgeasync.weights.staging import StagingBuffers
+
+
+class WeightPublisher:
+    """Stages this rank's part of every version."""
+
+    def __init__(self, weights: Sequence[NamedWeight], dtype: torch.dtype, *, host_id: str) -> None:
+        """Lay out what this rank publishes; collective: every rank has the same weights in order."""
+        boxes = [shard_box(weight.tensor) for weight in weights]
+        boxes_by_rank: list[list[object]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(boxes_by_rank, boxes)
+        rank = dist.get_rank()
+        self._indices = deal_boxes(boxes_by_rank)[rank]
+        self.layout = lay_out(weights, self._indices, rank=rank, host_id=host_id, itemsize=dtype.itemsize)
+        self._dtype = dtype
+
+    def open(self, folder: Path) -> StagingBuffers:
+        """Allocate the staging buffers, as files in ``folder`` of this host; before the first ``stage``."""
+        self.buffers = StagingBuffers(folder, self.layout, self._dtype)
+        return self.buffers
+
+    def stage(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> StagedShard:
+        """Copy the shards that this rank publishes into a slot; waits for no other rank."""
+        tensors = [weights[index].tensor for index in self._indices]
+        shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return self.buffers.write(slot, version, shards)

@@ -1,0 +1,33 @@
+"""Weights of the same host: the publisher's buffer is mapped and copied."""
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from forgeasync.weights.layout import BLOCK_BYTES
+from forgeasync.weights.staging import SharedFile
+from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource
+
+
+class SharedMemoryTransport:
+    """Reads block by block, each checked while it is in the cache."""
+
+    granularity = BLOCK_BYTES
+
+    def __init__(self, source: StagingSource, num_bytes: int) -> None:
+        self._slots = [SharedFile(path, num_bytes, is_new=False).bytes[:num_bytes] for path in source.paths]
+
+    async def read(
+        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+    ) -> None:
+        """See ``Transport``; runs in a thread, so that decoding goes on meanwhile."""
+        await asyncio.to_thread(self._copy, slot, ranges, landing, arrived)
+
+    def _copy(self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived) -> None:
+        staged = self._slots[slot]
+        for start, stop in ranges:
+            for first in range(start, stop, BLOCK_BYTES):
+                last = min(first + BLOCK_BYTES, stop)
+                landing[first:last].copy_(staged[first:last])
+                arrived((first, last))
