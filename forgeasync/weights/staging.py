@@ -39,7 +39,7 @@ class SharedFile:
                 os.posix_fallocate(descriptor, 0, num_bytes)
             self.memory = memoryview(mmap.mmap(descriptor, max(1, num_bytes), flags=mmap.MAP_SHARED))
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG):
                 raise
             raise ValueError(
                 f"weights ask for {num_bytes:,} bytes of shared memory, more than is left of {path.parent}; "

@@ -51,7 +51,7 @@ def choose_transport(choice: TransportChoice, *, trainer_host: str, generator_ho
         return TransportChoice.SHARED_MEMORY if is_local else TransportChoice.RDMA
     if choice is TransportChoice.SHARED_MEMORY and not is_local:
         raise ValueError(
-            f"weights.transport = {choice.value!r}, but trainer on host {trainer_host}, a generator "
+            f"weights.transport = {choice.value!r}, but trainer on host {trainer_host} and generator "
             f"on {generator_host}; must be auto, rdma or torchstore"
         )
     return choice

@@ -1,0 +1,193 @@
+"""Shards cut by the trainer, regions cut by the engine: every byte gets where the whole tensor says."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.weights.copies import StridedCopy, join, needed_blocks, plan_copies
+from forgeasync.weights.fetcher import byte_ranges
+from forgeasync.weights.layout import (
+    BLOCK_BYTES,
+    SEGMENT_BYTES,
+    Box,
+    Piece,
+    RankLayout,
+    WeightLayout,
+    deal_boxes,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """As a traced region: part of a tensor and its place in a parameter."""
+
+    name: str
+    box: Box
+    parameter: str
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+
+def _cuts(length: int, points: list[int]) -> list[tuple[int, int]]:
+    edges = sorted({0, length, *(point % (length + 1) for point in points)})
+    return [(a, b - a) for a, b in itertools.pairwise(edges)]
+
+
+POINTS = st.lists(st.integers(0, 100), max_size=2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 6)),
+    num_names=st.integers(1, 4),
+    held=st.tuples(POINTS, POINTS),
+    taken=st.tuples(POINTS, POINTS),
+    is_swapped=st.booleans(),
+)
+def test_any_two_ways_of_cutting_meet(
+    shape: tuple[int, int],
+    num_names: int,
+    held: tuple[list[int], list[int]],
+    taken: tuple[list[int], list[int]],
+    is_swapped: bool,
+) -> None:
+    """Tensors dealt out in boxes to ranks, taken in other boxes into a fused, maybe transposed parameter."""
+    names = tuple(f"w{i}" for i in range(num_names))
+    whole = torch.arange(num_names * math.prod(shape), dtype=torch.float32).view(num_names, *shape)
+    ranks, images = [], []
+    for rank, (rows, columns) in enumerate(
+        (rows, columns) for rows in _cuts(shape[0], held[0]) for columns in _cuts(shape[1], held[1])
+    ):
+        box = Box(start=(rows[0], columns[0]), size=(rows[1], columns[1]))
+        part = whole[:, rows[0] : sum(rows), columns[0] : sum(columns)].contiguous()
+        padding = 16 * (rank % 2)  # elements before the piece, as after another piece
+        images.append(torch.cat([torch.full((padding,), -1.0), part.flatten()]))
+        piece = Piece(names=names, shape=shape, box=box, offset=4 * padding)
+        ranks.append(RankLayout(rank=rank, host_id="h", pieces=(piece,), num_bytes=4 * len(images[-1])))
+    layout = WeightLayout(dtype=torch.float32, ranks=tuple(ranks))
+
+    strides = (1, shape[0]) if is_swapped else (shape[1], 1)
+    targets = [
+        Target(
+            name=name,
+            box=Box(start=(rows[0], columns[0]), size=(rows[1], columns[1])),
+            parameter="fused",
+            target_offset=index * math.prod(shape) + rows[0] * strides[0] + columns[0] * strides[1],
+            target_strides=strides,
+        )
+        for index, name in enumerate(names)
+        for rows in _cuts(shape[0], taken[0])
+        for columns in _cuts(shape[1], taken[1])
+    ]
+    fused = torch.full((num_names, math.prod(shape)), math.nan)
+    copies = plan_copies(layout, targets)
+    for copy in copies:
+        copy.target(fused).copy_(copy.source(images[copy.rank]))
+    expected = whole.transpose(1, 2) if is_swapped else whole
+    assert torch.equal(fused, expected.reshape(num_names, -1))
+    assert sum(copy.num_elements for copy in copies) == whole.numel(), "an element was copied twice"
+
+
+def test_a_layers_experts_become_one_copy() -> None:
+    """128 experts of gate and up in a fused parameter: two strided copies instead of 256."""
+    num_experts, rows, columns = 128, 4, 8
+    size = rows * columns
+    copies = [
+        StridedCopy(
+            rank=0,
+            source_offset=half * num_experts * size + expert * size,
+            source_strides=(columns, 1),
+            parameter="w13",
+            target_offset=(2 * expert + half) * size,
+            target_strides=(columns, 1),
+            size=(rows, columns),
+        )
+        for half in range(2)
+        for expert in range(num_experts)
+    ]
+    joined = join(copies)
+    assert [copy.size for copy in joined] == [(num_experts, rows, columns)] * 2
+
+
+def test_copies_use_offsets_of_views() -> None:
+    """An image and a parameter may start anywhere in their storage."""
+    copy = StridedCopy(
+        rank=0,
+        source_offset=1,
+        source_strides=(1,),
+        parameter="w",
+        target_offset=0,
+        target_strides=(1,),
+        size=(2,),
+    )
+    parameter = torch.zeros(6)
+    copy.target(parameter[3:]).copy_(copy.source(torch.arange(10.0)[5:]))
+    assert parameter.tolist() == [0, 0, 0, 6, 7, 0]
+
+
+def test_replicas_share_the_work_and_publish_each_box_once() -> None:
+    halves = [Box(start=(i * 4, 0), size=(4, 2)) for i in range(2)]
+    whole = Box(start=(0,), size=(8,))
+    empty = Box(start=(8,), size=(0,))
+    # Four ranks as 2 replicas x 2 shards; the second weight is whole everywhere, the third on rank 0 only.
+    boxes_by_rank = [
+        [halves[rank % 2], whole, Box(start=(0,), size=(5,)) if rank == 0 else empty] for rank in range(4)
+    ]
+    dealt = deal_boxes(boxes_by_rank)
+    published = [(index, boxes_by_rank[rank][index]) for rank in range(4) for index in dealt[rank]]
+    assert len(published) == len(set(published)) == 4
+    assert {index for index, _ in published} == {0, 1, 2}
+    assert dealt == [[0, 2], [0], [1], []], "the replicas' shares go to whom has the least to do"
+
+
+def test_elements_that_nobody_publishes_are_a_bug() -> None:
+    piece = Piece(names=("w",), shape=(4, 2), box=Box(start=(0, 0), size=(3, 2)), offset=0)
+    with pytest.raises(AssertionError, match="6 elements of w are published, it has 8"):
+        WeightLayout(
+            dtype=torch.float32, ranks=(RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=24),)
+        )
+
+
+def test_only_the_blocks_that_hold_something_are_needed() -> None:
+    per_block = BLOCK_BYTES // 4
+    piece = Piece(
+        names=("a", "b"), shape=(2 * per_block,), box=Box(start=(0,), size=(2 * per_block,)), offset=0
+    )
+    layout = WeightLayout(
+        dtype=torch.float32,
+        ranks=(RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=4 * BLOCK_BYTES),),
+    )
+    box = Box(start=(per_block - 1,), size=(2,))
+    target = Target(name="b", box=box, parameter="p", target_offset=0, target_strides=(1,))
+    (needed,) = needed_blocks(layout, plan_copies(layout, [target]))
+    assert needed.tolist() == [False, False, True, True]
+
+
+@given(
+    wanted=st.lists(st.booleans(), min_size=1, max_size=70),
+    granularity=st.sampled_from([BLOCK_BYTES, SEGMENT_BYTES]),
+    missing=st.integers(0, BLOCK_BYTES - 1),
+)
+def test_ranges_cover_what_is_wanted_in_whole_units(
+    wanted: list[bool], granularity: int, missing: int
+) -> None:
+    num_bytes = len(wanted) * BLOCK_BYTES - missing
+    ranges = byte_ranges(np.asarray(wanted), granularity, num_bytes)
+    covered = np.zeros(len(wanted), bool)
+    for start, stop in ranges:
+        assert start % granularity == 0 and (stop % granularity == 0 or stop == num_bytes)
+        assert start < stop
+        covered[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] = True
+    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(ranges))
+    units = [
+        any(wanted[first : first + granularity // BLOCK_BYTES])
+        for first in range(0, len(wanted), granularity // BLOCK_BYTES)
+    ]
+    expected = np.repeat(units, granularity // BLOCK_BYTES)[: len(wanted)]
+    assert covered.tolist() == expected.tolist()
