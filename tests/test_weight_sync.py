@@ -28,6 +28,7 @@ from forgeasync.data.rollout import StoredRollout
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, deal_items
 from forgeasync.trainer.objectives import PpoClip
+from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
@@ -205,34 +206,7 @@ def test_payloads_are_freed_with_their_step(measured: Measured) -> None:
 
 
 def test_engine_parameters_equal_the_trainers_bit_for_bit(measured: Measured) -> None:
-    exported = measured.exported
-    (engine,) = measured.parameters
-
-    def expect(name: str, *hf_names: str) -> None:
-        expected = torch.cat([exported[hf_name] for hf_name in hf_names])
-        assert torch.equal(engine.pop(name), expected), name
-
-    expect("model.norm.weight", "model.norm.weight")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        # The engine pads its vocabulary.
-        rows, padding = engine.pop(name).tensor_split([exported[name].shape[0]])
-        assert torch.equal(rows, exported[name]) and not padding.any()
-    for layer in (f"model.layers.{i}" for i in range(2)):
-        attention = f"{layer}.self_attn"
-        expect(f"{attention}.qkv_proj.weight", *(f"{attention}.{x}_proj.weight" for x in "qkv"))
-        for name in ("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate"):
-            expect(f"{layer}.{name}.weight", f"{layer}.{name}.weight")
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            expect(f"{layer}.{name}.weight", f"{layer}.{name}.weight")
-        w13 = next(name for name in engine if name.startswith(layer) and name.endswith("w13_weight"))
-        w2 = next(name for name in engine if name.startswith(layer) and name.endswith("w2_weight"))
-        gate_up, down = engine.pop(w13), engine.pop(w2)
-        for expert in range(4):
-            mlp = f"{layer}.mlp.experts.{expert}"
-            expected = torch.cat([exported[f"{mlp}.{x}_proj.weight"] for x in ("gate", "up")])
-            assert torch.equal(gate_up[expert], expected)
-            assert torch.equal(down[expert], exported[f"{mlp}.down_proj.weight"])
-    assert not engine, f"parameters that nothing was compared with: {sorted(engine)}"
+    assert_engine_holds(measured.parameters, dict(measured.exported))
 
 
 def test_the_updates_changed_every_weight(measured: Measured, folder: Path) -> None:

@@ -64,7 +64,9 @@ class GeneratorActor(Actor):
     """One engine in one proc."""
 
     def __init__(self, log_dir: Path) -> None:
-        redirect_process_output(log_dir / f"generator-{current_rank().rank}.log")
+        # Of the whole mesh: within a call that went to one generator, current_rank() counts from there.
+        self._rank = current_rank().rank
+        redirect_process_output(log_dir / f"generator-{self._rank}.log")
         self._engine: SamplerEngine | None = None
 
     @concurrent_endpoint
@@ -80,7 +82,7 @@ class GeneratorActor(Actor):
             model_path=setup.model_path,
             generator=setup.section,
             max_context_length=setup.max_context_length,
-            seed=setup.seed + current_rank().rank,
+            seed=setup.seed + self._rank,
             records=setup.records,
         )
         return os.getpid()
@@ -107,7 +109,7 @@ class GeneratorActor(Actor):
         prompts, responses = refs[: len(payload.prompts)], refs[len(payload.prompts) :]
         return tuple(
             StoredRollout(
-                generator_rank=current_rank().rank,
+                generator_rank=self._rank,
                 prompt=prompts[index],
                 response=response,
                 num_prompt_tokens=len(rollout.prompt_ids_P),
@@ -162,7 +164,7 @@ class GeneratorActor(Actor):
             self._engine,
             layout=layout,
             transports=transports,
-            landing=folder / f"landing-{current_rank().rank}",
+            landing=folder / f"landing-{self._rank}",
             delta=weights.delta,
         )
 

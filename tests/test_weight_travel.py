@@ -1,0 +1,206 @@
+"""Twenty random updates under load: every engine ends with the trainer's weights, bit for bit.
+
+Real procs: trainer meshes of several layouts, one or two generators that sample all the while, each
+transport.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.generator import RefusedGroup
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.model_facts import read_model_facts
+from forgeasync.config.schema import (
+    ParallelSection,
+    RunConfig,
+    SamplingSection,
+    TransportChoice,
+    WeightsSection,
+)
+from forgeasync.trainer.objectives import PpoClip
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.weights.board import WeightBoard
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.ledger import WeightLedger
+from tests.support.engine_weights import assert_engine_holds
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+NUM_UPDATES = 20
+ROW_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    parallel: ParallelSection
+    transport: TransportChoice
+    num_generators: int
+    trainer_host: str = "host-0"
+    delta: bool = False
+
+
+CASES = {
+    "fsdp2-shared_memory-2_generators": Case(
+        parallel=ParallelSection(num_procs=2), transport=TransportChoice.SHARED_MEMORY, num_generators=2
+    ),
+    "ep2-rdma-1_generator": Case(
+        parallel=ParallelSection(num_procs=2, expert=2),
+        transport=TransportChoice.AUTO,
+        num_generators=1,
+        trainer_host="host-1",
+    ),
+    "tp2-torchstore-1_generator": Case(
+        parallel=ParallelSection(num_procs=2, tensor=2, sequence=False),
+        transport=TransportChoice.TORCHSTORE,
+        num_generators=1,
+    ),
+    "tp2_ep2-delta-2_generators": Case(
+        parallel=ParallelSection(num_procs=2, tensor=2, expert=2),
+        transport=TransportChoice.SHARED_MEMORY,
+        num_generators=2,
+        delta=True,
+    ),
+    "fsdp2_tp2_ep2-rdma-2_generators": Case(
+        parallel=ParallelSection(num_procs=4, tensor=2, expert=2),
+        transport=TransportChoice.RDMA,
+        num_generators=2,
+    ),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What one case ended with."""
+
+    parameters: list[list[dict[str, torch.Tensor]]]
+    exported: dict[str, torch.Tensor]
+    fetches: list[FetchReport]
+    span_versions: list[tuple[int, ...]]
+    num_skipped: int
+
+
+def _random_rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> list[list[PackedRow]]:
+    def sequence() -> TrainingSequence:
+        ids = rng.integers(0, vocab_size, 40).astype(np.int32)
+        return TrainingSequence(
+            prompt_ids_P=ids[:8],
+            response_ids_T=ids[8:],
+            behavior_logprobs_T=np.full(32, -3.0, np.float32),
+            ages_T=np.zeros(32, np.int32),
+            advantage=float(rng.normal()),
+        )
+
+    return [[pack_row([sequence()])] for _ in range(num_ranks)]
+
+
+async def _load(generators: GeneratorRouter, is_done: asyncio.Event, spans: list[tuple[int, ...]]) -> None:
+    """Keeps a generator busy, and notes the versions that every response went through."""
+    while not is_done.is_set():
+        answer = await generators.sample_group(
+            0,
+            np.arange(3, 9, dtype=np.int32),
+            num_samples=8,
+            sampling=SamplingSection(max_response_tokens=100),
+        )
+        assert not isinstance(answer, RefusedGroup), answer
+        spans += [tuple(span.version for span in rollout.version_spans) for rollout in answer]
+        await generators.free_payloads(answer)
+
+
+async def _serve(
+    replica: int, board: WeightBoard, generators: GeneratorRouter, fetches: list[FetchReport]
+) -> None:
+    served = 0
+    while served < NUM_UPDATES:
+        async with board.lease(replica, newer_than=served) as manifest:
+            fetches.append(await generators.begin_update(replica, manifest))
+        await generators.finish_update(replica)
+        served = manifest.version
+
+
+async def _publish(trainer: TrainerMesh, board: WeightBoard, vocab_size: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(NUM_UPDATES):
+        await trainer.train_rows(_random_rows(rng, vocab_size, trainer.num_data_ranks))
+        await board.publish(trainer.stage_weights)
+
+
+async def _catch_up(trainer: TrainerMesh, board: WeightBoard) -> None:
+    while True:
+        await board.until_owed()
+        await board.publish(trainer.stage_weights)
+
+
+async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> Seen:
+    facts = read_model_facts(str(folder))
+    fleet = Fleet(out / "logs", trainer_host_id=case.trainer_host)
+    try:
+        async with asyncio.TaskGroup() as starting:
+            generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
+            trainer_task = starting.create_task(
+                fleet.start_trainer(
+                    config,
+                    config.trainer,
+                    facts,
+                    objective=PpoClip(clip_low=0.2, clip_high=0.28),
+                    seed=0,
+                    checkpoint=folder,
+                )
+            )
+        trainer, generators = trainer_task.result(), generators_task.result()
+        await fleet.connect_weights(config, trainer, generators)
+        board = WeightBoard(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
+        fetches: list[FetchReport] = []
+        spans: list[tuple[int, ...]] = []
+        is_done = asyncio.Event()
+        catching_up = asyncio.create_task(_catch_up(trainer, board))
+        async with asyncio.TaskGroup() as load:
+            for _ in range(2):
+                load.create_task(_load(generators, is_done, spans))
+            async with asyncio.TaskGroup() as work:
+                work.create_task(_publish(trainer, board, facts.vocab_size))
+                for replica in range(case.num_generators):
+                    work.create_task(_serve(replica, board, generators, fetches))
+            is_done.set()
+        catching_up.cancel()
+        await trainer.save_hf(out / "exported", source=folder)
+        return Seen(
+            parameters=[await replica.parameters.call_one() for replica in generators._replicas],
+            exported=load_file(out / "exported" / "model-00001.safetensors"),
+            fetches=fetches,
+            span_versions=spans,
+            num_skipped=board.ledger.num_skipped,
+        )
+    finally:
+        await fleet.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engines_end_with_the_trainers_weights(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    folder = write_random_model(tmp_path / "hf", scale=3.0)
+    base = tiny_config(folder)
+    config = base.model_copy(
+        update={
+            "generator": base.generator.model_copy(update={"num_replicas": case.num_generators}),
+            "trainer": base.trainer.model_copy(update={"parallel": case.parallel}),
+            "weights": WeightsSection(transport=case.transport, delta=case.delta),
+        }
+    )
+    seen = asyncio.run(_scenario(config, case, folder, tmp_path))
+    before = load_file(folder / "model.safetensors")
+    assert not [name for name in before if torch.equal(before[name], seen.exported[name])], "not updated"
+    for workers in seen.parameters:
+        assert_engine_holds(workers, dict(seen.exported))
+    assert all(fetch.is_complete for fetch in seen.fetches)
+    assert len(seen.fetches) > case.num_generators, "no version before the last was ever served"
+    assert all(list(spans) == sorted(set(spans)) for spans in seen.span_versions)
+    assert any(len(spans) > 1 for spans in seen.span_versions), "no sequence was running during an update"
