@@ -258,6 +258,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
                 objective=objective,
                 seed=config.seed,
                 checkpoint=prepared.model_path,
+                lora=config.lora,
             )
         )
     await trainer.result().connect(generators.result())

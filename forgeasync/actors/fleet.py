@@ -15,7 +15,7 @@ from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RoutingReplay, RunConfig, TrainerSection, TransportChoice
+from forgeasync.config.schema import LoraSection, RoutingReplay, RunConfig, TrainerSection, TransportChoice
 from forgeasync.data.records import Records
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from forgeasync.trainer.objectives import ObjectiveChoice
@@ -108,6 +108,7 @@ class Fleet:
         objective: ObjectiveChoice,
         seed: int,
         checkpoint: Path | None,
+        lora: LoraSection | None = None,
     ) -> TrainerMesh:
         """The trainer mesh, with its process group up and its model built."""
         num_procs = section.parallel.num_procs
@@ -122,6 +123,7 @@ class Fleet:
             objective=objective,
             seed=seed,
             checkpoint=checkpoint,
+            lora=lora,
             host_id=self.trainer_host_id,
         )
         return trainer

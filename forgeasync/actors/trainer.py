@@ -17,7 +17,7 @@ from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, TrainerSection, TransportChoice
+from forgeasync.config.schema import Dtype, LoraSection, TrainerSection, TransportChoice
 from forgeasync.data.group_payload import Arrays, decode_rollout
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.payload.reference import PayloadRef
@@ -60,6 +60,7 @@ class TrainerActor(Actor):
         objective: ObjectiveChoice,
         seed: int,
         checkpoint: Path | None,
+        lora: LoraSection | None,
         host_id: str,
     ) -> int:
         """Join the process group and build the model; returns the data-parallel rank of this proc."""
@@ -84,6 +85,7 @@ class TrainerActor(Actor):
             objective=build_objective(objective),
             seed=seed,
             checkpoint=checkpoint,
+            lora=lora,
         )
         return self._trainer.data_rank
 

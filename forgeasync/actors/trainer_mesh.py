@@ -6,7 +6,7 @@ from pathlib import Path
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TORCH_DTYPES, TrainerActor
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, TimeoutSection, TrainerSection, TransportChoice
+from forgeasync.config.schema import Dtype, LoraSection, TimeoutSection, TrainerSection, TransportChoice
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.objectives import ObjectiveChoice
 from forgeasync.trainer.packing import PackedRow
@@ -34,6 +34,7 @@ class TrainerMesh:
         objective: ObjectiveChoice,
         seed: int,
         checkpoint: Path | None,
+        lora: LoraSection | None,
         host_id: str,
     ) -> None:
         """Build the model on every rank."""
@@ -41,7 +42,9 @@ class TrainerMesh:
             self._data_ranks = list(
                 await asyncio.gather(
                     *(
-                        rank.setup.call_one(section, facts, temperature, objective, seed, checkpoint, host_id)
+                        rank.setup.call_one(
+                            section, facts, temperature, objective, seed, checkpoint, lora, host_id
+                        )
                         for rank in self._ranks
                     )
                 )

@@ -4,7 +4,8 @@ TorchTitan 0.3.0 casts inputs and weights of its experts to bfloat16 whatever th
 fp32 run that alone puts sampler and trainer 1e-2 apart, and on a CPU it is slower. Can go when TorchTitan
 computes experts in their own dtype.
 
-Shape suffixes: E experts on this rank, F expert hidden size, D model dim, R tokens routed to this rank.
+Shape suffixes: E experts on this rank, F expert hidden size, D model dim, R tokens routed to this rank; I and
+O the input and output size of one projection.
 """
 
 from dataclasses import dataclass
@@ -23,12 +24,16 @@ class TrainingDtypeExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        w1_EFD, w2_EDF, w3_EFD = (
-            w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        )
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        x = x_RD.to(w1_EFD.dtype)
-        gate_RF = F.silu(self._grouped_mm(A=x, B_t=w1_EFD.transpose(-2, -1), offs=offsets_E))
-        up_RF = self._grouped_mm(A=x, B_t=w3_EFD.transpose(-2, -1), offs=offsets_E)
-        out_RD = self._grouped_mm(A=gate_RF * up_RF, B_t=w2_EDF.transpose(-2, -1), offs=offsets_E)
+        x = x_RD.to(self.w1_EFD.dtype)
+        gate_RF = F.silu(self._project("w1_EFD", x, offsets_E))
+        up_RF = self._project("w3_EFD", x, offsets_E)
+        out_RD = self._project("w2_EDF", gate_RF * up_RF, offsets_E)
         return out_RD.type_as(x_RD)
+
+    def _project(self, name: str, x_RI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        """The parameter ``name`` [E, O, I] applied to [R, I]: [R, O]."""
+        weight_EOI = getattr(self, name)
+        if isinstance(weight_EOI, DTensor):
+            weight_EOI = weight_EOI.to_local()
+        return self._grouped_mm(A=x_RI, B_t=weight_EOI.transpose(-2, -1), offs=offsets_E)

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.trainer.hf_names import hf_names, stack_experts, unstack_experts
+from forgeasync.trainer.lora import copy_whole, is_adapter
 
 MAX_FILE_BYTES = 4 * 2**30
 """A weight file is closed and the next one opened at this size."""
@@ -60,13 +61,15 @@ class _Tensors:
 
 @torch.no_grad()
 def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
-    """Fill this rank's shards from a Hugging Face folder.
+    """Fill this rank's shards from a Hugging Face folder; adapters stay as they are.
 
     Raises:
         ValueError: a tensor is missing or its shape is not the model's; names both.
     """
     tensors = _Tensors(folder)
     for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
         names = hf_names(name, facts)
         full = stack_experts([tensors[hf_name] for hf_name in names], name)
         if full.shape != parameter.shape:
@@ -74,11 +77,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
                 f"model.path: {names[0]!r} in {folder} has shape {tuple(full.shape)}, "
                 f"config.json says {tuple(parameter.shape)}"
             )
-        full = full.to(device=parameter.device, dtype=parameter.dtype)
-        if isinstance(parameter, DTensor):
-            # Every rank has read the same bytes: no broadcast.
-            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(full)
+        copy_whole(parameter, full)
 
 
 @torch.no_grad()

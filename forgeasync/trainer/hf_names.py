@@ -1,7 +1,7 @@
 """TorchTitan's parameter names in Hugging Face terms, by TorchTitan's own state-dict adapter.
 
 TorchTitan keeps all experts of a layer in one parameter [E, ...]; Hugging Face files have one tensor per
-expert.
+expert. Adapters have the names that peft gives them, where every expert is a module of its own.
 """
 
 import functools
@@ -11,6 +11,7 @@ import torch
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.trainer.lora import adapted_parameter, is_adapter
 from forgeasync.trainer.model import titan_config
 
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -34,7 +35,11 @@ def canonical_name(name: str) -> str:
 
 
 def hf_names(name: str, facts: ModelFacts) -> list[str]:
-    """The Hugging Face tensors that make up a TorchTitan parameter: one, or one per expert."""
+    """The Hugging Face (or peft) tensors that make up a TorchTitan parameter: one, or one per expert."""
+    if is_adapter(name):
+        base, side = adapted_parameter(name)
+        modules = (hf_name.removesuffix(".weight") for hf_name in hf_names(base, facts))
+        return [f"base_model.model.{module}.lora_{side}.weight" for module in modules]
     layer_ids = re.findall(r"layers\.(\d+)\.", name)
     key = re.sub(r"layers\.\d+\.", "layers.{}.", canonical_name(name))
     if facts.tie_word_embeddings and key == "lm_head.weight":

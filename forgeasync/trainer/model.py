@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 import torch.nn as nn
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -22,10 +22,11 @@ from torchtitan.models.qwen3 import (
 from torchtitan.protocols.sharding import ShardingConfig
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import ActivationCheckpointing, TrainerSection
+from forgeasync.config.schema import ActivationCheckpointing, LoraSection, TrainerSection
 from forgeasync.trainer.attention import PackedAttention, PackedSequences, packed_sequences
 from forgeasync.trainer.experts import TrainingDtypeExperts
 from forgeasync.trainer.head import LogprobHead
+from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import replay_config
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE, allow_gloo_reduction
 
@@ -109,11 +110,12 @@ class _TitanRun:
 
 
 def build_parallel_model(
-    facts: ModelFacts, section: TrainerSection, *, world_size: int, seed: int
+    facts: ModelFacts, section: TrainerSection, *, lora: LoraSection | None, world_size: int, seed: int
 ) -> tuple[Qwen3Model, ParallelDims]:
     """Build, shard and randomly initialize the model on this rank; torch.distributed is up already.
 
-    Weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute.
+    Trained weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute. With ``lora`` those are
+    the adapters', and the rest is frozen and kept in ``section.dtype``.
     """
     parallel = section.parallel
     if parallel.context > 1 and DEVICE_TYPE != "cpu":
@@ -144,8 +146,12 @@ def build_parallel_model(
     if head.sharding_config is not None:
         # Its weight stays sharded over the vocabulary, but it returns log-probabilities, the same everywhere.
         head.sharding_config = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
+    if lora is not None:
+        model_config = with_adapters(model_config, lora)
     with torch.device("meta"):
         model = model_config.build()
+    if lora is not None:
+        store_base_in(model, TORCH_DTYPE_MAP[section.dtype.value])
     parallelize_qwen3(
         model,
         parallel_dims=parallel_dims,
@@ -159,6 +165,7 @@ def build_parallel_model(
     torch.manual_seed(seed)
     with torch.no_grad():
         model.init_states(buffer_device=None)
+    initialize_adapters(model, seed)
     allow_gloo_reduction(model)
     # The head is called by itself, with the tokens whose log-probabilities are wanted.
     model._skip_lm_head = True

@@ -22,9 +22,9 @@ from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms.objectives import Objective
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import OptimizerSection, TrainerSection
+from forgeasync.config.schema import LoraSection, OptimizerSection, TrainerSection
 from forgeasync.data.routing import NO_RECORD
-from forgeasync.trainer import hf_checkpoint
+from forgeasync.trainer import hf_checkpoint, lora_checkpoint
 from forgeasync.trainer.head import Targets
 from forgeasync.trainer.hf_names import hf_names
 from forgeasync.trainer.logprobs import SumRanks
@@ -50,19 +50,24 @@ class PolicyTrainer:
         objective: Objective,
         seed: int,
         checkpoint: Path | None,
+        lora: LoraSection | None = None,
     ) -> None:
-        """Build the model on this rank; without a ``checkpoint`` (Hugging Face folder) it stays random."""
+        """Build the model on this rank; without a ``checkpoint`` (Hugging Face folder) it stays random.
+
+        With ``lora`` the model is frozen, and adapters of it are trained, published and saved instead.
+        """
         self._section = section
+        self._lora = lora
         self._facts = facts
         self._temperature = temperature
         self._objective = objective
         self.policy_version = 0
         self.model, self._parallel_dims = build_parallel_model(
-            facts, section, world_size=dist.get_world_size(), seed=seed
+            facts, section, lora=lora, world_size=dist.get_world_size(), seed=seed
         )
         if checkpoint is not None:
             hf_checkpoint.load(self.model, facts, checkpoint)
-        self._optimizer = _build_optimizer(self.model, section)
+        self._optimizer = _build_optimizer(self._trained(), section)
         self._routers = replay_routers(self.model)
         self._probe = Probe(section.replay_probe_share)
         batch_mesh = self._parallel_dims.get_optional_mesh("batch")
@@ -139,7 +144,7 @@ class PolicyTrainer:
             self._accumulate_gradients(row, num_targets, sums)
         learning_rate = self._set_learning_rate()
         grad_norm = dist_utils.clip_grad_norm_(
-            self.model.parameters(),
+            [parameter for _, parameter in self._trained()],
             self._section.optimizer.max_grad_norm,
             ep_enabled=self._parallel_dims.ep_enabled,
         )
@@ -189,15 +194,27 @@ class PolicyTrainer:
         return learning_rate
 
     def named_weights(self) -> list[NamedWeight]:
-        """This rank's shards under their Hugging Face names; the tied head is left out, as in the files."""
+        """This rank's shards of what is trained, under Hugging Face names (of adapters: peft's).
+
+        The tied head is left out, as in the files.
+        """
         return [
             NamedWeight(names=tuple(hf_names(name, self._facts)), tensor=parameter)
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self._trained()
         ]
 
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
     def save_hf(self, folder: Path, *, source: Path) -> None:
-        """Write a Hugging Face folder (collective); config and tokenizer are copied from ``source``."""
-        hf_checkpoint.save(self.model, self._facts, folder, source=source)
+        """Write a Hugging Face folder (collective); config and tokenizer are copied from ``source``.
+
+        With adapters it is a peft folder instead, of the adapters of the model at ``source``.
+        """
+        if self._lora is None:
+            hf_checkpoint.save(self.model, self._facts, folder, source=source)
+        else:
+            lora_checkpoint.save(self.model, self._facts, self._lora, folder, source=source)
 
 
 def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
@@ -209,11 +226,13 @@ def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
     return optimizer.learning_rate * factor
 
 
-def _build_optimizer(model: torch.nn.Module, section: TrainerSection) -> torch.optim.AdamW:
+def _build_optimizer(
+    trained: Sequence[tuple[str, torch.nn.Parameter]], section: TrainerSection
+) -> torch.optim.AdamW:
     # AdamW's fused loops cannot mix device meshes: experts (sharded over the expert mesh) and the rest
     # (sharded over the data mesh) are groups of their own.
     by_mesh: dict[object, list[torch.nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for _, parameter in trained:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         by_mesh.setdefault(mesh, []).append(parameter)
     optimizer = section.optimizer

@@ -1,0 +1,92 @@
+"""Reading and writing adapters as a peft folder, one tensor at a time.
+
+Every adapted expert is a module of its own, ``mlp.experts.{e}.gate_proj``. peft (0.21) understands that for
+models whose experts transformers 5 fuses into [E, 2F, D] parameters: on loading it joins gate and up to one
+adapter of twice the rank, block-diagonal in B, which computes the same. vLLM (0.32) reads the same names.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import LoraSection
+from forgeasync.trainer.hf_names import hf_names, stack_experts, unstack_experts
+from forgeasync.trainer.lora import adapter_parameters, copy_whole
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@torch.no_grad()
+def save(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: Path, *, source: Path) -> None:
+    """Write the adapters of the model at ``source``, in float32; collective, files appear on rank 0."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in adapter_parameters(model):
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if dist.get_rank() == 0:
+            of_experts = unstack_experts(full, name)
+            tensors |= {
+                peft_name: tensor.cpu().clone()
+                for peft_name, tensor in zip(hf_names(name, facts), of_experts, strict=True)
+            }
+    if dist.get_rank() == 0:
+        partial = folder.with_name(folder.name + ".partial")
+        partial.mkdir(parents=True)
+        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(lora, source), indent=1))
+        partial.rename(folder)
+    dist.barrier()
+
+
+def _peft_config(lora: LoraSection, source: Path) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: Path) -> None:
+    """Fill this rank's shards of the adapters from a peft folder with the same rank, scaling and targets.
+
+    Raises:
+        ValueError: the folder's adapters are others than ``lora`` describes; names the difference.
+    """
+    _check_config(json.loads((folder / CONFIG_FILE).read_text()), lora, folder)
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as tensors:
+        unread = set(tensors.keys())
+        for name, parameter in adapter_parameters(model):
+            names = hf_names(name, facts)
+            if not unread.issuperset(names):
+                missing = sorted(set(names) - unread)
+                raise ValueError(f"{folder / WEIGHTS_FILE} lacks {missing[0]!r}")
+            full = stack_experts([tensors.get_tensor(peft_name) for peft_name in names], name)
+            if full.shape != parameter.shape:
+                raise ValueError(
+                    f"{names[0]!r} in {folder} has shape {tuple(full.shape)}, "
+                    f"the model has {tuple(parameter.shape)}"
+                )
+            copy_whole(parameter, full)
+            unread.difference_update(names)
+    if unread:
+        raise ValueError(f"{folder / WEIGHTS_FILE} adapts {min(unread)!r}, which is none of lora.targets")
+
+
+def _check_config(saved: dict[str, object], lora: LoraSection, folder: Path) -> None:
+    expected = {"r": lora.rank, "lora_alpha": lora.alpha}
+    for key, value in expected.items():
+        if saved[key] != value:
+            raise ValueError(f"lora: {folder} was saved with {key} = {saved[key]}, must be {value}")
