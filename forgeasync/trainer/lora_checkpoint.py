@@ -3,9 +3,13 @@
 Every adapted expert is a module of its own, ``mlp.experts.{e}.gate_proj``. peft (0.21) understands that for
 models whose experts transformers 5 fuses into [E, 2F, D] parameters: on loading it joins gate and up to one
 adapter of twice the rank, block-diagonal in B, which computes the same. vLLM (0.32) reads the same names.
+
+Of experts all three projections are written, with zeros for those without adapters: vLLM takes no fewer, and
+peft silently drops gate and up where down is missing.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection
 from forgeasync.trainer.hf_names import hf_names, stack_experts, unstack_experts
-from forgeasync.trainer.lora import adapter_parameters, copy_whole
+from forgeasync.trainer.lora import EXPERT_PARAMETERS, adapter_parameters, copy_whole
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,10 +42,30 @@ def save(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: P
     if dist.get_rank() == 0:
         partial = folder.with_name(folder.name + ".partial")
         partial.mkdir(parents=True)
+        tensors |= dict(_zeros(facts, lora))
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(lora, source), indent=1))
         partial.rename(folder)
     dist.barrier()
+
+
+def _filled_up(lora: LoraSection) -> list[str]:
+    """The projections of experts that are written although they have no adapters."""
+    if not EXPERT_PARAMETERS.keys() & lora.targets:
+        return []
+    return [target for target in EXPERT_PARAMETERS if target not in lora.targets]
+
+
+def _zeros(facts: ModelFacts, lora: LoraSection) -> Iterator[tuple[str, torch.Tensor]]:
+    """Adapters that do nothing, for those."""
+    for target in _filled_up(lora):
+        sizes = (facts.hidden_size, facts.expert_hidden_size)
+        in_features, out_features = reversed(sizes) if target == "down_proj" else sizes
+        for layer in range(facts.num_layers):
+            for expert in range(facts.num_experts):
+                module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{target}"
+                yield f"{module}.lora_A.weight", torch.zeros(lora.rank, in_features)
+                yield f"{module}.lora_B.weight", torch.zeros(out_features, lora.rank)
 
 
 def _peft_config(lora: LoraSection, source: Path) -> dict[str, object]:
@@ -51,7 +75,7 @@ def _peft_config(lora: LoraSection, source: Path) -> dict[str, object]:
         "base_model_name_or_path": str(source),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "target_modules": list(lora.targets),
+        "target_modules": [*lora.targets, *_filled_up(lora)],
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -81,8 +105,9 @@ def load(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: P
                 )
             copy_whole(parameter, full)
             unread.difference_update(names)
-    if unread:
-        raise ValueError(f"{folder / WEIGHTS_FILE} adapts {min(unread)!r}, which is none of lora.targets")
+        for peft_name in sorted(unread):
+            if ".lora_B." in peft_name and tensors.get_tensor(peft_name).any():
+                raise ValueError(f"lora.targets: {folder} has an adapter {peft_name!r}, which is none of them")
 
 
 def _check_config(saved: dict[str, object], lora: LoraSection, folder: Path) -> None:
