@@ -206,7 +206,7 @@ def test_payloads_are_freed_with_their_step(measured: Measured) -> None:
 
 
 def test_engine_parameters_equal_the_trainers_bit_for_bit(measured: Measured) -> None:
-    assert_engine_holds(measured.parameters, dict(measured.exported))
+    assert_engine_holds(measured.parameters, measured.exported)
 
 
 def test_the_updates_changed_every_weight(measured: Measured, folder: Path) -> None:
