@@ -13,6 +13,7 @@ from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepM
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.sampler.stats import EngineStats
+from forgeasync.sampler.swap import SwapReport
 from forgeasync.trainer.step_result import StepResult
 
 
@@ -49,7 +50,7 @@ class RunRecorder:
         self._start_s = time.perf_counter()
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
-        self._pauses_s: list[float] = []
+        self._swaps: list[SwapReport] = []
 
     def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """The evaluation before the first step; the run's clock starts here."""
@@ -62,9 +63,9 @@ class RunRecorder:
         """Something was refused; it is counted in the metrics of its step, and named here."""
         self._console.message(f"refused: {problem}")
 
-    def record_pauses(self, pauses_s: Sequence[float]) -> None:
-        """How long each generator stood still for a weight swap; goes into the next step's line."""
-        self._pauses_s.extend(pauses_s)
+    def record_swaps(self, swaps: Sequence[SwapReport]) -> None:
+        """What a weight swap did in each generator; goes into the next step's line."""
+        self._swaps.extend(swaps)
 
     def record(
         self,
@@ -107,13 +108,18 @@ class RunRecorder:
             for rollout in group.rollouts
         )
         metrics["payload/num_waits"] = payloads.num_waits
-        metrics["generator/max_pause_s"] = max(self._pauses_s, default=0.0)
+        metrics["generator/max_pause_s"] = max((swap.pause_s for swap in self._swaps), default=0.0)
+        metrics["generator/max_swap_wait_s"] = max((swap.waited_s for swap in self._swaps), default=0.0)
+        metrics["generator/num_crossing"] = sum(swap.num_crossing for swap in self._swaps)
+        metrics["generator/num_resumed"] = sum(swap.num_resumed for swap in self._swaps)
+        metrics["generator/num_cancelled"] = sum(swap.num_cancelled for swap in self._swaps)
+        metrics["generator/num_recomputed"] = sum(swap.num_recomputed for swap in self._swaps)
         self._metrics.write(metrics)
         self._rollouts.write(step, batch)
         self._console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(num_dropped)
-        self._pauses_s.clear()
+        self._swaps.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 Produces rollouts for the collecting loop: their arrays go into the host's payload store, small facts into the
 answer. Consumes weight versions from the weight store. Calls overlap freely, also with ``update_weights``:
-running sequences go on under the new weights.
+what becomes of running sequences is the choice of ``weights.interruption``.
 """
 
 import os
@@ -17,7 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch.rdma import RDMABuffer
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.group_payload import encode_group
 from forgeasync.data.problems import RecordError
 from forgeasync.data.records import Records, check_rollout
@@ -27,6 +27,7 @@ from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import PayloadServer
 from forgeasync.payload.shared_memory import PayloadWriter
 from forgeasync.sampler.stats import EngineStats
+from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from forgeasync.weights import store
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class GeneratorSetup:
     max_context_length: int
     seed: int
     records: Records
+    weights: WeightsSection
+    max_off_policy_steps: int
     payload_folder: Path
     payload_capacity_bytes: int
     host_id: str
@@ -53,6 +56,11 @@ class RefusedGroup:
     """A group that must not be trained on; ``problem`` says which rollout and why."""
 
     problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelledGroup:
+    """A group that was given up at an update: finished, it would have been too old to train on."""
 
 
 class GeneratorActor(Actor):
@@ -77,18 +85,23 @@ class GeneratorActor(Actor):
             max_context_length=setup.max_context_length,
             seed=setup.seed + current_rank().rank,
             records=setup.records,
+            weights=setup.weights,
+            max_off_policy_steps=setup.max_off_policy_steps,
         )
         return os.getpid()
 
     @concurrent_endpoint
     async def sample_group(
         self, group_id: int, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection
-    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays."""
         assert self._engine is not None
-        rollouts = await self._engine.generate(
-            prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling
-        )
+        try:
+            rollouts = await self._engine.generate(
+                prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, may_cancel=True
+            )
+        except GroupCancelled:
+            return CancelledGroup()
         for index, rollout in enumerate(rollouts):
             try:
                 check_rollout(rollout, self._setup.records, self._setup.facts)
@@ -137,10 +150,19 @@ class GeneratorActor(Actor):
         return self._payload_server.expose(ref)
 
     @concurrent_endpoint
-    async def update_weights(self, version: int) -> float:
-        """Fetch a published version and swap it in; returns the seconds for which decoding stood still."""
+    async def update_weights(self, version: int) -> SwapReport:
+        """Fetch a published version and swap it in."""
+        from forgeasync.sampler.install import replace_all_weights
+
         assert self._engine is not None
-        return await self._engine.update_weights(version, await store.fetch(version))
+        fetched: list[tuple[str, torch.Tensor]] = []
+
+        async def prefetch() -> None:
+            fetched.extend(await store.fetch(version))
+
+        return await self._engine.update_weights(
+            version, prefetch=prefetch, install=lambda core: replace_all_weights(core, fetched)
+        )
 
     @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:

@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from forgeasync.actors.generator import GeneratorActor, RefusedGroup
+from forgeasync.actors.generator import CancelledGroup, GeneratorActor, RefusedGroup
 from forgeasync.config.schema import SamplingSection, TimeoutSection
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.sampler.stats import EngineStats
+from forgeasync.sampler.swap import SwapReport
 
 
 class GeneratorRouter:
@@ -23,7 +24,7 @@ class GeneratorRouter:
 
     async def sample_group(
         self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection
-    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
 
         Raises:
@@ -73,8 +74,8 @@ class GeneratorRouter:
         finally:
             self._num_in_flight[rank] -= num_samples
 
-    async def update_weights(self, version: int) -> list[float]:
-        """Every generator fetches and swaps in a version; the seconds for which each stood still."""
+    async def update_weights(self, version: int) -> list[SwapReport]:
+        """Every generator fetches and swaps in a version."""
         async with asyncio.timeout(self._timeouts.weights_s):
             return list(
                 await asyncio.gather(
