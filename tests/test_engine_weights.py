@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
 from forgeasync.weights.fetcher import FetchReport
@@ -52,6 +52,8 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
         max_context_length=160,
         seed=0,
         records=Records(routing=True, kept_tokens=False),
+        weights=WeightsSection(),
+        max_off_policy_steps=0,
     )
     try:
         publisher = FolderPublisher(folder, out)
@@ -160,6 +162,8 @@ async def _refusals_scenario(folder: Path, out: Path) -> dict[str, str]:
         max_context_length=160,
         seed=0,
         records=Records(routing=False, kept_tokens=False),
+        weights=WeightsSection(),
+        max_off_policy_steps=0,
     )
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     messages = {}

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.ledger import WeightLedger
@@ -153,6 +153,8 @@ async def _scenario(folder: Path, out: Path) -> Seen:
         max_context_length=160,
         seed=0,
         records=Records(routing=True, kept_tokens=False),
+        weights=WeightsSection(),
+        max_off_policy_steps=0,
     )
     publisher = FolderPublisher(folder, out)
     board = WeightBoard(WeightLedger(lease_timeout_s=LEASE_TIMEOUT_S))
