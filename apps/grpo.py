@@ -28,7 +28,7 @@ from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
-from forgeasync.actors.generator import RefusedGroup
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
@@ -127,13 +127,19 @@ class GrpoRun:
         )
         if isinstance(answer, RefusedGroup):
             self.recorder.warn(answer.problem)
-            self.reissued.append(task)
-            await self.payloads.release(group_id)
-            await self.buffer.drop(group_id, DropReason.BAD_RECORD)
+            await self.reissue(group_id, task, DropReason.BAD_RECORD)
+        elif isinstance(answer, CancelledGroup):
+            await self.reissue(group_id, task, DropReason.CANCELLED)
         else:
             group = Group(group_id=group_id, task=task, rollouts=answer)
             await self.payloads.settle(group_id, group.num_payload_bytes)
             await self.sampled.put(group)
+
+    async def reissue(self, group_id: int, task: Task, reason: DropReason) -> None:
+        """A group will not come: another takes its place, on the same prompt."""
+        self.reissued.append(task)
+        await self.payloads.release(group_id)
+        await self.buffer.drop(group_id, reason)
 
     async def score(self) -> None:
         """Reward sampled groups and complete them in the buffer."""

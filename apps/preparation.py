@@ -11,6 +11,7 @@ from forgeasync.config.checks import check_config, check_without_model
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
 from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
@@ -44,11 +45,17 @@ def check(config: RunConfig) -> ModelFacts:
     return facts
 
 
-def _check_shared_memory(config: RunConfig) -> list[Problem]:
+def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
-    if config.payload.capacity_gib <= free_gib:
+    num_versions = weight_copies_in_shared_memory(config)
+    weights_gib = num_versions * published_weight_bytes(config, facts) / 2**30
+    if config.payload.capacity_gib + weights_gib <= free_gib:
         return []
-    remedy = f"must be at most {free_gib:.3g}, what this machine has free in {SHARED_MEMORY}"
+    remedy = (
+        f"with {weights_gib:.3g} for {num_versions} copies of the weights (2 staged, one fetched by each "
+        f"generator) must be at most {free_gib:.3g}, what this machine has free in {SHARED_MEMORY}; "
+        "docker run --shm-size=... gives a container more"
+    )
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
@@ -59,7 +66,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: lists every problem found.
     """
     facts = check(config)
-    raise_if_any(_check_shared_memory(config))
+    raise_if_any(_check_shared_memory(config, facts))
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     try:

@@ -42,7 +42,7 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from forgeasync.config.schema import GeneratorSection
+    from forgeasync.config.schema import GeneratorSection, WeightsSection
     from forgeasync.data.records import Records
     from forgeasync.sampler.engine import SamplerEngine
 
@@ -52,6 +52,8 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
         max_context_length=PROMPT_TOKENS + RESPONSE_TOKENS,
         seed=0,
         records=Records(routing=routing, kept_tokens=kept_tokens),
+        weights=WeightsSection(),
+        max_off_policy_steps=0,
     )
     params = SamplingParams(
         n=NUM_SAMPLES,

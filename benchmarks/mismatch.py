@@ -42,7 +42,13 @@ from transformers import AutoTokenizer
 
 from forgeasync.algorithms.objectives import ppo_clip
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
-from forgeasync.config.schema import GeneratorSection, OptimizerSection, SamplingSection, TrainerSection
+from forgeasync.config.schema import (
+    GeneratorSection,
+    OptimizerSection,
+    SamplingSection,
+    TrainerSection,
+    WeightsSection,
+)
 from forgeasync.data.kept_tokens import all_kept
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
@@ -118,6 +124,8 @@ async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
         max_context_length=MAX_CONTEXT,
         seed=0,
         records=records,
+        weights=WeightsSection(),
+        max_off_policy_steps=0,
     )
     facts = read_model_facts(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)

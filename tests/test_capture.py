@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
 from tests.support.models import write_random_model
@@ -54,6 +54,7 @@ def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
 
 async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
     from forgeasync.sampler.engine import SamplerEngine
+    from tests.support.replace_weights import replace_all_weights
 
     engine = await SamplerEngine.start(
         model_path=folder,
@@ -64,6 +65,8 @@ async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
         max_context_length=MAX_CONTEXT,
         seed=0,
         records=Records(routing=True, kept_tokens=True),
+        weights=WeightsSection(),
+        max_off_policy_steps=1,
     )
     scheduler = await engine._client.between_steps(lambda core: core.scheduler)
     num_preemptions = 0
@@ -102,7 +105,10 @@ async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
     aborted = await _abort(engine, prompts[4])
     running = asyncio.create_task(groups(SAMPLING, 1))
     await asyncio.sleep(0.15)
-    await engine.update_weights(1, swapped_weights(folder).items())
+    weights = list(swapped_weights(folder).items())
+    await engine.update_weights(
+        1, prefetch=nothing_to_fetch, install=lambda core: replace_all_weights(core, weights)
+    )
     crossing = await running
     engine.shutdown()
     return Sampled(
@@ -131,6 +137,10 @@ async def _abort(engine: object, prompt: np.ndarray) -> object:
         if len(output.outputs[0].token_ids) == 7:
             await engine._llm.abort("cut")
     return last.outputs[0]
+
+
+async def nothing_to_fetch() -> None:
+    """The weights are near already."""
 
 
 def swapped_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -130,7 +130,7 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert generator["KV cache"] == 32 * 2**30
     assert generator["weights"] == 2 * generator_parameters_per_rank(config, counts)
     staging = {item.name: item.num_bytes for item in staging_memory(config, counts)}
-    assert staging["weight store"] == 2 * 2 * counts.total
+    assert staging["staged weights"] == 2 * 2 * counts.total
 
 
 def test_30b_plan_fits_80_gb_gpus(config: RunConfig, facts: ModelFacts) -> None:

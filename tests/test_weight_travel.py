@@ -199,7 +199,7 @@ def test_engines_end_with_the_trainers_weights(name: str, tmp_path: Path) -> Non
     before = load_file(folder / "model.safetensors")
     assert not [name for name in before if torch.equal(before[name], seen.exported[name])], "not updated"
     for workers in seen.parameters:
-        assert_engine_holds(workers, dict(seen.exported))
+        assert_engine_holds(workers, seen.exported)
     assert all(fetch.is_complete for fetch in seen.fetches)
     assert len(seen.fetches) > case.num_generators, "no version before the last was ever served"
     assert all(list(spans) == sorted(set(spans)) for spans in seen.span_versions)

@@ -146,6 +146,8 @@ class Fleet:
                 routing=config.trainer.routing_replay is not RoutingReplay.OFF,
                 kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
             ),
+            weights=config.weights,
+            max_off_policy_steps=config.max_off_policy_steps,
             payload_folder=self._payload_folder,
             payload_capacity_bytes=capacity_bytes,
             host_id=HOST_ID,

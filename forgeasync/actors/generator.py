@@ -2,7 +2,7 @@
 
 Produces rollouts for the collecting loop: their arrays go into the host's payload store, small facts into the
 answer. Consumes weight versions from the trainer's staging buffers. Calls overlap freely, also with an
-update: running sequences go on under the new weights.
+update: what becomes of running sequences is the choice of ``weights.interruption``.
 """
 
 import os
@@ -27,7 +27,7 @@ from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import PayloadServer
 from forgeasync.payload.shared_memory import PayloadWriter
 from forgeasync.sampler.stats import EngineStats
-from forgeasync.sampler.swap import SwapReport
+from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
@@ -48,6 +48,8 @@ class GeneratorSetup:
     max_context_length: int
     seed: int
     records: Records
+    weights: WeightsSection
+    max_off_policy_steps: int
     payload_folder: Path
     payload_capacity_bytes: int
     host_id: str
@@ -58,6 +60,11 @@ class RefusedGroup:
     """A group that must not be trained on; ``problem`` says which rollout and why."""
 
     problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelledGroup:
+    """A group that was given up at an update: finished, it would have been too old to train on."""
 
 
 class GeneratorActor(Actor):
@@ -84,18 +91,23 @@ class GeneratorActor(Actor):
             max_context_length=setup.max_context_length,
             seed=setup.seed + self._rank,
             records=setup.records,
+            weights=setup.weights,
+            max_off_policy_steps=setup.max_off_policy_steps,
         )
         return os.getpid()
 
     @concurrent_endpoint
     async def sample_group(
         self, group_id: int, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection
-    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays."""
         assert self._engine is not None
-        rollouts = await self._engine.generate(
-            prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling
-        )
+        try:
+            rollouts = await self._engine.generate(
+                prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, may_cancel=True
+            )
+        except GroupCancelled:
+            return CancelledGroup()
         for index, rollout in enumerate(rollouts):
             try:
                 check_rollout(rollout, self._setup.records, self._setup.facts)

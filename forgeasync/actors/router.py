@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import ActorError
 
-from forgeasync.actors.generator import GeneratorActor, RefusedGroup
+from forgeasync.actors.generator import CancelledGroup, GeneratorActor, RefusedGroup
 from forgeasync.config.schema import SamplingSection, TimeoutSection, WeightsSection
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.sampler.stats import EngineStats
@@ -30,7 +30,7 @@ class GeneratorRouter:
 
     async def sample_group(
         self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection
-    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
 
         Raises:

@@ -31,6 +31,8 @@ class DropReason(StrEnum):
     """Older than max_off_policy_steps when the trainer could have taken it."""
     BAD_RECORD = "bad_record"
     """Its routed experts or kept tokens contradict its tokens or the model."""
+    CANCELLED = "cancelled"
+    """Given up in the generator at an update that would have left it too old."""
 
 
 class ReplayBuffer:

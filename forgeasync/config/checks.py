@@ -6,6 +6,7 @@ Rules of one field alone are bounds in ``forgeasync.config.schema``.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
@@ -275,6 +276,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_lengths,
     _check_batch,
     _check_generator,
+    check_interruption,
     _check_mesh,
     _check_schedules,
     _check_compile,

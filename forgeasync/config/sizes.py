@@ -1,5 +1,8 @@
 """Sizes that follow from a run's config and its model, in bytes and tokens."""
 
+import math
+
+from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, RoutingReplay, RunConfig
 
@@ -23,6 +26,17 @@ def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
     heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
     element = BYTES_PER_ELEMENT[config.generator.dtype]
     return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
+
+
+def published_weight_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of one version of the weights on its way to the generators."""
+    num_elements = sum(math.prod(shape) for shape in expected_shapes(facts).values())
+    return num_elements * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def weight_copies_in_shared_memory(config: RunConfig) -> int:
+    """Versions of the weights that lie in shared memory: two staged, and one that each generator fetches."""
+    return 2 + config.generator.num_replicas
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:

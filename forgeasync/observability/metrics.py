@@ -12,7 +12,7 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `time/step_s`                        | the whole step, evaluation included                               |
 | `time/wait_for_batch_s`              | the trainer stood idle for the batch                              |
 | `time/train_s`                       | forward, backward and optimizer                                   |
-| `time/publish_weights_s`             | until the new weights were published and training could go on     |
+| `time/publish_weights_s`             | until the new weights were staged and training could go on        |
 | `time/eval_s`                        | evaluation; 0 on steps without one                                |
 | `throughput/train_tokens_per_s`      | response tokens trained on per `time/step_s`                      |
 | `throughput/generated_tokens_per_s`  | response tokens generated during the step per `time/step_s`       |
@@ -35,6 +35,13 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `payload/num_bytes_held`, `_reserved` | in the payload store at the end of the step                      |
 | `payload/bytes_per_token`            | of the batch's payloads, prompt and response tokens alike         |
 | `payload/num_waits`                  | groups so far that had to wait for room in the payload store      |
+| `generator/max_pause_s`              | longest time that a generator stood still for a swap of weights   |
+| `weights/num_swaps`                  | swaps of all generators during the step                           |
+| `weights/max_fetch_s`                | longest fetch of a version, beside decoding                       |
+| `weights/num_bytes_moved`, `_needed` | by the step's fetches, and what the engines take of them          |
+| `weights/num_bad_blocks`             | that arrived with another checksum than the manifest's            |
+| `weights/num_skipped_versions`       | so far: both staging buffers were being read; published later     |
+| `weights/num_expired_leases`         | so far: generators that took longer than `weights.lease_timeout_s` |
 | `time/read_payloads_s`               | part of `time/train_s`: reading and packing the batch's arrays    |
 | `loss`, `grad_norm`                  | before the step; the norm is the one before clipping              |
 | `learning_rate` *, `objective/<...>` * | what the trainer and the objective report besides               |

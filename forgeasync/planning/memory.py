@@ -162,15 +162,19 @@ def generator_memory(config: RunConfig, facts: ModelFacts, counts: ParameterCoun
 
 
 def staging_memory(config: RunConfig, counts: ParameterCounts) -> list[MemoryItem]:
-    """Host memory that passing weights on takes: in the store, and in every generator that fetches."""
+    """Shared memory of hosts: weights on their way, on the trainer's side and in every generator."""
     version = counts.total * BYTES_PER_ELEMENT[config.generator.dtype]
     return [
         MemoryItem(
-            name="weight store",
+            name="staged weights",
             num_bytes=2 * version,
-            how=f"2 versions in {config.generator.dtype.value}: one being read, one being written",
+            how=f"2 versions in {config.generator.dtype.value}, over all ranks: one read, one written",
         ),
-        MemoryItem(name="fetch, each replica", num_bytes=version, how="one version, before it is swapped in"),
+        MemoryItem(
+            name="fetched weights, each replica",
+            num_bytes=version,
+            how="one version, before it is swapped in",
+        ),
         MemoryItem(
             name="payload store",
             num_bytes=round(config.payload.capacity_gib * 2**30),

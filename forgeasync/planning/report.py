@@ -58,7 +58,7 @@ def _processes(config: RunConfig) -> list[Row]:
         ("GPUs, all", str(num_trainer + num_generator), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
         ("GPUs, generators", str(num_generator), split),
-        ("CPU procs", "3", "controller, scorer, weight store"),
+        ("CPU procs", "2", "controller, scorer"),
     ]
 
 

@@ -3,9 +3,10 @@
 Plain asyncio, no Monarch: the generator actor is a thin shell around this class.
 """
 
+import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +14,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
@@ -24,14 +26,22 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection
-from forgeasync.data.kept_tokens import KeptTokens
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records
-from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.data.routing import RoutedExperts
+from forgeasync.data.rollout import Rollout
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
+from forgeasync.sampler.interruption import (
+    GROUP_ARGUMENT,
+    AdmissionGate,
+    Groups,
+    Prefetch,
+    RunningGroup,
+    interruption_policy,
+)
+from forgeasync.sampler.sequence import ABORTED, SequenceJoiner, part_seed
 from forgeasync.sampler.stats import EngineStats
-from forgeasync.sampler.swap import SwapReport
+from forgeasync.sampler.swap import GroupCancelled, SwapReport
+from forgeasync.sampler.updates import WeightUpdates
 
 CPU_WORKER = "forgeasync.sampler.cpu_worker.UpdatableCPUWorker"
 GPU_WORKER_EXTENSION = "forgeasync.sampler.reloading_worker.ReloadingWorker"
@@ -40,7 +50,7 @@ R = TypeVar("R")
 
 
 @contextmanager
-def _in_process_core() -> Iterator[None]:
+def _in_process_core(*, salt_with_version: bool) -> Iterator[None]:
     """AsyncLLM builds its core client through this one static method."""
     original = core_client.EngineCoreClient.make_async_mp_client
 
@@ -48,7 +58,9 @@ def _in_process_core() -> Iterator[None]:
         vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object
     ) -> InProcessAsyncClient:
         # The rest addresses engine cores in other processes.
-        return InProcessAsyncClient(vllm_config, executor_class, log_stats)
+        return InProcessAsyncClient(
+            vllm_config, executor_class, log_stats, salt_with_version=salt_with_version
+        )
 
     core_client.EngineCoreClient.make_async_mp_client = staticmethod(make)
     try:
@@ -61,13 +73,32 @@ class SamplerEngine:
     """One engine. Build it with ``await SamplerEngine.start(...)`` inside an event loop."""
 
     def __init__(
-        self, llm: AsyncLLM, client: InProcessAsyncClient, records: Records, model: ModelConfig
+        self,
+        llm: AsyncLLM,
+        client: InProcessAsyncClient,
+        records: Records,
+        *,
+        weights: WeightsSection,
+        max_off_policy_steps: int,
     ) -> None:
+        model = llm.model_config
         self._llm = llm
         self._client = client
         self._records = records
         self._vocab_size = model.get_vocab_size()
-        self._num_experts = model.get_num_experts()
+        self._joiner = SequenceJoiner(
+            tokenizer=llm.get_tokenizer(), vocab_size=self._vocab_size, num_experts=model.get_num_experts()
+        )
+        self._gate = AdmissionGate()
+        self._groups = Groups()
+        policy = interruption_policy(
+            weights.interruption,
+            client=client,
+            gate=self._gate,
+            groups=self._groups,
+            max_off_policy_steps=max_off_policy_steps,
+        )
+        self._updates = WeightUpdates(client, policy, weights.kv_cache)
         self._request_ids = itertools.count()
         self._num_generated_tokens = 0
         self._num_in_flight = 0
@@ -83,6 +114,8 @@ class SamplerEngine:
         max_context_length: int,
         seed: int,
         records: Records,
+        weights: WeightsSection,
+        max_off_policy_steps: int,
     ) -> "SamplerEngine":
         """Load a Hugging Face folder as policy version 0."""
         is_cpu = current_platform.is_cpu()
@@ -111,9 +144,15 @@ class SamplerEngine:
             from forgeasync.sampler.cpu_capture import request_records
 
             request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
-        with _in_process_core():
+        with _in_process_core(salt_with_version=not weights.prefix_cache_across_versions):
             llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-        engine = cls(llm, llm.engine_core, records, vllm_config.model_config)
+        engine = cls(
+            llm,
+            llm.engine_core,
+            records,
+            weights=weights,
+            max_off_policy_steps=max_off_policy_steps,
+        )
         await engine._client.between_steps(lambda core: core.set_weight_version("0"))
         return engine
 
@@ -124,54 +163,87 @@ class SamplerEngine:
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
+        may_cancel: bool = False,
     ) -> tuple[Rollout, ...]:
-        """Sample ``num_samples`` responses to one prompt; a seed makes them reproducible."""
-        params = SamplingParams(
-            n=num_samples,
-            temperature=sampling.temperature,
-            # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
-            top_k=sampling.top_k or (self._vocab_size if self._records.kept_tokens else 0),
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_response_tokens,
-            logprobs=0,
-            seed=seed,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        prompt = {"prompt_token_ids": prompt_ids_P.tolist()}
-        self._enter()
-        try:
-            final: RequestOutput | None = None
-            async for output in self._llm.generate(prompt, params, f"r{next(self._request_ids)}"):
-                final = output
-        finally:
-            self._leave()
-        assert final is not None and final.finished and len(final.outputs) == num_samples
-        rollouts = tuple(self._rollout(prompt_ids_P, completion) for completion in final.outputs)
+        """Sample ``num_samples`` responses to one prompt; a seed makes them reproducible.
+
+        Raises:
+            GroupCancelled: an update left the group too old to train on, which ``may_cancel`` allows.
+        """
+        with self._busy(), self._groups.running(may_cancel=may_cancel) as (group_id, group):
+            tasks = [
+                asyncio.create_task(self._sample(group_id, group, index, prompt_ids_P, sampling, seed))
+                for index in range(num_samples)
+            ]
+            try:
+                rollouts = tuple(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
         self._num_generated_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
         return rollouts
 
-    async def update_weights(
+    async def _sample(
         self,
-        version: int,
-        *,
-        prefetch: Callable[[], Awaitable[None]],
-        install: Callable[[EngineCore], None],
+        group_id: int,
+        group: RunningGroup,
+        index: int,
+        prompt_ids_P: np.ndarray,
+        sampling: SamplingSection,
+        seed: int | None,
+    ) -> Rollout:
+        """One response, in as many parts as swaps make of it."""
+        parts: list[CompletionOutput] = []
+        prefix = prompt_ids_P.tolist()
+        num_left = sampling.max_response_tokens
+        for attempt in itertools.count():
+            params = SamplingParams(
+                temperature=sampling.temperature,
+                # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
+                top_k=sampling.top_k or (self._vocab_size if self._records.kept_tokens else 0),
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                max_tokens=num_left,
+                logprobs=0,
+                seed=part_seed(seed, sample=index, part=attempt),
+                # Texts are decoded once, from all parts.
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={GROUP_ARGUMENT: group_id},
+            )
+            part = await self._run_request(prefix, params)
+            if group.is_cancelled:
+                raise GroupCancelled
+            if part.token_ids:
+                parts.append(part)
+                prefix = prefix + list(part.token_ids)
+                num_left -= len(part.token_ids)
+            if part.finish_reason != ABORTED:
+                break
+        rollout = self._joiner.join(prompt_ids_P, parts)
+        group.note_end(rollout.version_spans[0].version)
+        return rollout
+
+    async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
+        async with self._gate.inside():
+            last = None
+            prompt = tokens_input(prompt_ids)
+            async for output in self._llm.generate(prompt, params, f"r{next(self._request_ids)}"):
+                last = output
+        assert last is not None and last.finished and len(last.outputs) == 1
+        return last.outputs[0]
+
+    async def update_weights(
+        self, version: int, *, prefetch: Prefetch, install: Callable[[EngineCore], None]
     ) -> SwapReport:
-        """Replace all weights between two decode steps; running sequences go on under the new ones.
+        """Put new weights in place, with what the configured interruption does to running sequences.
 
-        ``prefetch`` makes them ready while decoding goes on, ``install`` runs on the engine's thread. Tokens
-        of every later step carry ``version``.
+        ``prefetch`` brings the weights near, on the event loop; ``install`` puts them in place, on the
+        engine's thread between two decode steps. Tokens of every later step carry ``version``. Where either
+        raises, the engine goes on under the old version and the caller gets the exception. Updates run one
+        after another.
         """
-
-        def swap(core: EngineCore) -> float:
-            start_s = time.perf_counter()
-            install(core)
-            core.set_weight_version(str(version))
-            return time.perf_counter() - start_s
-
-        await prefetch()
-        return SwapReport(version=version, pause_s=await self.between_steps(swap))
+        return await self._updates.run(version, prefetch=prefetch, install=install)
 
     async def between_steps(self, function: Callable[[EngineCore], R]) -> R:
         """Run a function of vLLM's engine core between two steps, on the engine's thread."""
@@ -188,49 +260,14 @@ class SamplerEngine:
     def shutdown(self) -> None:
         self._llm.shutdown()
 
-    def _enter(self) -> None:
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
         if self._num_in_flight == 0:
             self._busy_since_s = time.perf_counter()
         self._num_in_flight += 1
-
-    def _leave(self) -> None:
-        self._num_in_flight -= 1
-        if self._num_in_flight == 0:
-            self._busy_s += time.perf_counter() - self._busy_since_s
-
-    def _rollout(self, prompt_ids_P: np.ndarray, completion: CompletionOutput) -> Rollout:
-        assert completion.logprobs is not None and completion.weight_versions is not None
-        response_ids_T = np.asarray(completion.token_ids, np.int32)
-        logprobs_T = np.asarray(
-            [
-                candidates[token].logprob
-                for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
-            ],
-            np.float32,
-        )
-        spans = tuple(
-            VersionSpan(version=int(span.version), start=span.start, end=span.end)
-            for span in completion.weight_versions
-        )
-        return Rollout(
-            prompt_ids_P=prompt_ids_P.astype(np.int32),
-            response_ids_T=response_ids_T,
-            logprobs_T=logprobs_T,
-            version_spans=spans,
-            text=completion.text,
-            finish_reason=FinishReason(completion.finish_reason),
-            routed_experts=self._routing(completion, num_tokens=len(prompt_ids_P) + len(response_ids_T)),
-            kept_tokens=self._kept_tokens(completion),
-        )
-
-    def _routing(self, completion: CompletionOutput, *, num_tokens: int) -> RoutedExperts | None:
-        if completion.routed_experts is None:
-            return None
-        return RoutedExperts.from_rows(
-            completion.routed_experts, num_tokens=num_tokens, num_experts=self._num_experts
-        )
-
-    def _kept_tokens(self, completion: CompletionOutput) -> KeptTokens | None:
-        if completion.sampling_mask is None:
-            return None
-        return KeptTokens.from_rows(completion.sampling_mask.token_ids, vocab_size=self._vocab_size)
+        try:
+            yield
+        finally:
+            self._num_in_flight -= 1
+            if self._num_in_flight == 0:
+                self._busy_s += time.perf_counter() - self._busy_since_s

@@ -1,12 +1,25 @@
-"""What a change of weights did to running sequences."""
+"""What a swap of weights did to an engine's sequences, apart from vLLM: who reads it need not import vLLM."""
 
 from dataclasses import dataclass
 
 
+class GroupCancelled(Exception):
+    """The group would have been too old to train on: its sequences were ended and are lost."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """One update of an engine."""
+    """One update of one engine's weights."""
 
-    version: int
     pause_s: float
-    """For which decoding stood still."""
+    """Decoding stood still for the swap itself."""
+    waited_s: float
+    """Before that: running sequences drained, or all stood still while the weights came near."""
+    num_crossing: int
+    """Sequences that were under way and go on where they were."""
+    num_resumed: int
+    """Sequences that were ended and begin again with what they had as prefix."""
+    num_cancelled: int
+    """Sequences that were ended for good."""
+    num_recomputed: int
+    """Sequences whose KV cache is computed again under the new weights."""

@@ -1,0 +1,106 @@
+"""One proc's worth of publishing and reading, without Monarch: a folder's weights, staged by this process."""
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from forgeasync.weights.fetcher import Landing, WeightFetcher
+from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout, lay_out
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.named_weight import NamedWeight
+from forgeasync.weights.staging import StagingBuffers
+from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
+from forgeasync.weights.transports.transport import StagingSource
+
+
+class FolderPublisher:
+    """Publishes versions of a Hugging Face folder's tensors from this process."""
+
+    def __init__(self, folder: Path, staging: Path) -> None:
+        self.tensors = load_file(folder / "model.safetensors")
+        weights = [NamedWeight(names=(name,), tensor=tensor) for name, tensor in self.tensors.items()]
+        rank = lay_out(weights, range(len(weights)), rank=0, host_id="h", itemsize=4)
+        self.layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
+        self.buffers = StagingBuffers(staging, rank, torch.float32)
+
+    @property
+    def source(self) -> StagingSource:
+        return StagingSource(host_id="h", paths=self.buffers.paths)
+
+    def transports(self) -> dict[int, SharedMemoryTransport]:
+        return {0: SharedMemoryTransport(self.source, self.layout.ranks[0].num_bytes)}
+
+    def stage(self, slot: int, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+        """Stage tensors of the folder's names and shapes."""
+        staged = self.buffers.write(slot, version, [tensors[name] for name in self.tensors])
+        return Manifest(
+            version=version,
+            slot=slot,
+            layout_digest=self.layout.digest,
+            checksums=(staged.checksums,),
+            copy_s=staged.copy_s,
+        )
+
+
+def constant(version: int) -> float:
+    """f(v): what every weight of a version is; tells 251 versions apart, exact in float32."""
+    return (version % 251 + 1) / 1024
+
+
+def make_fetcher(layout: WeightLayout, source: StagingSource, landing: Landing) -> WeightFetcher:
+    """Reads all of a one-rank layout through shared memory."""
+    (rank,) = layout.ranks
+    return WeightFetcher(
+        layout=layout,
+        needed=[np.ones(rank.num_blocks, bool)],
+        num_bytes_needed=layout.num_bytes,
+        landing=landing,
+        transports={0: SharedMemoryTransport(source, rank.num_bytes)},
+        delta=False,
+    )
+
+
+def read_versions(layout: WeightLayout, source: StagingSource, landing_file: Path, link: Connection) -> None:
+    """A reader in a process of its own: fetches each manifest that it is sent, and says what it has got.
+
+    Answers (version, whether the fetch was complete, whether all of it was ``constant(version)``).
+    """
+    import asyncio
+
+    torch.set_num_threads(1)
+    landing = Landing(landing_file, layout)
+    fetcher = make_fetcher(layout, source, landing)
+    values = landing.image(0).view(torch.float32)
+    is_weight = np.zeros(len(values), bool)
+    for piece in layout.ranks[0].pieces:
+        is_weight[piece.offset // 4 : piece.offset // 4 + piece.num_elements] = True
+    while True:
+        manifest = link.recv()
+        report = asyncio.run(fetcher.fetch(manifest))
+        found = values.numpy()[is_weight]
+        link.send((manifest.version, report.is_complete, bool((found == constant(manifest.version)).all())))
+
+
+def publish_and_die(staging: Path, link: Connection) -> None:
+    """Publishes version 1, then dies in the middle of copying version 2."""
+    num_elements = 2**20
+    box = Box(start=(0,), size=(num_elements,))
+    piece = Piece(names=("w",), shape=box.size, box=box, offset=0)
+    rank = RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=4 * num_elements)
+    layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
+    buffers = StagingBuffers(staging, rank, torch.float32)
+    staged = buffers.write(0, 1, [torch.full(box.size, constant(1))])
+    manifest = Manifest(
+        version=1, slot=0, layout_digest=layout.digest, checksums=(staged.checksums,), copy_s=0.0
+    )
+    link.send((layout, StagingSource(host_id="h", paths=buffers.paths), manifest))
+    half_way = buffers.bytes(1).view(torch.float32)
+    half_way[: num_elements // 2] = constant(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
