@@ -1,8 +1,6 @@
 """Adapters against merged weights, transformers' gradients, peft, and themselves under other layouts."""
 
 import dataclasses
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,6 @@ from forgeasync.config.schema import (
     TrainerSection,
 )
 from forgeasync.trainer import lora_checkpoint
-from forgeasync.trainer.hf_names import hf_names
 from forgeasync.trainer.lora import adapter_parameters, copy_whole, is_adapter
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
@@ -125,7 +122,9 @@ def merge_into(folder: Path, tensors: dict[str, torch.Tensor], out: Path) -> Pat
     out.mkdir()
     for file in ("config.json", "generation_config.json"):
         (out / file).write_text((folder / file).read_text())
-    save_file({n: t.float() for n, t in weights.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.float() for n, t in weights.items()}, out / "model.safetensors", metadata={"format": "pt"}
+    )
     return out
 
 
@@ -206,7 +205,7 @@ def of_weight(module: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def test_merged_is_the_product_in_float32() -> None:
     base, a, b = torch.randn(3, 8, 6).bfloat16(), torch.randn(3, 2, 6), torch.randn(3, 8, 2)
-    by_hand = torch.stack([w.double() + 0.5 * y.double() @ x.double() for w, x, y in zip(base, a, b)])
+    by_hand = base.double() + 0.5 * torch.einsum("eor,eri->eoi", b.double(), a.double())
     result = merged(base, a, b, 0.5)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, by_hand.bfloat16(), atol=0, rtol=2**-7)
@@ -227,9 +226,7 @@ def _step(
     # More microbatches than one, and an uneven last one: nothing but padding on some rank.
     rows = [[*of_rank, pack_row([])] for of_rank in rows]
     gradients: dict[str, torch.Tensor] = {}
-    trainer._optimizer.register_step_pre_hook(
-        lambda *_: gradients.update(adapters(trainer, gradients=True))
-    )
+    trainer._optimizer.register_step_pre_hook(lambda *_: gradients.update(adapters(trainer, gradients=True)))
     result = trainer.train_step(rows[trainer.data_rank], num_targets=num_targets)
     is_base_kept = all(torch.equal(base[name], tensor) for name, tensor in base_weights(trainer).items())
     return result.metrics, gradients, adapters(trainer), is_base_kept

@@ -16,8 +16,10 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch.rdma import RDMABuffer
 
+from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection, WeightsSection
+from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import encode_group
 from forgeasync.data.problems import RecordError
 from forgeasync.data.records import Records, check_rollout
@@ -49,6 +51,7 @@ class GeneratorSetup:
     seed: int
     records: Records
     weights: WeightsSection
+    lora: LoraSection | None
     max_off_policy_steps: int
     payload_folder: Path
     payload_capacity_bytes: int
@@ -157,18 +160,19 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def connect_weights(
-        self, layout: WeightLayout, sources: Sequence[StagingSource], weights: WeightsSection, folder: Path
+        self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
     ) -> None:
         """Plan how versions get from the trainer's ranks into the engine; the landing goes into ``folder``.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
-        from forgeasync.sampler.weight_receiver import WeightReceiver
+        from forgeasync.sampler.weight_receiver import AdapterBase, WeightReceiver
 
         assert self._engine is not None
+        setup = self._setup
         transports = {
-            rank.rank: build_transport(weights, rank, source, generator_host=self._setup.host_id)
+            rank.rank: build_transport(setup.weights, rank, source, generator_host=setup.host_id)
             for rank, source in zip(layout.ranks, sources, strict=True)
             if rank.num_bytes
         }
@@ -177,7 +181,15 @@ class GeneratorActor(Actor):
             layout=layout,
             transports=transports,
             landing=folder / f"landing-{self._rank}",
-            delta=weights.delta,
+            delta=setup.weights.delta,
+            base=None
+            if setup.lora is None
+            else AdapterBase(
+                folder=setup.model_path,
+                shapes=expected_shapes(setup.facts),
+                dtype=TORCH_DTYPES[setup.section.dtype],
+                scaling=setup.lora.alpha / setup.lora.rank,
+            ),
         )
 
     @concurrent_endpoint
