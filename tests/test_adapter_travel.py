@@ -23,10 +23,13 @@ from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
 NUM_UPDATES = 3
+SERVED = "attention"
+"""By vLLM itself, beside base weights that never change."""
 TARGETS = {
     "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     # Each shares a parameter of the engine with a layer that stays as it is.
     "one_of_a_fused_parameter": ("v_proj", "up_proj"),
+    SERVED: ("q_proj", "v_proj", "o_proj"),
 }
 
 
@@ -123,7 +126,8 @@ def test_the_engine_samples_under_the_merged_adapters(name: str, tmp_path: Path)
     expected, num_changed = merge_by_hand(folder, tmp_path / "adapter", lora)
     # Two layers with four experts; four attention layers and three of every expert.
     assert num_changed == sum(2 if target[0] in "qkvo" else 8 for target in TARGETS[name])
-    assert_engine_holds(seen.parameters, expected, atol=1e-6)
+    if name != SERVED:
+        assert_engine_holds(seen.parameters, expected, atol=1e-6)
 
     full_bytes = sum(tensor.nbytes for tensor in expected.values())
     assert all(fetch.is_complete for fetch in seen.fetches)

@@ -84,8 +84,16 @@ class GeneratorActor(Actor):
         """Load the model as policy version 0; returns the proc's id."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
         from forgeasync.sampler.engine import SamplerEngine
+        from forgeasync.sampler.served_adapters import AdapterSetup, can_serve
 
         self._setup = setup
+        adapters = None
+        if setup.lora is not None and can_serve(setup.lora):
+            adapters = AdapterSetup(
+                lora=setup.lora,
+                shapes=expected_shapes(setup.facts),
+                folder=setup.payload_folder / f"adapter-{self._rank}",
+            )
         self._payloads = PayloadWriter(setup.payload_folder, setup.host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
         self._engine = await SamplerEngine.start(
@@ -96,6 +104,7 @@ class GeneratorActor(Actor):
             records=setup.records,
             weights=setup.weights,
             max_off_policy_steps=setup.max_off_policy_steps,
+            adapters=adapters,
         )
         return os.getpid()
 
