@@ -59,9 +59,9 @@ async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
 
     engine = await SamplerEngine.start(
         model_path=folder,
-        # Room for 11 cache blocks, and prefill in chunks of 24 tokens.
+        # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
         generator=GeneratorSection(
-            max_num_seqs=24, max_num_batched_tokens=24, kv_cache_gib=0.0014, compile=compile
+            max_num_seqs=24, max_num_batched_tokens=24, kv_cache_gib=0.0009, compile=compile
         ),
         max_context_length=MAX_CONTEXT,
         seed=0,

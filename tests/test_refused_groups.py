@@ -25,6 +25,8 @@ CANCELLED = (3,)
 class Generators:
     """Answers as a router does; some groups are broken, some given up."""
 
+    num_replicas = 1
+
     def __init__(self) -> None:
         self.prompts: list[tuple[int, ...]] = []
         self.freed: list[StoredRollout] = []

@@ -51,7 +51,7 @@ async def nothing_to_fetch() -> None:
 
 def installer(weights: Mapping[str, torch.Tensor]) -> "Callable[[EngineCore], None]":
     """Puts weights in place."""
-    from forgeasync.sampler.install import replace_all_weights
+    from tests.support.replace_weights import replace_all_weights
 
     return lambda core: replace_all_weights(core, list(weights.items()))
 
