@@ -107,7 +107,9 @@ def load(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: P
             unread.difference_update(names)
         for peft_name in sorted(unread):
             if ".lora_B." in peft_name and tensors.get_tensor(peft_name).any():
-                raise ValueError(f"lora.targets: {folder} has an adapter {peft_name!r}, which is none of them")
+                raise ValueError(
+                    f"lora.targets: {folder} has an adapter {peft_name!r}, which is none of them"
+                )
 
 
 def _check_config(saved: dict[str, object], lora: LoraSection, folder: Path) -> None:
