@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forgeasync.config.interruption_checks import check_interruption
+from forgeasync.config.lora_checks import check_lora, check_lora_sharding
 from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
@@ -280,6 +281,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_mesh,
     _check_schedules,
     _check_compile,
+    check_lora,
     _check_warmup,
     _check_run_dir,
 )
@@ -288,5 +290,6 @@ _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] =
     _check_model_shape,
     _check_trainer_divides_model,
     _check_generator_fits_model,
+    check_lora_sharding,
     _check_payload,
 )
