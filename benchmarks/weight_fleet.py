@@ -22,7 +22,7 @@ from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.trainer import TORCH_DTYPES
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import Dtype, RunConfig, TransportChoice
+from forgeasync.config.schema import Dtype, Interruption, RunConfig, TransportChoice
 from forgeasync.payload.run_folder import create_run_folder
 from forgeasync.trainer.objectives import PpoClip
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
@@ -32,8 +32,10 @@ from forgeasync.weights.transports.store import open_store
 
 TRANSPORTS = (TransportChoice.SHARED_MEMORY, TransportChoice.RDMA, TransportChoice.TORCHSTORE)
 
+MODES = (Interruption.IN_FLIGHT, Interruption.BLOCKING, Interruption.DRAIN)
+
 NUM_WARM, NUM_ENDS = 5, 10
-"""Of the updates that look for growth: not counted for memory; first and last ones whose times are compared."""
+"""Of the updates that look for growth: warm-up, for memory; first and last ones whose times are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +82,21 @@ class Bench:
         await self._trainer._actors.prepare_reference.call(TORCH_DTYPES[config.generator.dtype])
         await self._generator.start_decoding.call_one(self._size.num_sequences)
 
-    async def publish(self, transport: TransportChoice, change: Change = Change.EVERYTHING) -> Manifest:
-        ranks = self._trainer._actors
-        await ranks.next_version.call(change)
-        await ranks.put_into_store.call(transport is TransportChoice.TORCHSTORE)
+    async def _change(self, transport: TransportChoice, change: Change) -> None:
+        """New weights in the trainer, to be staged in the other slot."""
+        await self._trainer._actors.next_version.call(change)
+        await self._trainer._actors.put_into_store.call(transport is TransportChoice.TORCHSTORE)
         self._slot = 1 - self._slot
+
+    async def publish(self, transport: TransportChoice, change: Change = Change.EVERYTHING) -> Manifest:
+        """One version, staged."""
+        await self._change(transport, change)
         return await self._trainer.stage_weights(self._slot)
 
     async def round(self, transport: TransportChoice) -> Round:
         """One version, everything measured."""
-        ranks = self._trainer._actors
-        await ranks.next_version.call(Change.EVERYTHING)
-        await ranks.put_into_store.call(transport is TransportChoice.TORCHSTORE)
-        references = [reference for _, reference in await ranks.publish_reference.call()]
-        self._slot = 1 - self._slot
+        references = [one for _, one in await self._trainer._actors.publish_reference.call()]
+        await self._change(transport, Change.EVERYTHING)
         start_s = time.perf_counter()
         manifest = await self._trainer.stage_weights(self._slot)
         call_s = time.perf_counter() - start_s
@@ -174,11 +177,21 @@ class Bench:
             "was_over_before_the_step": is_still_training,
         }
 
+    async def modes(self, count: int) -> dict[str, list[dict[str, float]]]:
+        """What every mode of interruption generates around an update; the modes take turns."""
+        await self._generator.stop_decoding.call_one()
+        found: dict[str, list[dict[str, float]]] = {mode.value: [] for mode in MODES}
+        for _ in range(count):
+            for mode in MODES:
+                manifest = await self.publish(TransportChoice.SHARED_MEMORY)
+                run = await self._generator.run_mode.call_one(mode, manifest, self._size.num_sequences)
+                found[mode.value].append(asdict(run))
+        return found
+
     async def median_gap_s(self) -> float:
         return await self._generator.median_gap_s.call_one()
 
     async def close(self) -> None:
-        await self._generator.stop_decoding.call_one()
         await self._fleet.close()
 
 
@@ -226,6 +239,7 @@ async def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             delta = {transport.value: await bench.delta(transport) for transport in TRANSPORTS}
             is_small = size.dtype is Dtype.FLOAT32
             busy = await bench.while_owner_computes() if is_small else None
+            modes = await bench.modes(arguments.mode_rounds)
         finally:
             await bench.close()
     return {
@@ -238,6 +252,7 @@ async def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "growth": growth,
         "delta": delta,
         "while_owner_computes": busy,
+        "modes": modes,
     }
 
 
@@ -249,6 +264,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--growth", type=int, required=True)
     parser.add_argument("--growth-s", type=float, required=True)
+    parser.add_argument("--mode-rounds", type=int, required=True)
     arguments = parser.parse_args()
     # The procs are to find the modules beside this one.
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from monarch.actor import concurrent_endpoint, endpoint
 from torch.distributed.tensor import DTensor
+from weight_clock import StepClock
+from weight_modes import PROMPT, ModeRun, Streams, run_mode
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.trainer import TrainerActor
-from forgeasync.config.schema import TransportChoice, WeightsSection
+from forgeasync.config.schema import Interruption, TransportChoice, WeightsSection
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 MAX_ELEMENTS = 128 * 2**20
 """Of the buffers behind a reference copy; longer copies go through them several times."""
-
-PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
 
 
 class Memcpy:
@@ -122,31 +122,6 @@ class Update:
     """Between two tokens, from the start of the fetch to the first token of the new weights."""
 
 
-class _StepClock:
-    """When the engine's steps ended, and under which weights."""
-
-    def __init__(self, client: object) -> None:
-        self.ends: list[tuple[float, str]] = []
-        self._step = client._step
-        self._client = client
-        client._step = self._timed
-
-    def _timed(self) -> None:
-        version = self._client._core.get_weight_version()
-        self._step()
-        self.ends.append((time.perf_counter(), version))
-
-    def gaps(self, start: int = 0) -> list[float]:
-        return [b[0] - a[0] for a, b in itertools.pairwise(self.ends[start:])]
-
-    async def gap_before(self, version: int) -> float:
-        """The gap before the first step under ``version``; waits for it."""
-        while self.ends[-1][1] != str(version):
-            await asyncio.sleep(0.001)
-        index = next(i for i, (_, found) in enumerate(self.ends) if found == str(version))
-        return self.ends[index][0] - self.ends[index - 1][0]
-
-
 class ProbedGenerator(GeneratorActor):
     """A generator that can fetch by every transport into one landing, and knows when its tokens came."""
 
@@ -217,25 +192,11 @@ class ProbedGenerator(GeneratorActor):
     @concurrent_endpoint
     async def start_decoding(self, num_sequences: int) -> None:
         """Keep this many sequences in flight until ``stop_decoding``; returns when they are."""
-        self._clock = _StepClock(self._engine._client)
-        self._decoding = [asyncio.create_task(self._decode(index)) for index in range(num_sequences)]
-        while len(self._clock.ends) < 20:
-            await asyncio.sleep(0.01)
-
-    async def _decode(self, index: int) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=self._setup.max_context_length - len(PROMPT),
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        for number in itertools.count():
-            prompt = {"prompt_token_ids": PROMPT}
-            async for _ in self._engine._llm.generate(prompt, params, f"probe-{index}-{number}"):
-                pass
+        self._clock = StepClock(self._engine._client)
+        self._streams = Streams(self._engine, "probe")
+        for _ in range(num_sequences):
+            self._streams.start(itertools.repeat(self._setup.max_context_length - len(PROMPT)))
+        await self._clock.steps(20)
 
     @concurrent_endpoint
     async def median_gap_s(self) -> float:
@@ -244,6 +205,10 @@ class ProbedGenerator(GeneratorActor):
 
     @concurrent_endpoint
     async def stop_decoding(self) -> None:
-        for task in self._decoding:
-            task.cancel()
-        await asyncio.gather(*self._decoding, return_exceptions=True)
+        await self._streams.stop()
+
+    @concurrent_endpoint
+    async def run_mode(self, mode: Interruption, manifest: Manifest, num_sequences: int) -> ModeRun:
+        """Fetch and swap under a mode, with streams of its own; after ``stop_decoding``."""
+        receiver = self._receiver_of[TransportChoice.SHARED_MEMORY]
+        return await run_mode(self._engine, self._clock, receiver, manifest, mode, num_sequences)

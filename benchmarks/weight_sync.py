@@ -14,25 +14,23 @@ one new version by each of them, and the next round starts with the next transpo
 - moved: bytes that the fetch moved, against those that the engine takes
 - growth: resident memory of all procs, and the time of an update, over many updates by one transport
 - delta: bytes moved by a generator that holds the version before
+- modes: tokens that an interruption mode does not generate during its update, of those that ``in_flight``
+  generates in the same time; one sequence of ten times the mean length has just begun
 """
 
 import argparse
-import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 from common import RESULTS, machine_facts, write_json
 from rich.console import Console
 from weight_models import SIZES
-from weight_tables import delta_table, growth_table, updates_table
+from weight_tables import busy_table, delta_table, growth_table, modes_table, updates_table
 
 HERE = Path(__file__).resolve().parent
 
@@ -42,8 +40,9 @@ def measure_one(name: str, arguments: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / "weight_fleet.py"), name, str(out)]
-        options = ["--rounds", str(arguments.rounds), "--growth", str(arguments.growth)]
-        subprocess.run([*command, *options, "--growth-s", str(arguments.growth_s)], check=True)
+        for option in ("rounds", "growth", "growth_s", "mode_rounds"):
+            command += [f"--{option.replace('_', '-')}", str(vars(arguments)[option])]
+        subprocess.run(command, check=True)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -54,6 +53,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--growth", type=int, default=50, help="updates by one transport; 0: none")
     parser.add_argument("--growth-s", type=float, default=90.0, help="longest that those may take")
+    parser.add_argument("--mode-rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "weight_sync.json")
     arguments = parser.parse_args()
     console = Console(width=150)
@@ -64,8 +64,8 @@ def main() -> None:
             console.print(f"{name}: skipped, needs {SIZES[name].memory_gib} GiB, {free_gib:.1f} are free")
             continue
         results[name] = measure_one(name, arguments)
-    for table in (updates_table(results), growth_table(results), delta_table(results)):
-        console.print(table)
+    for table in (updates_table, growth_table, delta_table, busy_table, modes_table):
+        console.print(table(results))
     content = {"machine": machine_facts(), "load_average": os.getloadavg()[0], "sizes": results}
     write_json(arguments.out, content)
 

@@ -106,7 +106,7 @@ class StagingBuffers:
 
 
 def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Iterator[int]:
-    """Copy flat tensors up to one end of a block after the other, yielding it; ``target`` lies at ``offset``."""
+    """Copy flat tensors to the end of a block, yield it, and so on; ``target`` lies at ``offset``."""
     stop = offset + target.nbytes
     cuts = [offset, *range((offset // BLOCK_BYTES + 1) * BLOCK_BYTES, stop, BLOCK_BYTES), stop]
     if source.dtype == target.dtype:

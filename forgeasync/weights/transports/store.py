@@ -15,7 +15,6 @@ from forgeasync.weights import torchstore_adapter as torchstore_adapter
 from forgeasync.weights.layout import SEGMENT_BYTES
 from forgeasync.weights.transports.transport import Arrived, ByteRange
 
-
 MAX_SEGMENTS_IN_FLIGHT = 4
 """Enough to hide the store's several messages a segment behind the others' bytes."""
 
