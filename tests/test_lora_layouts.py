@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import ActivationCheckpointing, LoraSection, ParallelSection
+from forgeasync.config.schema import ActivationCheckpointing, Dtype, LoraSection, ParallelSection
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from tests.support.lora import LORA, TOKENS_PER_ROW, adapters, base_weights, make_trainer
 from tests.support.models import write_random_model
