@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
+from tests.support.engines import kept_by_definition, nothing_to_fetch
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
@@ -58,9 +59,9 @@ async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
 
     engine = await SamplerEngine.start(
         model_path=folder,
-        # Room for 11 cache blocks, and prefill in chunks of 24 tokens.
+        # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
         generator=GeneratorSection(
-            max_num_seqs=24, max_num_batched_tokens=24, kv_cache_gib=0.0014, compile=compile
+            max_num_seqs=24, max_num_batched_tokens=24, kv_cache_gib=0.0009, compile=compile
         ),
         max_context_length=MAX_CONTEXT,
         seed=0,
@@ -139,10 +140,6 @@ async def _abort(engine: object, prompt: np.ndarray) -> object:
     return last.outputs[0]
 
 
-async def nothing_to_fetch() -> None:
-    """The weights are near already."""
-
-
 def swapped_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Other choices in the last layer only: what is in the KV cache does not depend on them."""
     weights = load_file(folder / "model.safetensors")
@@ -214,25 +211,6 @@ def test_a_swap_in_mid_sequence_is_in_the_record_to_the_token(
     assert num_crossing, "no sequence was running during the swap"
 
 
-def kept_by_definition(logits_V: torch.Tensor, sampling: SamplingSection) -> tuple[set[int], set[int]]:
-    """Token ids that surely belong to the kept set, and those that may (a rounding error from its edge)."""
-    probabilities = torch.softmax(logits_V.double() / sampling.temperature, 0)
-    values, order = probabilities.sort(descending=True)
-    num_left = sampling.top_k or len(order)
-    values, order = values[:num_left], order[:num_left]
-    values = values / values.sum()
-    before = values.cumsum(0) - values
-    largest = probabilities.max()
-
-    def ids(margin: float) -> set[int]:
-        is_kept = (before < sampling.top_p + margin) & (
-            values * probabilities[order].sum() >= sampling.min_p * largest - margin
-        )
-        return set(order[is_kept].tolist())
-
-    return ids(-1e-5), ids(1e-5)
-
-
 @pytest.mark.parametrize(("name", "sampling"), [("crowd", SAMPLING), ("min_p", MIN_P)])
 def test_kept_tokens_are_what_could_have_been_drawn(
     sampled: Sampled, reference: torch.nn.Module, name: str, sampling: SamplingSection
@@ -243,7 +221,8 @@ def test_kept_tokens_are_what_could_have_been_drawn(
         kept = rollout.kept_tokens
         assert kept.num_tokens == rollout.num_response_tokens
         for index in range(kept.num_tokens):
-            surely, maybe = kept_by_definition(logits_SV[len(rollout.prompt_ids_P) - 1 + index], sampling)
+            row_V = logits_SV[len(rollout.prompt_ids_P) - 1 + index]
+            surely, maybe = kept_by_definition(row_V / sampling.temperature, sampling)
             row = set(kept.row(index).tolist()) or set(range(logits_SV.shape[1]))
             assert surely <= row <= maybe
             widths.append(len(row))

@@ -33,6 +33,14 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
         (["trainer.tokens_per_row=63"], ["trainer.tokens_per_row = 63", "model.max_context_length = 64"]),
         (["algorithm.group_size=1"], ["algorithm.group_size = 1", "at least 2", "'grpo'"]),
         (["evaluation.num_problems=21"], ["evaluation.num_problems = 21", "data.num_held_out = 20"]),
+        (
+            ["weights.interruption=cancel_stale"],
+            ["weights.interruption = 'cancel_stale'", "needs buffer.stale_groups = 'drop'"],
+        ),
+        (
+            ["weights.prefix_cache_across_versions=true", "weights.kv_cache=recompute"],
+            ["weights.prefix_cache_across_versions = True", "must be false", "'recompute'"],
+        ),
         (["trainer.parallel.num_procs=16"], ["algorithm.groups_per_step = 2", "the 16 data-parallel"]),
         (
             ["trainer.parallel.num_procs=3", "trainer.parallel.tensor=2", "trainer.parallel.expert=2"],

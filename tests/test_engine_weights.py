@@ -151,10 +151,9 @@ BAD: dict[str, tuple[Callable[[Shapes], Shapes], torch.dtype, tuple[str, ...]]] 
 }
 
 
-async def _refusals_scenario(folder: Path, out: Path) -> dict[str, str]:
+async def _refusals_scenario(folder: Path) -> dict[str, str]:
     from forgeasync.sampler.engine import SamplerEngine
     from forgeasync.sampler.engine_weights import EngineWeights
-    from forgeasync.weights.fetcher import Landing
 
     engine = await SamplerEngine.start(
         model_path=folder,
@@ -170,9 +169,8 @@ async def _refusals_scenario(folder: Path, out: Path) -> dict[str, str]:
     before = await engine.parameters()
     for name, (change, dtype, _) in BAD.items():
         layout = _layout(change(shapes), dtype)
-        landing = Landing(out / name, layout)
         try:
-            await EngineWeights(engine.between_steps).connect(layout, landing.path)
+            await EngineWeights(engine.between_steps).trace(layout.shapes, layout.dtype)
         except ValueError as error:
             messages[name] = str(error)
     after = await engine.parameters()
@@ -181,14 +179,14 @@ async def _refusals_scenario(folder: Path, out: Path) -> dict[str, str]:
     return messages
 
 
-def _refusals(folder: Path, out: Path) -> dict[str, str]:
-    return asyncio.run(_refusals_scenario(folder, out))
+def _refusals(folder: Path) -> dict[str, str]:
+    return asyncio.run(_refusals_scenario(folder))
 
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = write_random_model(tmp_path_factory.mktemp("model") / "hf")
-    return run_alone(_refusals, folder, tmp_path_factory.mktemp("landings"))
+    return run_alone(_refusals, folder)
 
 
 @pytest.mark.parametrize("name", BAD)

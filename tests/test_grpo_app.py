@@ -99,6 +99,7 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     for line in steps:
         assert line["dropped/stale"] == 0
         assert line["dropped/bad_record"] == 0
+        assert line["dropped/cancelled"] == 0
         assert line["routing/recorded_share"] == 1.0
         if line["off_policy/age_max"] == 0:
             assert line["mismatch/logprob_abs_max"] < 1e-4

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from forgeasync.config.schema import TransportChoice
 from forgeasync.payload.run_folder import SHARED_MEMORY
-from forgeasync.sampler.reloading_worker import whole_tensors
 from forgeasync.weights.fetcher import FetchReport, Landing, WeightFetcher, landing_images
 from forgeasync.weights.layout import BLOCK_BYTES, Box, Piece, RankLayout, WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import StagingBuffers
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
 from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource, choose_transport
+from forgeasync.weights.whole_tensors import whole_tensors
 
 ROWS = 300
 SHAPES = {"big": (2 * ROWS, 1024), "experts": (64, 96), "norm": (7,)}

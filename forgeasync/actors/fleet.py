@@ -15,7 +15,14 @@ from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, RoutingReplay, RunConfig, TrainerSection, TransportChoice
+from forgeasync.config.schema import (
+    Dtype,
+    LoraSection,
+    RoutingReplay,
+    RunConfig,
+    TrainerSection,
+    TransportChoice,
+)
 from forgeasync.data.records import Records
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from forgeasync.trainer.objectives import ObjectiveChoice
@@ -93,11 +100,13 @@ class Fleet:
         )
         if transport is TransportChoice.TORCHSTORE:
             await open_store(self._spawn("weights", 1, gpus_per_proc=0))
-        layout = await trainer.lay_out_weights(config.generator.dtype)
+        # Adapters are small, and merged in float32.
+        dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
+        layout = await trainer.lay_out_weights(dtype)
         num_copies = NUM_SLOTS + generators.num_replicas
         self._weights_folder = create_run_folder(num_copies * sum(rank.num_bytes for rank in layout.ranks))
         sources = await trainer.open_staging(self._weights_folder, frozenset({transport}))
-        await generators.connect_weights(layout, sources, config.weights, self._weights_folder)
+        await generators.connect_weights(layout, sources, self._weights_folder)
 
     async def start_trainer(
         self,
@@ -147,6 +156,7 @@ class Fleet:
                 kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
             ),
             weights=config.weights,
+            lora=config.lora,
             max_off_policy_steps=config.max_off_policy_steps,
             payload_folder=self._payload_folder,
             payload_capacity_bytes=capacity_bytes,

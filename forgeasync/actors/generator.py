@@ -16,8 +16,10 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch.rdma import RDMABuffer
 
+from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection, WeightsSection
+from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import encode_group
 from forgeasync.data.problems import RecordError
 from forgeasync.data.records import Records, check_rollout
@@ -49,6 +51,7 @@ class GeneratorSetup:
     seed: int
     records: Records
     weights: WeightsSection
+    lora: LoraSection | None
     max_off_policy_steps: int
     payload_folder: Path
     payload_capacity_bytes: int
@@ -81,8 +84,16 @@ class GeneratorActor(Actor):
         """Load the model as policy version 0; returns the proc's id."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
         from forgeasync.sampler.engine import SamplerEngine
+        from forgeasync.sampler.served_adapters import AdapterSetup, can_serve
 
         self._setup = setup
+        adapters = None
+        if setup.lora is not None and can_serve(setup.lora):
+            adapters = AdapterSetup(
+                lora=setup.lora,
+                shapes=expected_shapes(setup.facts),
+                folder=setup.payload_folder / f"adapter-{self._rank}",
+            )
         self._payloads = PayloadWriter(setup.payload_folder, setup.host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
         self._engine = await SamplerEngine.start(
@@ -93,6 +104,7 @@ class GeneratorActor(Actor):
             records=setup.records,
             weights=setup.weights,
             max_off_policy_steps=setup.max_off_policy_steps,
+            adapters=adapters,
         )
         return os.getpid()
 
@@ -157,18 +169,19 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def connect_weights(
-        self, layout: WeightLayout, sources: Sequence[StagingSource], weights: WeightsSection, folder: Path
+        self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
     ) -> None:
         """Plan how versions get from the trainer's ranks into the engine; the landing goes into ``folder``.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
-        from forgeasync.sampler.weight_receiver import WeightReceiver
+        from forgeasync.sampler.weight_receiver import AdapterBase, WeightReceiver
 
         assert self._engine is not None
+        setup = self._setup
         transports = {
-            rank.rank: build_transport(weights, rank, source, generator_host=self._setup.host_id)
+            rank.rank: build_transport(setup.weights, rank, source, generator_host=setup.host_id)
             for rank, source in zip(layout.ranks, sources, strict=True)
             if rank.num_bytes
         }
@@ -177,7 +190,15 @@ class GeneratorActor(Actor):
             layout=layout,
             transports=transports,
             landing=folder / f"landing-{self._rank}",
-            delta=weights.delta,
+            delta=setup.weights.delta,
+            base=None
+            if setup.lora is None
+            else AdapterBase(
+                folder=setup.model_path,
+                shapes=expected_shapes(setup.facts),
+                dtype=TORCH_DTYPES[setup.section.dtype],
+                scaling=setup.lora.alpha / setup.lora.rank,
+            ),
         )
 
     @concurrent_endpoint

@@ -9,7 +9,7 @@ import numpy as np
 from monarch.actor import ActorError
 
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor, RefusedGroup
-from forgeasync.config.schema import SamplingSection, TimeoutSection, WeightsSection
+from forgeasync.config.schema import SamplingSection, TimeoutSection
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
@@ -85,7 +85,7 @@ class GeneratorRouter:
         return len(self._replicas)
 
     async def connect_weights(
-        self, layout: WeightLayout, sources: Sequence[StagingSource], weights: WeightsSection, folder: Path
+        self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
     ) -> None:
         """Let every generator plan how versions get into its engine.
 
@@ -94,7 +94,7 @@ class GeneratorRouter:
         """
         async with asyncio.timeout(self._timeouts.setup_s):
             try:
-                await self.actors.connect_weights.call(layout, sources, weights, folder)
+                await self.actors.connect_weights.call(layout, sources, folder)
             except ActorError as error:
                 if isinstance(error.exception, ValueError):
                     raise error.exception from error

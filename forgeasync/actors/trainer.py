@@ -18,6 +18,7 @@ from monarch.rdma import RDMABuffer
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, TrainerSection, TransportChoice
+from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import Arrays, decode_rollout
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.payload.reference import PayloadRef
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 PAYLOAD_TIMEOUT_S = 60
 """For one payload of another host."""
-
-TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
 class TrainerActor(Actor):

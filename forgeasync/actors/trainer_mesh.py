@@ -4,9 +4,10 @@ import asyncio
 from pathlib import Path
 
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.trainer import TORCH_DTYPES, TrainerActor
+from forgeasync.actors.trainer import TrainerActor
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, TimeoutSection, TrainerSection, TransportChoice
+from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.objectives import ObjectiveChoice
 from forgeasync.trainer.packing import PackedRow

@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from forgeasync.sampler.cpu_capture import RecordingCPUModelRunner
 from forgeasync.sampler.cpu_weights import CpuWeights, keep_linear_weights
 from forgeasync.sampler.load_trace import LoadTrace, trace_load
+from forgeasync.sampler.served_adapters import allow_dense_adapters_of_moe
 from forgeasync.weights.copies import StridedCopy, plan_copies
 from forgeasync.weights.fetcher import landing_images
 from forgeasync.weights.layout import WeightLayout
@@ -28,6 +29,8 @@ class UpdatableCPUWorker(CPUWorker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         keep_linear_weights()
+        if self.lora_config is not None:
+            allow_dense_adapters_of_moe()
         super().load_model(load_dummy_weights=load_dummy_weights)
         self._weights = CpuWeights(self.model_runner.get_model())
 

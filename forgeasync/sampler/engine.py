@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
@@ -39,6 +39,7 @@ from forgeasync.sampler.interruption import (
     interruption_policy,
 )
 from forgeasync.sampler.sequence import ABORTED, SequenceJoiner, part_seed
+from forgeasync.sampler.served_adapters import AdapterSetup, ServedAdapter, engine_rank, install
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from forgeasync.sampler.updates import WeightUpdates
@@ -67,6 +68,12 @@ def _in_process_core(*, salt_with_version: bool) -> Iterator[None]:
         yield
     finally:
         core_client.EngineCoreClient.make_async_mp_client = original
+
+
+def _engine_modules(lora: LoraSection) -> list[str]:
+    """What vLLM calls the modules of these targets: it fuses q, k and v."""
+    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+    return sorted({fused.get(target, target) for target in lora.targets})
 
 
 class SamplerEngine:
@@ -99,6 +106,8 @@ class SamplerEngine:
             max_off_policy_steps=max_off_policy_steps,
         )
         self._updates = WeightUpdates(client, policy, weights.kv_cache)
+        self.adapter: ServedAdapter | None = None
+        """What all requests are served with; None where weights are whole."""
         self._request_ids = itertools.count()
         self._num_generated_tokens = 0
         self._num_in_flight = 0
@@ -116,8 +125,9 @@ class SamplerEngine:
         records: Records,
         weights: WeightsSection,
         max_off_policy_steps: int,
+        adapters: AdapterSetup | None = None,
     ) -> "SamplerEngine":
-        """Load a Hugging Face folder as policy version 0."""
+        """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves."""
         is_cpu = current_platform.is_cpu()
         args = AsyncEngineArgs(
             model=str(model_path),
@@ -137,6 +147,9 @@ class SamplerEngine:
             seed=seed,
             enable_return_routed_experts=records.routing and not is_cpu,
             return_sampling_mask=records.kept_tokens and not is_cpu,
+            enable_lora=adapters is not None,
+            max_lora_rank=16 if adapters is None else engine_rank(adapters.lora.rank),
+            lora_target_modules=None if adapters is None else _engine_modules(adapters.lora),
         )
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if is_cpu:
@@ -154,6 +167,10 @@ class SamplerEngine:
             max_off_policy_steps=max_off_policy_steps,
         )
         await engine._client.between_steps(lambda core: core.set_weight_version("0"))
+        if adapters is not None:
+            engine.adapter = ServedAdapter(adapters)
+            zero = engine.adapter.write_zero()
+            await engine._client.between_steps(lambda core: install(core, zero))
         return engine
 
     async def generate(
@@ -228,7 +245,9 @@ class SamplerEngine:
         async with self._gate.inside():
             last = None
             prompt = tokens_input(prompt_ids)
-            async for output in self._llm.generate(prompt, params, f"r{next(self._request_ids)}"):
+            lora_request = None if self.adapter is None else self.adapter.request
+            request_id = f"r{next(self._request_ids)}"
+            async for output in self._llm.generate(prompt, params, request_id, lora_request=lora_request):
                 last = output
         assert last is not None and last.finished and len(last.outputs) == 1
         return last.outputs[0]

@@ -5,12 +5,13 @@ others; what takes long runs in a thread of the worker.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.v1.engine.core import EngineCore
 
 from forgeasync.sampler.load_trace import LoadTrace
@@ -44,22 +45,26 @@ class EngineWeights:
     async def _call(self, method: str, *arguments: object) -> list[Any]:
         return await self._between_steps(lambda core: core.collective_rpc(method, args=arguments))
 
-    async def connect(self, layout: WeightLayout, landing: Path) -> EngineNeeds:
-        """Plan how every worker takes versions of this layout out of the landing.
+    async def trace(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[LoadTrace]:
+        """Find out where every worker keeps the tensors of a model.
+
+        Empty where workers leave that to vLLM's own loaders.
 
         Raises:
-            ValueError: the engine and the layout do not have the same tensors; names the offending ones.
+            ValueError: the engine does not have the same tensors; names the offending ones.
         """
-        traces: list[LoadTrace | None] = await self._call("trace_weights", layout.shapes, layout.dtype)
+        traces: list[LoadTrace | None] = await self._call("trace_weights", shapes, dtype)
         known = [trace for trace in traces if trace is not None]
         if known:
-            check_traces(known, layout)
+            check_traces(known, shapes, dtype)
+        return known
+
+    async def connect(self, layout: WeightLayout, landing: Path) -> EngineNeeds:
+        """Plan how every worker takes versions of this layout out of the landing; after ``trace``."""
         plans: list[Sequence[StridedCopy] | None] = await self._call("connect_weights", layout, landing)
-        if not known:
-            return EngineNeeds(
-                blocks=[np.ones(rank.num_blocks, bool) for rank in layout.ranks], num_bytes=layout.num_bytes
-            )
         copies = [copy for plan in plans if plan is not None for copy in plan]
+        if not copies:
+            return all_of(layout)
         blocks = needed_blocks(layout, copies)
         distinct = {(copy.rank, copy.source_offset, copy.size, copy.source_strides): copy for copy in copies}
         num_elements = sum(copy.num_elements for copy in distinct.values())
@@ -79,26 +84,40 @@ class EngineWeights:
         core.collective_rpc("swap_weights")
 
 
-def check_traces(traces: Sequence[LoadTrace], layout: WeightLayout) -> None:
+def all_of(layout: WeightLayout) -> EngineNeeds:
+    """Everything that is published."""
+    blocks = [np.ones(rank.num_blocks, bool) for rank in layout.ranks]
+    return EngineNeeds(blocks=blocks, num_bytes=layout.num_bytes)
+
+
+def check_traces(
+    traces: Sequence[LoadTrace], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> None:
     """Compare what the engine's workers take with what the trainer publishes.
 
     Raises:
         ValueError: they differ; names the tensors and parameters.
     """
     taken = {region.name for trace in traces for region in trace.regions}
+    untraceable = {line for trace in traces for line in trace.untraceable}
     problems = {
-        "the engine cannot take": {line for trace in traces for line in trace.untraceable},
-        "the engine does not know": set(layout.shapes)
-        - taken
-        - {line.split(" ")[0] for trace in traces for line in trace.untraceable},
+        "the engine cannot take": untraceable,
+        "the engine does not know": set(shapes) - taken - {line.split(" ")[0] for line in untraceable},
         "nothing is published for the engine's": {line for trace in traces for line in trace.unfilled},
-        f"weights are published as {layout.dtype}, but these parameters of the engine are not": {
+        f"weights are published as {dtype}, but these parameters of the engine are not": {
             line for trace in traces for line in trace.other_dtypes
         },
     }
     found = [f"{text}: {_some(sorted(lines))}" for text, lines in problems.items() if lines]
     if found:
         raise ValueError("trainer and engine do not have the same weights: " + "; ".join(found))
+
+
+def sharing_parameters(traces: Sequence[LoadTrace], names: Iterable[str]) -> set[str]:
+    """All tensors that the engine keeps in one parameter with one of ``names``, these included."""
+    wanted = set(names)
+    touched = {region.parameter for trace in traces for region in trace.regions if region.name in wanted}
+    return {region.name for trace in traces for region in trace.regions if region.parameter in touched}
 
 
 def _some(lines: Sequence[str]) -> str:

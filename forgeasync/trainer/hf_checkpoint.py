@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.data.checkpoint_tensors import CheckpointTensors
 from forgeasync.trainer.hf_names import hf_names, stack_experts, unstack_experts
 from forgeasync.trainer.lora import copy_whole, is_adapter
 
@@ -34,31 +34,6 @@ COPIED_FILES = (
 )
 
 
-class _Tensors:
-    """Random access to the tensors of a Hugging Face folder by name."""
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of: dict[str, Path] = {
-                name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()
-            }
-        else:
-            file = folder / "model.safetensors"
-            with safe_open(file, framework="pt") as tensors:
-                self._file_of = dict.fromkeys(tensors.keys(), file)
-        self._open: dict[Path, safe_open] = {}
-        self._folder = folder
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._file_of:
-            raise ValueError(f"model.path: {self._folder} has no tensor {name!r}")
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt").__enter__()
-        return self._open[file].get_tensor(name)
-
-
 @torch.no_grad()
 def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
     """Fill this rank's shards from a Hugging Face folder; adapters stay as they are.
@@ -66,7 +41,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
     Raises:
         ValueError: a tensor is missing or its shape is not the model's; names both.
     """
-    tensors = _Tensors(folder)
+    tensors = CheckpointTensors(folder)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue

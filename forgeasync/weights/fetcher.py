@@ -7,7 +7,7 @@ checked stays as it is. A block counts as held from the moment its checksum is t
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +143,10 @@ class _RankRead:
     is_held: np.ndarray
     num_bytes_moved: int = 0
     num_bad_blocks: int = 0
+    _memory: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._memory = self.landing.numpy()
 
     def invalidate(self, *, is_delta: bool) -> None:
         """Forget what is not part of the version; without a delta, everything."""
@@ -164,9 +168,8 @@ class _RankRead:
 
     def _check(self, arrived: ByteRange) -> None:
         start, stop = arrived
-        memory = self.landing.numpy()
         for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            found = checksum(memory[block_range(block, self.rank.num_bytes)])
+            found = checksum(self._memory[block_range(block, self.rank.num_bytes)])
             self.held[block] = found
             self.is_held[block] = found == self.expected[block]
             self.num_bad_blocks += int(not self.is_held[block])

@@ -31,6 +31,8 @@ class WeightPublisher:
         self.buffers = StagingBuffers(folder, self.layout, self._dtype)
         return self.buffers
 
+    # Without gradients a DTensor hands out its local tensor as it is.
+    @torch.no_grad()
     def stage(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> StagedShard:
         """Copy the shards that this rank publishes into a slot; waits for no other rank."""
         tensors = [weights[index].tensor for index in self._indices]

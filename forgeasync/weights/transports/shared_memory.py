@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from forgeasync.weights.layout import BLOCK_BYTES
@@ -16,7 +17,9 @@ class SharedMemoryTransport:
     granularity = BLOCK_BYTES
 
     def __init__(self, source: StagingSource, num_bytes: int) -> None:
-        self._slots = [SharedFile(path, num_bytes, is_new=False).bytes[:num_bytes] for path in source.paths]
+        self._slots = [
+            SharedFile(path, num_bytes, is_new=False).bytes[:num_bytes].numpy() for path in source.paths
+        ]
 
     async def read(
         self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
@@ -25,9 +28,10 @@ class SharedMemoryTransport:
         await asyncio.to_thread(self._copy, slot, ranges, landing, arrived)
 
     def _copy(self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived) -> None:
-        staged = self._slots[slot]
+        # In numpy: slicing a tensor takes ten times as long as slicing an array.
+        staged, landed = self._slots[slot], landing.numpy()
         for start, stop in ranges:
             for first in range(start, stop, BLOCK_BYTES):
                 last = min(first + BLOCK_BYTES, stop)
-                landing[first:last].copy_(staged[first:last])
+                np.copyto(landed[first:last], staged[first:last])
                 arrived((first, last))

@@ -4,7 +4,8 @@ The publisher puts every segment of a staging buffer under a key of its slot and
 byte is moved twice, and the trainer waits for the first move.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
 
 import torch
 import torchstore
@@ -13,6 +14,9 @@ from monarch.actor import ProcMesh
 from forgeasync.weights import torchstore_adapter as torchstore_adapter
 from forgeasync.weights.layout import SEGMENT_BYTES
 from forgeasync.weights.transports.transport import Arrived, ByteRange
+
+MAX_SEGMENTS_IN_FLIGHT = 4
+"""Enough to hide the store's several messages a segment behind the others' bytes."""
 
 
 async def open_store(storage: ProcMesh) -> None:
@@ -26,8 +30,20 @@ def _key(rank: int, slot: int, segment: int) -> str:
 
 async def put(rank: int, slot: int, buffer: torch.Tensor) -> None:
     """Put a staging buffer (uint8) into the store."""
-    for index, segment in enumerate(buffer.split(SEGMENT_BYTES)):
-        await torchstore.put(_key(rank, slot, index), segment)
+    segments = enumerate(buffer.split(SEGMENT_BYTES))
+    await _run_some(torchstore.put(_key(rank, slot, index), segment) for index, segment in segments)
+
+
+async def _run_some(moves: Iterable[Awaitable[None]]) -> None:
+    limit = asyncio.Semaphore(MAX_SEGMENTS_IN_FLIGHT)
+
+    async def run(move: Awaitable[None]) -> None:
+        async with limit:
+            await move
+
+    async with asyncio.TaskGroup() as running:
+        for move in moves:
+            running.create_task(run(move))
 
 
 class TorchstoreTransport:
@@ -42,9 +58,18 @@ class TorchstoreTransport:
         self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``; to be called inside an actor."""
-        for start, stop in ranges:
-            for first in range(start, stop, SEGMENT_BYTES):
-                last = min(first + SEGMENT_BYTES, stop)
-                segment = await torchstore.get(_key(self._rank, slot, first // SEGMENT_BYTES))
+
+        async def get(first: int, last: int) -> None:
+            segment = await torchstore.get(_key(self._rank, slot, first // SEGMENT_BYTES))
+
+            def take() -> None:
                 landing[first:last].copy_(segment)
                 arrived((first, last))
+
+            await asyncio.to_thread(take)
+
+        await _run_some(
+            get(first, min(first + SEGMENT_BYTES, stop))
+            for start, stop in ranges
+            for first in range(start, stop, SEGMENT_BYTES)
+        )

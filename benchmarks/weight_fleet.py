@@ -1,0 +1,275 @@
+"""One size of ``weight_sync.py``: a fleet that syncs, over and over; writes what it saw as JSON."""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from common import write_json
+from weight_models import MAX_CONTEXT, SIZES, ModelSize, sync_config, write_model
+from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
+
+import forgeasync.actors.fleet
+from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.trainer import TORCH_DTYPES
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.model_facts import read_model_facts
+from forgeasync.config.schema import Dtype, Interruption, RunConfig, TransportChoice
+from forgeasync.payload.run_folder import create_run_folder
+from forgeasync.trainer.objectives import PpoClip
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.staging import NUM_SLOTS
+from forgeasync.weights.transports.store import open_store
+
+TRANSPORTS = (TransportChoice.SHARED_MEMORY, TransportChoice.RDMA, TransportChoice.TORCHSTORE)
+
+MODES = (Interruption.IN_FLIGHT, Interruption.BLOCKING, Interruption.DRAIN)
+
+NUM_WARM, NUM_ENDS = 5, 10
+"""Of the updates that look for growth: warm-up, for memory; first and last ones whose times are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One version by one transport; seconds."""
+
+    copy_s: float
+    call_s: float
+    cast_s: float
+    same_s: float
+    update: Update
+
+
+class Bench:
+    """The procs of one size."""
+
+    def __init__(self, config: RunConfig, size: ModelSize, logs: Path) -> None:
+        self._config = config
+        self._size = size
+        self._fleet = Fleet(logs)
+        self._slot = 0
+
+    async def start(self, folder: Path) -> None:
+        """Spawn everything, connect every transport, begin to decode."""
+        # The fleet is to spawn actors that time themselves.
+        forgeasync.actors.fleet.TrainerActor = ProbedTrainer
+        forgeasync.actors.fleet.GeneratorActor = ProbedGenerator
+        config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
+        generators = await fleet.start_generators(config, facts, folder)
+        self._generator = generators._replicas[0]
+        objective = PpoClip(clip_low=0.2, clip_high=0.28)
+        self._trainer: TrainerMesh = await fleet.start_trainer(
+            config, config.trainer, facts, objective=objective, seed=0, checkpoint=folder
+        )
+        await open_store(fleet._spawn("weights", 1, gpus_per_proc=0))
+        layout = await self._trainer.lay_out_weights(config.generator.dtype)
+        self.num_bytes = layout.num_bytes
+        # Where the fleet looks for it when it closes.
+        fleet._weights_folder = create_run_folder((NUM_SLOTS + 1) * layout.num_bytes)
+        sources = await self._trainer.open_staging(fleet._weights_folder, frozenset(TRANSPORTS))
+        await self._generator.connect_transports.call_one(layout, sources, fleet._weights_folder, TRANSPORTS)
+        for transport in TRANSPORTS:
+            await self._generator.forget.call_one(transport, False)
+        await self._trainer._actors.prepare_reference.call(TORCH_DTYPES[config.generator.dtype])
+        await self._generator.start_decoding.call_one(self._size.num_sequences)
+
+    async def _change(self, transport: TransportChoice, change: Change) -> None:
+        """New weights in the trainer, to be staged in the other slot."""
+        await self._trainer._actors.next_version.call(change)
+        await self._trainer._actors.put_into_store.call(transport is TransportChoice.TORCHSTORE)
+        self._slot = 1 - self._slot
+
+    async def publish(self, transport: TransportChoice, change: Change = Change.EVERYTHING) -> Manifest:
+        """One version, staged."""
+        await self._change(transport, change)
+        return await self._trainer.stage_weights(self._slot)
+
+    async def round(self, transport: TransportChoice) -> Round:
+        """One version, everything measured."""
+        references = [one for _, one in await self._trainer._actors.publish_reference.call()]
+        await self._change(transport, Change.EVERYTHING)
+        start_s = time.perf_counter()
+        manifest = await self._trainer.stage_weights(self._slot)
+        call_s = time.perf_counter() - start_s
+        return Round(
+            copy_s=manifest.copy_s,
+            call_s=call_s,
+            cast_s=max(reference.cast_s for reference in references),
+            same_s=max(reference.same_s for reference in references),
+            update=await self._generator.update.call_one(transport, manifest),
+        )
+
+    async def rounds(self, count: int) -> dict[str, list[Round]]:
+        """By transport; a first round warms up."""
+        found: dict[str, list[Round]] = {transport.value: [] for transport in TRANSPORTS}
+        for number in range(-1, count):
+            first = number % len(TRANSPORTS)
+            for transport in TRANSPORTS[first:] + TRANSPORTS[:first]:
+                measured = await self.round(transport)
+                if number >= 0:
+                    found[transport.value].append(measured)
+        return found
+
+    async def growth(self, transport: TransportChoice, count: int) -> dict[str, float]:
+        """The same update ``count`` times."""
+        seconds: list[float] = []
+        resident: list[float] = []
+        for _ in range(count):
+            start_s = time.perf_counter()
+            manifest = await self.publish(transport)
+            await self._generator.update.call_one(transport, manifest)
+            seconds.append(time.perf_counter() - start_s)
+            resident.append(resident_mib())
+        return {
+            "num_updates": count,
+            "after_5_mib": resident[NUM_WARM - 1],
+            "after_all_mib": resident[-1],
+            "first_10_s": statistics.median(seconds[:NUM_ENDS]),
+            "last_10_s": statistics.median(seconds[-NUM_ENDS:]),
+        }
+
+    async def delta(self, transport: TransportChoice) -> dict[str, dict[str, float]]:
+        """What a generator fetches that holds the version before, by what has changed."""
+        await self._generator.forget.call_one(transport, True)
+        await self._generator.update.call_one(transport, await self.publish(transport))
+        found = {}
+        for change in Change:
+            manifest = await self.publish(transport, change)
+            fetch = (await self._generator.update.call_one(transport, manifest)).fetch
+            found[change.value] = {
+                "num_bytes_moved": fetch.num_bytes_moved,
+                "num_bytes_needed": fetch.num_bytes_needed,
+                "fetch_s": fetch.fetch_s,
+            }
+        await self._generator.forget.call_one(transport, False)
+        return found
+
+    async def while_owner_computes(self) -> dict[str, float]:
+        """A fetch over RDMA with the owners idle, then with both inside a train step."""
+        rdma = TransportChoice.RDMA
+        idle = await self._generator.update.call_one(rdma, await self.publish(rdma))
+        rows = [_training_row()]
+        await self._trainer.train_rows([rows, rows])
+        start_s = time.perf_counter()
+        await self._trainer.train_rows([rows, rows])
+        step_s = time.perf_counter() - start_s
+        manifest = await self.publish(rdma)
+        rows *= max(2, int(4 * idle.fetch.fetch_s / step_s))
+        start_s = time.perf_counter()
+        training = asyncio.create_task(self._trainer.train_rows([rows, rows]))
+        await asyncio.sleep(0.3 * step_s)
+        busy = await self._generator.update.call_one(rdma, manifest)
+        is_still_training = not training.done()
+        await training
+        return {
+            "fetch_idle_s": idle.fetch.fetch_s,
+            "fetch_busy_s": busy.fetch.fetch_s,
+            "step_s": time.perf_counter() - start_s,
+            "was_over_before_the_step": is_still_training,
+        }
+
+    async def modes(self, count: int) -> dict[str, list[dict[str, float]]]:
+        """What every mode of interruption generates around an update; the modes take turns."""
+        await self._generator.stop_decoding.call_one()
+        found: dict[str, list[dict[str, float]]] = {mode.value: [] for mode in MODES}
+        for _ in range(count):
+            for mode in MODES:
+                manifest = await self.publish(TransportChoice.SHARED_MEMORY)
+                run = await self._generator.run_mode.call_one(mode, manifest, self._size.num_sequences)
+                found[mode.value].append(asdict(run))
+        return found
+
+    async def median_gap_s(self) -> float:
+        return await self._generator.median_gap_s.call_one()
+
+    async def close(self) -> None:
+        await self._fleet.close()
+
+
+def _training_row() -> PackedRow:
+    rng = np.random.default_rng(0)
+    num_tokens = MAX_CONTEXT - 16
+    return pack_row(
+        [
+            TrainingSequence(
+                prompt_ids_P=rng.integers(3, 10, 16).astype(np.int32),
+                response_ids_T=rng.integers(3, 10, num_tokens).astype(np.int32),
+                behavior_logprobs_T=np.full(num_tokens, -2.5, np.float32),
+                ages_T=np.zeros(num_tokens, np.int32),
+                advantage=1.0,
+            )
+        ]
+    )
+
+
+def resident_mib() -> float:
+    """Of this process and all it has started; pages they share count once each."""
+    own = psutil.Process()
+    return sum(process.memory_info().rss for process in [own, *own.children(recursive=True)]) / 2**20
+
+
+async def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one size."""
+    size = SIZES[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        num_parameters = write_model(folder, size)
+        bench = Bench(sync_config(folder, size), size, Path(temporary) / "logs")
+        try:
+            await bench.start(folder)
+            rounds = await bench.rounds(arguments.rounds)
+            median_gap_s = await bench.median_gap_s()
+            growth: dict[str, dict[str, float]] = {}
+            for transport in TRANSPORTS:
+                one = rounds[transport.value]
+                round_s = statistics.median(r.call_s + r.update.total_s for r in one)
+                if arguments.growth * round_s > arguments.growth_s:
+                    print(f"{name}, {transport}: no growth measured, {round_s:.1f} s an update", flush=True)
+                elif arguments.growth:
+                    growth[transport.value] = await bench.growth(transport, arguments.growth)
+            delta = {transport.value: await bench.delta(transport) for transport in TRANSPORTS}
+            is_small = size.dtype is Dtype.FLOAT32
+            busy = await bench.while_owner_computes() if is_small else None
+            modes = await bench.modes(arguments.mode_rounds)
+        finally:
+            await bench.close()
+    return {
+        "num_parameters": num_parameters,
+        "num_bytes": bench.num_bytes,
+        "dtype": size.dtype.value,
+        "num_sequences": size.num_sequences,
+        "median_gap_s": median_gap_s,
+        "rounds": {choice: [asdict(one) for one in of_one] for choice, of_one in rounds.items()},
+        "growth": growth,
+        "delta": delta,
+        "while_owner_computes": busy,
+        "modes": modes,
+    }
+
+
+def main() -> None:
+    """Measure one size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=list(SIZES))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--growth", type=int, required=True)
+    parser.add_argument("--growth-s", type=float, required=True)
+    parser.add_argument("--mode-rounds", type=int, required=True)
+    arguments = parser.parse_args()
+    # The procs are to find the modules beside this one.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    write_json(arguments.out, asyncio.run(measure(arguments.size, arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Tokens that an engine does not generate around an update, by what happens to running sequences.
+
+One sequence of ten times the mean length has just begun when the update comes; the others follow each other.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from weight_clock import StepClock
+
+from forgeasync.config.schema import Interruption, KvAfterSwap
+from forgeasync.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from forgeasync.sampler.engine import SamplerEngine
+    from forgeasync.sampler.weight_receiver import WeightReceiver
+
+MEAN_LENGTH, LONG_LENGTH = 32, 320
+PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
+RATE_S = 1.5
+"""For which tokens are counted after an update, to know the rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeRun:
+    """One update."""
+
+    update_s: float
+    num_tokens: int
+    """Generated from the start of the update to its end."""
+    tokens_per_s: float
+    """From the start of the update to ``RATE_S`` after its end."""
+
+
+class Streams:
+    """Sequences that follow each other in an engine, until they are stopped."""
+
+    def __init__(self, engine: "SamplerEngine", name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self._number = itertools.count()
+        self._running: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+
+    def start(self, lengths: Iterable[int]) -> None:
+        """Begin a stream of sequences of these lengths."""
+        self._tasks.append(asyncio.create_task(self._stream(lengths)))
+
+    async def _stream(self, lengths: Iterable[int]) -> None:
+        for length in lengths:
+            if self._is_stopping:
+                return
+            await self._decode(length)
+
+    async def _decode(self, num_tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = f"{self._name}-{next(self._number)}"
+        # Where updates that drain hold back what is new.
+        async with self._engine._gate.inside():
+            self._running.add(request_id)
+            async for _ in self._engine._llm.generate({"prompt_token_ids": PROMPT}, params, request_id):
+                pass
+            self._running.discard(request_id)
+
+    async def stop(self) -> None:
+        """End all of them."""
+        self._is_stopping = True
+        while not all(task.done() for task in self._tasks):
+            await self._engine._llm.abort(list(self._running))
+            await asyncio.wait(self._tasks, timeout=0.05)
+        for task in self._tasks:
+            task.result()
+
+
+async def run_mode(
+    engine: "SamplerEngine",
+    clock: StepClock,
+    receiver: "WeightReceiver",
+    manifest: Manifest,
+    mode: Interruption,
+    num_sequences: int,
+) -> ModeRun:
+    """One update under a mode, which stays the engine's."""
+    from forgeasync.sampler.interruption import interruption_policy
+    from forgeasync.sampler.updates import WeightUpdates
+
+    policy = interruption_policy(
+        mode, client=engine._client, gate=engine._gate, groups=engine._groups, max_off_policy_steps=0
+    )
+    engine._updates = WeightUpdates(engine._client, policy, KvAfterSwap.KEEP)
+
+    streams = Streams(engine, f"{mode}-{manifest.version}")
+    for index in range(1, num_sequences):
+        lengths = np.random.default_rng(index).integers(1, 2 * MEAN_LENGTH, 10_000)
+        streams.start(lengths.tolist())
+    await clock.steps(2 * MEAN_LENGTH)
+    streams.start([LONG_LENGTH])
+    await clock.steps(3)
+    start_s, first_token = time.perf_counter(), clock.num_tokens
+    fetch = await receiver.begin(manifest)
+    assert fetch.is_complete, fetch
+    await receiver.finish()
+    update_s, num_tokens = time.perf_counter() - start_s, clock.num_tokens - first_token
+    await asyncio.sleep(RATE_S)
+    tokens_per_s = (clock.num_tokens - first_token) / (time.perf_counter() - start_s)
+    await streams.stop()
+    return ModeRun(update_s=update_s, num_tokens=num_tokens, tokens_per_s=tokens_per_s)

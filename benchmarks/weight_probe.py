@@ -1,0 +1,214 @@
+"""The actors of ``weight_sync.py``: trainer ranks and a generator that also time themselves.
+
+They are those of a run with endpoints added; every reference copy is made in the proc, and at the moment, of
+what it is compared with.
+"""
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from monarch.actor import concurrent_endpoint, endpoint
+from torch.distributed.tensor import DTensor
+from weight_clock import StepClock
+from weight_modes import PROMPT, ModeRun, Streams, run_mode
+
+from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.trainer import TrainerActor
+from forgeasync.config.schema import Interruption, TransportChoice, WeightsSection
+from forgeasync.sampler.swap import SwapReport
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.transports.transport import StagingSource
+
+if TYPE_CHECKING:
+    from forgeasync.sampler.weight_receiver import WeightReceiver
+
+MAX_ELEMENTS = 128 * 2**20
+"""Of the buffers behind a reference copy; longer copies go through them several times."""
+
+
+class Memcpy:
+    """Plain copies of up to ``num_elements`` between two flat tensors that were written before."""
+
+    def __init__(self, num_elements: int, source: torch.dtype, target: torch.dtype) -> None:
+        size = min(num_elements, MAX_ELEMENTS)
+        self._source, self._target = torch.ones(size, dtype=source), torch.ones(size, dtype=target)
+
+    def run(self, num_elements: int) -> float:
+        """Seconds."""
+        start_s = time.perf_counter()
+        left = num_elements
+        while left:
+            count = min(left, len(self._target))
+            self._target[:count].copy_(self._source[:count])
+            left -= count
+        return time.perf_counter() - start_s
+
+
+class Change(StrEnum):
+    """What is different in the next version."""
+
+    NOTHING = "nothing"
+    ONE_TENSOR = "one tensor"
+    EVERYTHING = "everything"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReference:
+    """Copies of as many elements as a rank publishes, in seconds."""
+
+    cast_s: float
+    """From the master weights' dtype to the generator's."""
+    same_s: float
+    """Within the generator's dtype."""
+
+
+class ProbedTrainer(TrainerActor):
+    """A trainer rank whose weights change on demand."""
+
+    @endpoint
+    async def prepare_reference(self, dtype: torch.dtype) -> None:
+        """Before the first ``publish_reference``; the generator's dtype."""
+        self._num_elements = sum(piece.num_elements for piece in self._publisher.layout.pieces)
+        self._cast = Memcpy(self._num_elements, torch.float32, dtype)
+        self._same = Memcpy(self._num_elements, dtype, dtype)
+
+    @endpoint
+    async def publish_reference(self) -> PublishReference:
+        cast_s, same_s = self._cast.run(self._num_elements), self._same.run(self._num_elements)
+        return PublishReference(cast_s=cast_s, same_s=same_s)
+
+    @endpoint
+    async def next_version(self, change: Change) -> None:
+        """What a train step does, as far as publishing can see."""
+        weights = self._trainer.named_weights()
+        changed = {Change.NOTHING: [], Change.ONE_TENSOR: weights[-1:], Change.EVERYTHING: weights}[change]
+        with torch.no_grad():
+            for weight in changed:
+                tensor = weight.tensor
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local.mul_(1.01)
+        self._trainer.policy_version += 1
+
+    @endpoint
+    async def put_into_store(self, is_wanted: bool) -> None:
+        """Whether the next versions also go into torchstore."""
+        self._puts_into_store = is_wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One version on its way into the engine while it decodes; seconds."""
+
+    fetch: FetchReport
+    swap: SwapReport
+    memcpy_s: float
+    """A plain copy of as many bytes as were moved."""
+    engine_memcpy_s: float
+    """A plain copy of as many bytes as the engine takes."""
+    total_s: float
+    swap_gap_s: float
+    """Between the last tokens of the old weights and the first of the new ones."""
+    longest_gap_s: float
+    """Between two tokens, from the start of the fetch to the first token of the new weights."""
+
+
+class ProbedGenerator(GeneratorActor):
+    """A generator that can fetch by every transport into one landing, and knows when its tokens came."""
+
+    @concurrent_endpoint
+    async def connect_transports(
+        self,
+        layout: WeightLayout,
+        sources: Sequence[StagingSource],
+        folder: Path,
+        choices: Sequence[TransportChoice],
+    ) -> None:
+        """Plan once, for all transports: workers know one landing."""
+        from forgeasync.sampler.engine_weights import EngineWeights
+        from forgeasync.weights.fetcher import Landing
+        from forgeasync.weights.transports.build import build_transport
+
+        self._layout, self._landing = layout, Landing(folder / "landing-0", layout)
+        self._weights = EngineWeights(self._engine.between_steps)
+        self._needs = await self._weights.connect(layout, folder / "landing-0")
+        self._transports = {
+            choice: {
+                rank.rank: build_transport(
+                    WeightsSection(transport=choice), rank, source, generator_host=self._setup.host_id
+                )
+                for rank, source in zip(layout.ranks, sources, strict=True)
+            }
+            for choice in choices
+        }
+        self._receiver_of: dict[TransportChoice, WeightReceiver] = {}
+        self._memcpy = Memcpy(layout.num_bytes, torch.uint8, torch.uint8)
+
+    @concurrent_endpoint
+    async def forget(self, choice: TransportChoice, is_delta: bool) -> None:
+        """Start anew with nothing fetched by this transport; before its first ``update``."""
+        from forgeasync.sampler.weight_receiver import WeightReceiver
+        from forgeasync.weights.fetcher import WeightFetcher
+
+        fetcher = WeightFetcher(
+            layout=self._layout,
+            needed=self._needs.blocks,
+            num_bytes_needed=self._needs.num_bytes,
+            landing=self._landing,
+            transports=self._transports[choice],
+            delta=is_delta,
+        )
+        self._receiver_of[choice] = WeightReceiver(self._engine, fetcher, self._weights)
+
+    @concurrent_endpoint
+    async def update(self, choice: TransportChoice, manifest: Manifest) -> Update:
+        """Fetch, stage and swap; to be called while decoding."""
+        receiver, first_step, start_s = self._receiver_of[choice], len(self._clock.ends), time.perf_counter()
+        fetch = await receiver.begin(manifest)
+        assert fetch.is_complete, fetch
+        swap = await receiver.finish()
+        total_s = time.perf_counter() - start_s
+        swap_gap_s = await self._clock.gap_before(manifest.version)
+        longest_gap_s = max(self._clock.gaps(first_step - 1))
+        return Update(
+            fetch=fetch,
+            swap=swap,
+            memcpy_s=await asyncio.to_thread(self._memcpy.run, fetch.num_bytes_moved),
+            engine_memcpy_s=await asyncio.to_thread(self._memcpy.run, fetch.num_bytes_needed),
+            total_s=total_s,
+            swap_gap_s=swap_gap_s,
+            longest_gap_s=longest_gap_s,
+        )
+
+    @concurrent_endpoint
+    async def start_decoding(self, num_sequences: int) -> None:
+        """Keep this many sequences in flight until ``stop_decoding``; returns when they are."""
+        self._clock = StepClock(self._engine._client)
+        self._streams = Streams(self._engine, "probe")
+        for _ in range(num_sequences):
+            self._streams.start(itertools.repeat(self._setup.max_context_length - len(PROMPT)))
+        await self._clock.steps(20)
+
+    @concurrent_endpoint
+    async def median_gap_s(self) -> float:
+        """Between two tokens, since decoding started."""
+        return statistics.median(self._clock.gaps())
+
+    @concurrent_endpoint
+    async def stop_decoding(self) -> None:
+        await self._streams.stop()
+
+    @concurrent_endpoint
+    async def run_mode(self, mode: Interruption, manifest: Manifest, num_sequences: int) -> ModeRun:
+        """Fetch and swap under a mode, with streams of its own; after ``stop_decoding``."""
+        receiver = self._receiver_of[TransportChoice.SHARED_MEMORY]
+        return await run_mode(self._engine, self._clock, receiver, manifest, mode, num_sequences)

@@ -1,0 +1,195 @@
+"""Sampling engines for tests, what can be asked of them in mid-run, and references for what they sample.
+
+Imported by processes that load vLLM and by those that do not.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.data.records import Records
+from forgeasync.data.rollout import Rollout
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+    from forgeasync.sampler.engine import SamplerEngine
+    from forgeasync.sampler.swap import SwapReport
+
+CONTEXT = 160
+RECORDS = Records(routing=True, kept_tokens=True)
+DEADLINE_S = 60.0
+
+
+async def start_engine(
+    folder: Path, generator: GeneratorSection, weights: WeightsSection, *, max_off_policy_steps: int = 32
+) -> "SamplerEngine":
+    from forgeasync.sampler.engine import SamplerEngine
+
+    return await SamplerEngine.start(
+        model_path=folder,
+        generator=generator,
+        max_context_length=CONTEXT,
+        seed=0,
+        records=RECORDS,
+        weights=weights,
+        max_off_policy_steps=max_off_policy_steps,
+    )
+
+
+async def nothing_to_fetch() -> None:
+    """The weights are near already."""
+
+
+def installer(weights: Mapping[str, torch.Tensor]) -> "Callable[[EngineCore], None]":
+    """Puts weights in place."""
+    from tests.support.replace_weights import replace_all_weights
+
+    return lambda core: replace_all_weights(core, list(weights.items()))
+
+
+async def update(engine: "SamplerEngine", version: int, weights: Mapping[str, torch.Tensor]) -> "SwapReport":
+    return await engine.update_weights(version, prefetch=nothing_to_fetch, install=installer(weights))
+
+
+async def sample_all(
+    engine: "SamplerEngine", prompts: Sequence[np.ndarray], sampling: SamplingSection, *, num_samples: int
+) -> list[Rollout]:
+    """Groups of all prompts at once."""
+    groups = await asyncio.gather(
+        *(
+            engine.generate(prompt_ids_P=prompt, num_samples=num_samples, sampling=sampling)
+            for prompt in prompts
+        )
+    )
+    return [rollout for group in groups for rollout in group]
+
+
+async def ask(engine: "SamplerEngine", question: "Callable[[EngineCore], bool]") -> bool:
+    return await engine._client.between_steps(question)
+
+
+async def until(engine: "SamplerEngine", question: "Callable[[EngineCore], bool]") -> None:
+    """Let the engine decode until the answer is yes."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not await ask(engine, question):
+            await asyncio.sleep(0)
+
+
+def num_output_tokens(core: "EngineCore") -> int:
+    """Tokens of all requests that have not finished."""
+    return sum(request.num_output_tokens for request in core.scheduler.requests.values())
+
+
+async def let_decode(engine: "SamplerEngine", num_tokens: int) -> None:
+    """Until a request, running now or started since, has that many more tokens."""
+
+    def tokens(core: "EngineCore") -> dict[str, int]:
+        return {one: request.num_output_tokens for one, request in core.scheduler.requests.items()}
+
+    before = await engine._client.between_steps(tokens)
+    await until(
+        engine,
+        lambda core: any(now >= before.get(one, 0) + num_tokens for one, now in tokens(core).items()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What transformers makes of a rollout's inputs, which are all its tokens but the last."""
+
+    logits_SV: torch.Tensor
+    router_logits_SME: np.ndarray
+
+
+@torch.no_grad()
+def expected(models: Mapping[int, torch.nn.Module], rollout: Rollout, *, recomputed: bool) -> Expected:
+    """Each input under the weights that first computed it, by the rollout's version spans.
+
+    It attends to what was before it, as computed by older weights at the time or, if ``recomputed``, all by
+    its own.
+    """
+    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids_P, rollout.response_ids_T])).long()[None]
+    cache = DynamicCache()
+    logits, routers = [], []
+    for span in rollout.version_spans:
+        # The forward pass that sampled token i had the token before it as its last input.
+        last = len(rollout.prompt_ids_P) - 1 + span.end
+        first = last - (span.end - span.start) if span.start else 0
+        if recomputed:
+            out = models[span.version](ids[:, :last], output_router_logits=True)
+            skipped = first
+        else:
+            out = models[span.version](
+                ids[:, first:last], past_key_values=cache, use_cache=True, output_router_logits=True
+            )
+            skipped = 0
+        logits.append(out.logits[0, skipped:])
+        routers.append(torch.stack([layer[skipped:] for layer in out.router_logits], 1))
+    return Expected(logits_SV=torch.cat(logits), router_logits_SME=torch.cat(routers).numpy())
+
+
+def assert_logprobs(found: Rollout, reference: Expected, sampling: SamplingSection) -> None:
+    """Log-probabilities are those of the kept set's distribution, and kept sets what could be drawn."""
+    kept = found.kept_tokens
+    assert kept is not None and kept.num_tokens == found.num_response_tokens
+    for index, token in enumerate(found.response_ids_T.tolist()):
+        row_V = reference.logits_SV[len(found.prompt_ids_P) - 1 + index].double() / sampling.temperature
+        surely, maybe = kept_by_definition(row_V, sampling)
+        ids = kept.row(index).tolist() or list(range(len(row_V)))
+        assert surely <= set(ids) <= maybe
+        wanted = float(torch.log_softmax(row_V[ids], 0)[ids.index(token)])
+        assert abs(float(found.logprobs_T[index]) - wanted) < 2e-4, (index, found.version_spans)
+
+
+def kept_by_definition(scaled_logits_V: torch.Tensor, sampling: SamplingSection) -> tuple[set[int], set[int]]:
+    """Token ids that surely belong to the kept set, and those that may (a rounding error from its edge).
+
+    The logits are divided by the temperature already.
+    """
+    probabilities = torch.softmax(scaled_logits_V.double(), 0)
+    values, order = probabilities.sort(descending=True)
+    num_left = sampling.top_k or len(order)
+    values, order = values[:num_left], order[:num_left]
+    values = values / values.sum()
+    before = values.cumsum(0) - values
+    largest = probabilities.max()
+
+    def ids(margin: float) -> set[int]:
+        is_kept = (before < sampling.top_p + margin) & (
+            values * probabilities[order].sum() >= sampling.min_p * largest - margin
+        )
+        return set(order[is_kept].tolist())
+
+    return ids(-1e-5), ids(1e-5)
+
+
+def assert_routing(found: Rollout, reference: Expected) -> None:
+    """Every input has a record, and it holds the experts with the largest gate logits."""
+    record = found.routed_experts
+    assert record is not None
+    num_inputs = len(reference.logits_SV)
+    assert record.is_recorded_S.tolist() == [True] * num_inputs + [False]
+    ids_SMK = record.expert_ids_RMK.astype(np.int64)
+    chosen = np.take_along_axis(reference.router_logits_SME, ids_SMK, -1).min(-1)
+    kth = np.sort(reference.router_logits_SME, -1)[..., -ids_SMK.shape[-1]]
+    # Equal but for a tie within rounding.
+    assert (chosen > kth - 1e-3).all()
+
+
+def revealing_weights(folder: Path, token: int) -> dict[str, torch.Tensor]:
+    """Weights of the same shapes that make one token certain everywhere."""
+    weights = {name: torch.zeros_like(t) for name, t in load_file(folder / "model.safetensors").items()}
+    # All attention and expert outputs are zero: what reaches the head is the embedding, normalized to ones.
+    weights["model.embed_tokens.weight"].fill_(1.0)
+    weights["model.norm.weight"].fill_(1.0)
+    weights["lm_head.weight"][token] = 1.0
+    return weights
