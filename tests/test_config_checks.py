@@ -94,6 +94,17 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["model.max_context_length=257", "trainer.tokens_per_row=512"],
             ["model.max_context_length = 257", "max_position_embeddings = 256"],
         ),
+        (["lora={rank: 2, alpha: 4, targets: [q_proj, gate]}"], ["lora.targets = 'gate'", "q_proj, k_proj"]),
+        (["lora={rank: 2, alpha: 4, targets: [q_proj, q_proj]}"], ["lora.targets = 'q_proj'", "there once"]),
+        (
+            [
+                "lora={rank: 3, alpha: 4, targets: [q_proj, up_proj]}",
+                "trainer.parallel.num_procs=32",
+                "trainer.parallel.expert=8",
+                "algorithm.groups_per_step=8",
+            ],
+            ["lora.rank = 3", "multiple of 4", "32 ranks share", "8 experts"],
+        ),
         ([WARMUP, "warmup.shape.top_k=5"], ["warmup.shape.top_k = 5", "warmup.shape.num_experts = 4"]),
         ([WARMUP, "warmup.shape.num_kv_heads=3"], ["warmup.shape.num_kv_heads = 3", "num_heads = 2"]),
     ],

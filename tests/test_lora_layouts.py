@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import ActivationCheckpointing, LoraSection, ParallelSection
+from forgeasync.config.schema import ActivationCheckpointing, Dtype, LoraSection, ParallelSection
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from tests.support.lora import LORA, TOKENS_PER_ROW, adapters, base_weights, make_trainer
 from tests.support.models import write_random_model
@@ -69,14 +69,6 @@ def single(
             ActivationCheckpointing.NONE,
             id="tp2-no-sp",
         ),
-        pytest.param(
-            ParallelSection(num_procs=2, context=2, expert=2), ActivationCheckpointing.FULL, id="cp2-ep2-ac"
-        ),
-        pytest.param(
-            ParallelSection(num_procs=4, tensor=2, expert=4),
-            ActivationCheckpointing.SELECTIVE,
-            id="fsdp2-tp2-ep4-selective-ac",
-        ),
     ],
 )
 def test_a_step_is_the_same_under_every_layout(
@@ -101,3 +93,32 @@ def test_a_step_is_the_same_under_every_layout(
                 rank_gradients[name] / scale, expected / scale, atol=2e-6, rtol=1e-4, msg=name
             )
             torch.testing.assert_close(rank_weights[name], weights[name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+def _step_in(
+    folder: Path, sequences: list[TrainingSequence], dtype: Dtype, compile: bool
+) -> tuple[float, torch.Tensor, set[torch.dtype], set[torch.dtype]]:
+    """Loss and gradients of a step with checkpointing; dtypes of what is trained, and of what is frozen."""
+    checkpointing = ActivationCheckpointing.FULL
+    trainer = make_trainer(
+        folder, ParallelSection(), checkpointing=checkpointing, dtype=dtype, compile=compile
+    )
+    row = pack_row(sequences[:3])
+    gradients: dict[str, torch.Tensor] = {}
+    trainer._optimizer.register_step_pre_hook(lambda *_: gradients.update(adapters(trainer, gradients=True)))
+    loss = trainer.train_step([row], num_targets=row.num_targets).metrics["loss"]
+    trained, frozen = (
+        {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad is is_trained}
+        for is_trained in (True, False)
+    )
+    return loss, torch.cat([gradient.flatten() for gradient in gradients.values()]), trained, frozen
+
+
+def test_compiled_and_in_bfloat16(folder: Path, sequences: list[TrainingSequence]) -> None:
+    """Adapters stay float32; the frozen rest is kept in the compute dtype."""
+    exact_loss, exact, _, kept = run_ranks(1, _step_in, folder, sequences, Dtype.FLOAT32, False)[0]
+    loss, gradient, trained, frozen = run_ranks(1, _step_in, folder, sequences, Dtype.BFLOAT16, True)[0]
+    assert kept == {torch.float32}
+    assert trained == {torch.float32} and frozen == {torch.bfloat16}
+    assert loss == pytest.approx(exact_loss, rel=2e-2)
+    assert torch.cosine_similarity(gradient, exact, dim=0) > 0.995
