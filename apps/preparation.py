@@ -52,7 +52,7 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     if config.payload.capacity_gib + weights_gib <= free_gib:
         return []
     remedy = (
-        f"with {weights_gib:.3g} for {num_versions} copies of the weights (2 staged, one fetched by each "
+        f"with {weights_gib:.3g} for {num_versions} copies of the weights (staged ones, and one of each "
         f"generator) must be at most {free_gib:.3g}, what this machine has free in {SHARED_MEMORY}; "
         "docker run --shm-size=... gives a container more"
     )

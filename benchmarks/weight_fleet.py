@@ -19,10 +19,10 @@ from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 
 import forgeasync.actors.fleet
 from forgeasync.actors.fleet import Fleet
-from forgeasync.actors.trainer import TORCH_DTYPES
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import Dtype, Interruption, RunConfig, TransportChoice
+from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.payload.run_folder import create_run_folder
 from forgeasync.trainer.objectives import PpoClip
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row

@@ -30,7 +30,7 @@ from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
-    from forgeasync.sampler.weight_receiver import WeightReceiver
+    pass
 
 MAX_ELEMENTS = 128 * 2**20
 """Of the buffers behind a reference copy; longer copies go through them several times."""
@@ -134,13 +134,10 @@ class ProbedGenerator(GeneratorActor):
         choices: Sequence[TransportChoice],
     ) -> None:
         """Plan once, for all transports: workers know one landing."""
-        from forgeasync.sampler.engine_weights import EngineWeights
-        from forgeasync.weights.fetcher import Landing
+        from forgeasync.sampler.weight_receiver import WeightReceiver
         from forgeasync.weights.transports.build import build_transport
 
-        self._layout, self._landing = layout, Landing(folder / "landing-0", layout)
-        self._weights = EngineWeights(self._engine.between_steps)
-        self._needs = await self._weights.connect(layout, folder / "landing-0")
+        self._layout = layout
         self._transports = {
             choice: {
                 rank.rank: build_transport(
@@ -150,6 +147,13 @@ class ProbedGenerator(GeneratorActor):
             }
             for choice in choices
         }
+        self._first_receiver = await WeightReceiver.connect(
+            self._engine,
+            layout=layout,
+            transports=self._transports[choices[0]],
+            landing=folder / "landing-0",
+            delta=False,
+        )
         self._receiver_of: dict[TransportChoice, WeightReceiver] = {}
         self._memcpy = Memcpy(layout.num_bytes, torch.uint8, torch.uint8)
 
@@ -159,15 +163,16 @@ class ProbedGenerator(GeneratorActor):
         from forgeasync.sampler.weight_receiver import WeightReceiver
         from forgeasync.weights.fetcher import WeightFetcher
 
+        known = self._first_receiver._fetcher
         fetcher = WeightFetcher(
             layout=self._layout,
-            needed=self._needs.blocks,
-            num_bytes_needed=self._needs.num_bytes,
-            landing=self._landing,
+            needed=known._needed,
+            num_bytes_needed=known._num_bytes_needed,
+            landing=known._landing,
             transports=self._transports[choice],
             delta=is_delta,
         )
-        self._receiver_of[choice] = WeightReceiver(self._engine, fetcher, self._weights)
+        self._receiver_of[choice] = WeightReceiver(self._engine, fetcher, self._first_receiver._make_ready)
 
     @concurrent_endpoint
     async def update(self, choice: TransportChoice, manifest: Manifest) -> Update:

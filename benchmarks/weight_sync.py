@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--mode-rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "weight_sync.json")
     arguments = parser.parse_args()
-    console = Console(width=150)
+    console = Console(width=190)
     results = {}
     for name in arguments.sizes.split(","):
         free_gib = psutil.virtual_memory().available / 2**30

@@ -35,8 +35,12 @@ def published_weight_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def weight_copies_in_shared_memory(config: RunConfig) -> int:
-    """Versions of the weights that lie in shared memory: two staged, and one that each generator fetches."""
-    return 2 + config.generator.num_replicas
+    """Versions of all weights in shared memory: two staged, and one that each generator fetches.
+
+    Of adapters only what a generator makes of them counts.
+    """
+    num_staged = 2 if config.lora is None else 0
+    return num_staged + config.generator.num_replicas
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
