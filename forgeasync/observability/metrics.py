@@ -36,9 +36,9 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `payload/bytes_per_token`            | of the batch's payloads, prompt and response tokens alike         |
 | `payload/num_waits`                  | groups so far that had to wait for room in the payload store      |
 | `generator/max_pause_s`              | longest time that a generator stood still for a swap of weights   |
-| `generator/max_swap_wait_s`          | longest wait before a swap: draining, or standing still for the fetch |
-| `generator/num_crossing`, `_resumed`, `_cancelled`, `_recomputed` | sequences that went on across a swap,    |
-|                                      | were ended and resumed, given up, or lost their KV cache to it    |
+| `generator/max_swap_wait_s`          | longest wait before one: draining, or still for the fetch         |
+| `generator/num_crossing`, `_resumed` | sequences that went on across a swap, or were ended and resumed   |
+| `generator/num_cancelled`, `_recomputed` | that were given up at one, or lost their KV cache to it       |
 | `weights/num_swaps`                  | swaps of all generators during the step                           |
 | `weights/max_fetch_s`                | longest fetch of a version, beside decoding                       |
 | `weights/num_bytes_moved`, `_needed` | by the step's fetches, and what the engines take of them          |
