@@ -1,7 +1,8 @@
 """Objectives, corrections, KL estimates and aggregations against float64 references, sequence by sequence.
 
 The references take the log-probabilities twice: ``x`` is what a gradient flows through, ``x0`` the same
-numbers where the formula stops it. Gradients are compared with central differences of the references in ``x``.
+numbers where the formula stops it. Gradients are compared with central differences of the references in
+``x``.
 """
 
 import math
