@@ -1,0 +1,34 @@
+"""Sums over the sequences of a packed batch, given back to every token of them.
+
+Shape suffixes: T packed tokens, S sequences.
+"""
+
+import torch
+
+
+def sequence_sums(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
+    """For every token [T] the sum of its sequence's masked values; differentiable."""
+    sums_S, index_T = _sums(values_T, mask_T, sequence_ids_T)
+    return sums_S[index_T]
+
+
+def sequence_means(
+    values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+) -> torch.Tensor:
+    """For every token [T] the mean of its sequence's masked values; 0 where nothing is masked in."""
+    lengths_T = sequence_sums(torch.ones_like(values_T), mask_T, sequence_ids_T)
+    return sequence_sums(values_T, mask_T, sequence_ids_T) / lengths_T.clamp(min=1.0)
+
+
+def _sums(
+    values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_S, index_T = sequence_ids_T.unique(return_inverse=True)
+    sums_S = values_T.new_zeros(len(ids_S))
+    # What is masked out may be anything, nan too.
+    return sums_S.index_add(0, index_T, torch.where(mask_T, values_T, 0.0)), index_T
+
+
+def num_sequences(mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
+    """How many sequences have at least one token masked in; float32 scalar."""
+    return torch.as_tensor(float(sequence_ids_T[mask_T].unique().numel()), device=mask_T.device)

@@ -1,0 +1,292 @@
+"""Objectives, corrections, KL estimates and aggregations against float64 references, sequence by sequence.
+
+The references take the log-probabilities twice: ``x`` is what a gradient flows through, ``x0`` the same
+numbers where the formula stops it. Gradients are compared with central differences of the references in
+``x``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from forgeasync.algorithms import aggregation, corrections, kl, objectives
+
+Sequences = list[list[int]]
+"""Masked positions of every sequence."""
+Reference = Callable[[Sequence[float], Sequence[float], "Batch"], list[float]]
+
+
+class Batch:
+    """Random packed tokens of uneven sequences, some masked out, one sequence wholly."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, 9, size=6)
+        ids = np.repeat(rng.permutation(len(lengths)) * 7, lengths)
+        num = len(ids)
+        self.ids = torch.from_numpy(ids)
+        mask = rng.random(num) < 0.8
+        mask[ids == 0] = False
+        mask[ids == 7] = True
+        self.mask = torch.from_numpy(mask)
+        self.logprobs = rng.uniform(-4, -0.1, num).astype(np.float32)
+        shift = rng.normal(0, 0.4, num).astype(np.float32)
+        self.behavior = (self.logprobs - shift).astype(np.float32)
+        self.behavior[~mask] = np.nan  # nothing sampled these
+        self.proximal = (self.logprobs - 0.5 * shift).astype(np.float32)
+        by_sequence = dict(zip(np.unique(ids).tolist(), rng.normal(0, 1, len(lengths)), strict=True))
+        self.advantages = np.asarray([by_sequence[i] for i in ids.tolist()], np.float32)
+        self.sequences: Sequences = [
+            [t for t in range(num) if ids[t] == i and mask[t]] for i in np.unique(ids)
+        ]
+
+    def of(self, token: int) -> list[int]:
+        return next(s for s in self.sequences if token in s)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for s in self.sequences for t in s]
+
+
+def ratio(x: Sequence[float], batch: Batch, t: int) -> float:
+    return math.exp(x[t] - float(batch.behavior[t]))
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def surrogate(r: float, a: float, low: float, high: float) -> float:
+    return -min(r * a, clip(r, 1 - low, 1 + high) * a)
+
+
+def _ppo(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+    return [surrogate(ratio(x, b, t), float(b.advantages[t]), 0.2, 0.28) for t in b.tokens]
+
+
+def _dual(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+    losses = []
+    for t, loss in zip(b.tokens, _ppo(x, x0, b), strict=True):
+        a = float(b.advantages[t])
+        losses.append(min(loss, 1.3 * abs(a)) if a < 0 else loss)
+    return losses
+
+
+def _cispo(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+    return [-clip(ratio(x0, b, t), 0.8, 1.28) * float(b.advantages[t]) * x[t] for t in b.tokens]
+
+
+def _gspo(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+    losses = []
+    for t in b.tokens:
+        logs = [x[u] - float(b.behavior[u]) for u in b.of(t)]
+        losses.append(surrogate(math.exp(sum(logs) / len(logs)), float(b.advantages[t]), 0.05, 0.1))
+    return losses
+
+
+def _reinforce(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+    return [-float(b.advantages[t]) * x[t] for t in b.tokens]
+
+
+def _topr(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+    losses = []
+    for t in b.tokens:
+        a = float(b.advantages[t])
+        whole = math.exp(sum(x0[u] - float(b.behavior[u]) for u in b.of(t)))
+        losses.append(-(1.0 if a >= 0 else clip(whole, 0, 1)) * a * x[t])
+    return losses
+
+
+def _kimi(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+    losses = []
+    for t in b.tokens:
+        whole = sum(x[u] - float(b.behavior[u]) for u in b.of(t))
+        losses.append(-float(b.advantages[t]) * x[t] + 0.15 * (x[t] - float(b.behavior[t])) * whole)
+    return losses
+
+
+OBJECTIVES: dict[str, tuple[objectives.Objective, Reference]] = {
+    "ppo_clip": (objectives.ppo_clip(), _ppo),
+    "dual_clip": (objectives.ppo_clip(dual_clip=1.3), _dual),
+    "cispo": (objectives.cispo(0.2, 0.28), _cispo),
+    "gspo": (objectives.gspo(0.05, 0.1), _gspo),
+    "reinforce": (objectives.reinforce(), _reinforce),
+    "topr": (objectives.topr(), _topr),
+    "kimi15": (objectives.kimi15(0.3), _kimi),
+}
+
+
+def arguments(batch: Batch, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "logprobs_T": logprobs,
+        "behavior_logprobs_T": torch.from_numpy(batch.behavior),
+        "advantages_T": torch.from_numpy(batch.advantages),
+        "mask_T": batch.mask,
+        "sequence_ids_T": batch.ids,
+    }
+
+
+def assert_matches(
+    losses_T: torch.Tensor, logprobs: torch.Tensor, batch: Batch, reference: Reference
+) -> None:
+    x0 = [float(v) for v in batch.logprobs]
+    expected = reference(x0, x0, batch)
+    found = losses_T[batch.tokens]
+    np.testing.assert_allclose(found.detach().double().numpy(), expected, rtol=1e-4, atol=1e-5)
+    found.sum().backward()
+    assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
+    step = 1e-6
+    for t in range(len(x0)):
+        up, down = [*x0], [*x0]
+        up[t] += step
+        down[t] -= step
+        slope = (sum(reference(up, x0, batch)) - sum(reference(down, x0, batch))) / (2 * step)
+        assert float(logprobs.grad[t]) == pytest.approx(slope, rel=2e-3, abs=2e-3), t
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives_and_their_gradients(name: str, seed: int) -> None:
+    objective, reference = OBJECTIVES[name]
+    batch = Batch(seed)
+    logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
+    losses_T, sums = objective(**arguments(batch, logprobs))
+    assert_matches(losses_T, logprobs, batch, reference)
+    assert all(0 <= float(value) <= len(batch.tokens) for value in sums.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decoupled_ppo_and_its_gradient(seed: int) -> None:
+    batch = Batch(seed)
+
+    def reference(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
+        losses = []
+        for t in b.tokens:
+            weight = math.exp(float(b.proximal[t]) - float(b.behavior[t]))
+            loss = surrogate(math.exp(x[t] - float(b.proximal[t])), float(b.advantages[t]), 0.2, 0.2)
+            losses.append(0.0 if weight > 1.2 else weight * loss)
+        return losses
+
+    logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
+    losses_T, sums = objectives.decoupled_ppo(0.2, 1.2)(
+        **arguments(batch, logprobs), proximal_logprobs_T=torch.from_numpy(batch.proximal)
+    )
+    assert_matches(losses_T, logprobs, batch, reference)
+    assert float(sums["objective/behavior_capped_share"]) > 0
+
+
+def _level_ratio(batch: Batch, t: int, level: corrections.Level) -> float:
+    logs = [float(batch.logprobs[u]) - float(batch.behavior[u]) for u in batch.of(t)]
+    match level:
+        case corrections.Level.TOKEN:
+            return ratio([float(v) for v in batch.logprobs], batch, t)
+        case corrections.Level.SEQUENCE:
+            return math.exp(sum(logs))
+        case corrections.Level.GEOMETRIC:
+            return math.exp(sum(logs) / len(logs))
+
+
+@pytest.mark.parametrize("level", corrections.Level)
+@pytest.mark.parametrize("seed", range(3))
+def test_importance_weights(level: corrections.Level, seed: int) -> None:
+    batch = Batch(seed)
+    logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
+    truncated_T, _ = corrections.truncated_is(1.1, level)(**arguments(batch, logprobs))
+    masked_T, _ = corrections.masked_is(0.8, 1.25, level)(**arguments(batch, logprobs))
+    both_T, sums = corrections.product(
+        corrections.truncated_is(1.1, level), corrections.masked_is(0.8, 1.25, level)
+    )(**arguments(batch, logprobs))
+    assert (
+        not truncated_T.requires_grad
+        and not truncated_T[~batch.mask].any()
+        and not masked_T[~batch.mask].any()
+    )
+    for t in batch.tokens:
+        r = _level_ratio(batch, t, level)
+        assert float(truncated_T[t]) == pytest.approx(min(r, 1.1), rel=1e-4)
+        assert float(masked_T[t]) == pytest.approx(r if 0.8 <= r <= 1.25 else 0.0, rel=1e-4)
+    torch.testing.assert_close(both_T, truncated_T * masked_T)
+    assert set(sums) == {"correction/truncated_share", "correction/masked_share"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_off_policy_sequences_are_masked(seed: int) -> None:
+    batch = Batch(seed)
+    weights_T, sums = corrections.off_policy_sequence_mask(0.05)(
+        **arguments(batch, torch.from_numpy(batch.logprobs))
+    )
+    dropped = 0
+    for sequence in batch.sequences:
+        gaps = [float(batch.behavior[t]) - float(batch.logprobs[t]) for t in sequence]
+        is_dropped = (
+            bool(sequence) and float(batch.advantages[sequence[0]]) < 0 and sum(gaps) / len(gaps) > 0.05
+        )
+        dropped += len(sequence) * is_dropped
+        assert all(float(weights_T[t]) == 1.0 - is_dropped for t in sequence)
+    assert int(sums["correction/off_policy_masked_share"]) == dropped
+
+
+def test_kl_estimates() -> None:
+    """Over all tokens of a small vocabulary: their expectations are the KL, also when others sampled."""
+    generator = torch.Generator().manual_seed(0)
+    current, reference, behavior = (
+        torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), 0) for _ in range(3)
+    )
+    exact = float((current.exp() * (current - reference)).sum())
+    assert float((current.exp() * kl.k1(current, reference)).sum()) == pytest.approx(exact)
+    assert float((current.exp() * kl.k3(current, reference)).sum()) == pytest.approx(exact)
+    assert (kl.k3(current, reference) >= 0).all()
+    torch.testing.assert_close(kl.k2(current, reference), (current - reference) ** 2 / 2)
+    unbiased = kl.unbiased_k3(current, behavior, reference)
+    assert float((behavior.exp() * unbiased).sum()) == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aggregations_of_a_batch_and_of_its_pieces(seed: int) -> None:
+    batch = Batch(seed)
+    values = torch.from_numpy(np.random.default_rng(seed).normal(size=len(batch.ids)).astype(np.float32))
+    counted = [s for s in batch.sequences if s]
+    sums = [sum(float(values[t]) for t in s) for s in counted]
+    means = [total / len(s) for total, s in zip(sums, counted, strict=True)]
+    expected = {
+        aggregation.token_mean: sum(sums) / len(batch.tokens),
+        aggregation.sequence_mean_of_token_mean: sum(means) / len(means),
+        aggregation.sequence_mean_of_token_sum: sum(sums) / len(sums),
+        aggregation.constant_length(50): sum(sums) / 50 / len(sums),
+    }
+    # Pieces of whole sequences, uneven, one of them empty.
+    parts = [torch.isin(batch.ids, torch.tensor(ids)) for ids in ([0, 7], [14, 21, 28], [35], [99])]
+    for aggregate, number in expected.items():
+        whole = aggregate(values_T=values, mask_T=batch.mask, sequence_ids_T=batch.ids)
+        assert float(whole) == pytest.approx(number, rel=1e-5, abs=1e-6)
+        total = sum(aggregate.count(batch.mask[part], batch.ids[part]) for part in parts)
+        pieces = sum(
+            float(
+                aggregate(
+                    values_T=values[part],
+                    mask_T=batch.mask[part],
+                    sequence_ids_T=batch.ids[part],
+                    total=total,
+                )
+            )
+            for part in parts
+        )
+        assert pieces == pytest.approx(number, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: corrections.truncated_is(0.0), "cap = 0.0; must be positive"),
+        (lambda: corrections.masked_is(2.0, 1.0), "low = 2.0, high = 1.0; must be 0 <= low < high"),
+        (lambda: corrections.truncated_is(2.0, "group"), "'group' is not a valid Level"),
+        (lambda: objectives.ppo_clip(dual_clip=0.9), "dual_clip = 0.9; must be above 1"),
+        (lambda: aggregation.constant_length(0), "length = 0; must be at least 1"),
+    ],
+)
+def test_bad_parameters_are_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
