@@ -259,7 +259,7 @@ class TestPromptEncoder:
 
     def test_prompts_must_leave_room_for_a_response(self, tokenizer: PreTrainedTokenizerFast) -> None:
         encoder = PromptEncoder(tokenizer, chat_template=False)
-        task = Task(task_id="sums/7", prompt="one two one", answer="", source_index=7)
+        task = Task(task_id="sums/7", prompt="one two one", answer="", source_index=7, source="s")
         encoder.check_length(task, max_context_length=10, max_response_tokens=7)
         with pytest.raises(ValueError, match=r"'sums/7' has 3 tokens"):
             encoder.check_length(task, max_context_length=10, max_response_tokens=8)

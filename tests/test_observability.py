@@ -57,7 +57,10 @@ def make_rollout(*spans: tuple[int, int, int], truncated: bool = False) -> Store
 
 
 def make_groups() -> list[Group]:
-    tasks = [Task(task_id=f"t{i}", prompt=f"{i} + 1 =", answer=str(i + 1), source_index=i) for i in range(2)]
+    tasks = [
+        Task(task_id=f"t{i}", prompt=f"{i} + 1 =", answer=str(i + 1), source_index=i, source="s")
+        for i in range(2)
+    ]
     return [
         Group(
             group_id=7,

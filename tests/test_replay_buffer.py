@@ -1,168 +1,357 @@
 """The replay buffer's promises on hand-made and on random histories."""
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer
-from forgeasync.config.schema import StaleGroups
-from forgeasync.data.rollout import Group
-from forgeasync.data.task import Task
-from tests.support.rollouts import make_stored_rollout
+from forgeasync.buffer.replay_buffer import DropReason
+from forgeasync.config.schema import (
+    AccountingPolicy,
+    AccountingSection,
+    AgeOf,
+    BatchOrder,
+    BufferSection,
+    Replacement,
+    StaleGroups,
+)
+from tests.support.buffer_world import BufferWorld, make_task
+
+EXACT = AccountingSection()
+DROP = BufferSection(stale_groups=StaleGroups.DROP, adapt_load=False)
 
 
-def make_group(group_id: int, version: int) -> Group:
-    rollout = make_stored_rollout((version, 0, 1))
-    task = Task(task_id=str(group_id), prompt="", answer="", source_index=group_id)
-    return Group(group_id=group_id, task=task, rollouts=(rollout,), rewards=(1.0,))
-
-
-def make_buffer(
-    groups_per_step: int,
-    steps: int,
-    *,
-    stale: StaleGroups = StaleGroups.WAIT,
-    max_groups: int | None = None,
-    num_steps: int = 1000,
-) -> ReplayBuffer:
-    return ReplayBuffer(
-        groups_per_step=groups_per_step,
-        max_off_policy_steps=steps,
-        stale_groups=stale,
-        max_groups=max_groups,
-        num_groups_in_run=num_steps * groups_per_step,
+def make_world(
+    groups_per_step: int, k: int, *, accounting: AccountingSection = EXACT, **section: object
+) -> BufferWorld:
+    values = {"adapt_load": False} | section
+    return BufferWorld(
+        groups_per_step=groups_per_step, k=k, section=BufferSection(**values), accounting=accounting
     )
 
 
-def admit_all(buffer: ReplayBuffer) -> list[int]:
-    ids = []
-    while (group_id := buffer.admit()) is not None:
-        ids.append(group_id)
-    return ids
+def started(world: BufferWorld) -> list[int]:
+    before = set(world.sampling)
+    world.start_all()
+    return sorted(set(world.sampling) - before)
 
 
-def test_synchronous_admits_exactly_one_batch_and_waits_for_all_of_it() -> None:
-    buffer = make_buffer(3, 0)
-    assert admit_all(buffer) == [0, 1, 2]
-    buffer.add(make_group(1, 0))
-    buffer.add(make_group(0, 0))
-    assert buffer.take(0) is None
-    buffer.add(make_group(2, 0))
-    assert [group.group_id for group in buffer.take(0)] == [0, 1, 2]
-    assert buffer.admit() is None, "the next step's groups wait for its weights"
-    buffer.set_served_version(1)
-    assert admit_all(buffer) == [3, 4, 5]
+def complete(world: BufferWorld, *group_ids: int) -> None:
+    for group_id in group_ids:
+        world.finish(group_id)
+        world.score(group_id)
+
+
+def taken(world: BufferWorld) -> list[int] | None:
+    batch = world.take()
+    return None if batch is None else [group.group_id for group in batch.groups]
+
+
+def test_synchronous_starts_exactly_one_batch_and_waits_for_all_of_it() -> None:
+    world = make_world(3, 0)
+    assert started(world) == [0, 1, 2]
+    complete(world, 1, 0)
+    assert taken(world) is None
+    complete(world, 2)
+    assert taken(world) == [0, 1, 2]
+    assert started(world) == [], "the next step's groups wait for its weights"
+    world.serve(1)
+    assert started(world) == [3, 4, 5]
 
 
 def test_runs_ahead_by_at_most_k_steps() -> None:
-    assert len(admit_all(make_buffer(2, 4))) == 5 * 2
+    assert len(started(make_world(2, 4))) == 5 * 2
 
 
-def test_depth_is_bounded_also_where_age_would_allow_more() -> None:
-    buffer = make_buffer(2, 4, max_groups=3)
-    assert admit_all(buffer) == [0, 1, 2]
-    for group_id in range(3):
-        buffer.add(make_group(group_id, 0))
-    assert buffer.admit() is None, "complete groups count too"
-    assert len(buffer.take(0)) == 2
-    assert admit_all(buffer) == [3, 4]
+def test_depth_bound_counts_complete_groups_and_in_flight_bound_does_not() -> None:
+    world = make_world(2, 4, max_groups=3)
+    assert started(world) == [0, 1, 2]
+    complete(world, 0, 1, 2)
+    assert started(world) == []
+    assert len(taken(world)) == 2
+    assert started(world) == [3, 4]
+
+    world = make_world(2, 4, max_in_flight=3)
+    assert started(world) == [0, 1, 2]
+    world.finish(0)
+    assert started(world) == [], "sampled, but not scored yet"
+    world.score(0)
+    assert started(world) == [3]
 
 
 def test_nothing_is_started_that_the_run_cannot_train_on() -> None:
-    assert len(admit_all(make_buffer(2, 4, num_steps=3))) == 3 * 2
+    world = BufferWorld(
+        groups_per_step=2, k=4, section=BufferSection(), accounting=AccountingSection(), num_steps=3
+    )
+    assert len(started(world)) == 3 * 2
 
 
 def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
     # Groups 0 and 1 started at version 0 and may be trained on at step 2 at the latest, one per step: step 1
     # must not go to group 3, though it is complete.
-    buffer = make_buffer(1, 2)
-    admit_all(buffer)
-    buffer.add(make_group(2, 0))
-    assert [group.group_id for group in buffer.take(0)] == [2]
-    buffer.set_served_version(1)
-    assert admit_all(buffer) == [3]
-    buffer.add(make_group(3, 1))
-    assert buffer.take(1) is None
-    buffer.add(make_group(1, 0))
-    assert [group.group_id for group in buffer.take(1)] == [1]
+    world = make_world(1, 2)
+    started(world)
+    complete(world, 2)
+    assert taken(world) == [2]
+    world.serve(1)
+    # What runs has not begun to decode: it counts from version 1 now, and nothing has to be waited for.
+    for group_id in (0, 1):
+        world.decode(group_id)
+    assert started(world) == [3]
+    complete(world, 3)
+    world.take()
+    world.serve(2)
+    assert started(world) == [4]
+    complete(world, 4)
+    assert taken(world) is None, "groups 0 and 1 have steps 2 and 3 left"
+    complete(world, 1)
+    assert taken(world) == [1]
 
 
-def test_drop_policy_counts_stale_groups_and_frees_their_places() -> None:
-    buffer = make_buffer(1, 1, stale=StaleGroups.DROP)
-    assert admit_all(buffer) == [0, 1]
-    buffer.add(make_group(1, 0))
-    assert buffer.take(0) is not None
-    buffer.set_served_version(1)
-    assert admit_all(buffer) == [2]
-    buffer.add(make_group(2, 1))
-    assert buffer.take(1) is not None
-    buffer.set_served_version(2)
-    assert len(admit_all(buffer)) == 1
-    buffer.add(make_group(0, 0))
-    assert buffer.take(2) is None
-    assert [group.group_id for group in buffer.drop_stale(2)] == [0]
-    assert buffer.num_dropped[DropReason.STALE] == 1
-    assert buffer.admit() is not None
+def test_order_of_completion_takes_what_came_first() -> None:
+    world = make_world(1, 3, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
+    started(world)
+    complete(world, 3, 1)
+    assert taken(world) == [3]
+    assert taken(world) == [1]
+    by_deadline = make_world(1, 3, stale_groups=StaleGroups.DROP)
+    started(by_deadline)
+    complete(by_deadline, 3, 1)
+    assert taken(by_deadline) == [1]
 
 
-def test_dropped_group_is_counted_and_replaced() -> None:
-    buffer = make_buffer(2, 0)
-    admit_all(buffer)
-    buffer.drop(0, DropReason.STALE)
-    assert buffer.num_dropped[DropReason.STALE] == 1
-    assert admit_all(buffer) == [2]
+def test_stale_group_is_dropped_counted_and_its_prompt_comes_first() -> None:
+    world = make_world(1, 1, stale_groups=StaleGroups.DROP)
+    assert started(world) == [0, 1]
+    world.decode(0)
+    complete(world, 1)
+    assert taken(world) == [1]
+    world.serve(1)
+    assert started(world) == [2]
+    complete(world, 2)
+    assert taken(world) == [2]
+    assert world.cancellable == {0}, "step 2 cannot train on version 0 any more"
+    world.serve(2)
+    late = world.sampling[0].task
+    complete(world, 0)
+    assert world.buffer.num_dropped[DropReason.STALE] == 1
+    first, *_ = started(world)
+    assert world.sampling[first].task == late
+    world.check_counts()
 
 
-def test_a_group_is_added_once() -> None:
-    buffer = make_buffer(1, 0)
-    buffer.admit()
-    buffer.add(make_group(0, 0))
-    with pytest.raises(KeyError):
-        buffer.add(make_group(0, 0))
+def test_exact_accounting_gives_up_on_a_prompt_after_max_attempts() -> None:
+    world = make_world(1, 0, max_attempts=2)
+    for _ in range(2):
+        (group_id,) = started(world)
+        world.fail(group_id, DropReason.BAD_RECORD)
+    assert world.buffer.num_reissued == 1
+    assert world.sampling == {}
+    (group_id,) = started(world)
+    assert world.sampling[group_id].task.task_id == "1", "the next prompt's turn"
 
 
-@settings(max_examples=300, deadline=None)
+def test_filtered_prompt_does_not_come_again() -> None:
+    world = make_world(1, 0)
+    (group_id,) = started(world)
+    world.finish(group_id)
+    world.fail(group_id, DropReason.FILTERED)
+    (group_id,) = started(world)
+    assert world.sampling[group_id].task.task_id == "1"
+
+
+def test_window_holds_back_what_overtakes_by_too_much() -> None:
+    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=2)
+    world = make_world(1, 3, accounting=windowed, stale_groups=StaleGroups.DROP)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 2, 3)
+    assert taken(world) is None, "groups 0 and 1 are the window"
+    complete(world, 1)
+    assert taken(world) == [1]
+    assert taken(world) == [2], "it came inside for group 1"
+    assert taken(world) == [3]
+
+
+def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
+    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=1)
+    world = make_world(1, 1, accounting=windowed, stale_groups=StaleGroups.DROP)
+    assert started(world) == [0, 1]
+    complete(world, 0)
+    assert taken(world) == [0]
+    world.decode(1)
+    world.serve(1)
+    assert started(world) == [2]
+    complete(world, 2)
+    assert taken(world) is None, "group 1 is the window"
+    complete(world, 1)
+    assert taken(world) == [1]
+
+
+def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
+    world = make_world(3, 0)
+    history = world.buffer._submissions.history
+    for index, length in enumerate((5, 50, 20)):
+        history.measure(make_task(index), length)
+    assert [world.sampling[one].task.task_id for one in started(world)] == ["1", "2", "0"]
+
+
+def test_a_group_is_scored_once() -> None:
+    world = make_world(1, 0)
+    started(world)
+    world.finish(0)
+    group = world.sampled[0]
+    world.score(0)
+    world.sampled[0] = group
+    with pytest.raises((AssertionError, KeyError)):
+        world.score(0)
+
+
+accountings = st.sampled_from(
+    [
+        AccountingSection(policy=AccountingPolicy.NONE),
+        AccountingSection(policy=AccountingPolicy.EXACT),
+        AccountingSection(policy=AccountingPolicy.EXACT, replacement=Replacement.WEIGHT),
+    ]
+)
+ages = st.sampled_from(list(AgeOf))
+bounds = st.none() | st.integers(0, 6)
+
+
+def play(world: BufferWorld, data: st.DataObject, num_moves: int = 60) -> None:
+    """A random history."""
+    reasons = [DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED]
+    for _ in range(num_moves):
+        world.start_all()
+        move = data.draw(st.sampled_from(["decode", "end", "finish", "score", "take", "serve", "fail"]))
+        if move in ("decode", "end", "finish") and world.sampling:
+            group_id = data.draw(st.sampled_from(sorted(world.sampling)))
+            {"decode": world.decode, "end": world.end_one, "finish": world.finish}[move](group_id)
+        elif move == "score" and world.sampled:
+            world.score(data.draw(st.sampled_from(sorted(world.sampled))))
+        elif move == "take":
+            world.take()
+        elif move == "serve":
+            world.serve(data.draw(st.integers(world.served_version, world.trainer_version)))
+        elif move == "fail" and (known := sorted(world.sampling) + sorted(world.sampled)):
+            world.fail(data.draw(st.sampled_from(known)), data.draw(st.sampled_from(reasons)))
+        world.check_counts()
+        assert world.buffer.num_present <= (world.k + 1) * world.groups_per_step
+        assert world.buffer.num_pending <= 2 * (world.k + 2) * world.groups_per_step
+
+
+@settings(max_examples=300)
 @given(
     groups_per_step=st.integers(1, 4),
     k=st.integers(0, 5),
-    spare_groups=st.none() | st.integers(0, 6),
+    age_of=ages,
+    spare=bounds,
+    max_in_flight=st.none() | st.integers(1, 6),
+    adapt_load=st.booleans(),
+    accounting=accountings,
     data=st.data(),
 )
-def test_waiting_never_deadlocks_and_never_trains_on_older_tokens(
-    groups_per_step: int, k: int, spare_groups: int | None, data: st.DataObject
+def test_waiting_never_deadlocks_drops_nothing_and_never_trains_on_older_tokens(
+    groups_per_step: int,
+    k: int,
+    age_of: AgeOf,
+    spare: int | None,
+    max_in_flight: int | None,
+    adapt_load: bool,
+    accounting: AccountingSection,
+    data: st.DataObject,
 ) -> None:
-    max_groups = None if spare_groups is None else groups_per_step + spare_groups
-    buffer = make_buffer(groups_per_step, k, max_groups=max_groups)
-    trainer_version = served = num_failed = 0
-    in_flight: dict[int, int] = {}
-    seen: list[int] = []
-    for _ in range(60):
-        for group_id in admit_all(buffer):
-            in_flight[group_id] = served
-        action = data.draw(st.sampled_from(["complete", "take", "serve", "fail"]))
-        if action == "complete" and in_flight:
-            group_id = data.draw(st.sampled_from(sorted(in_flight)))
-            started = in_flight.pop(group_id)
-            buffer.add(make_group(group_id, data.draw(st.integers(started, served))))
-        elif action == "fail" and in_flight:
-            group_id = data.draw(st.sampled_from(sorted(in_flight)))
-            del in_flight[group_id]
-            buffer.drop(group_id, DropReason.STALE)
-            num_failed += 1
-        elif action == "serve":
-            served = data.draw(st.integers(served, trainer_version))
-            buffer.set_served_version(served)
-        elif action == "take" and (batch := buffer.take(trainer_version)) is not None:
-            assert len(batch) == groups_per_step
-            assert all(trainer_version - group.first_version <= k for group in batch)
-            seen += [group.group_id for group in batch]
-            trainer_version += 1
-    served = trainer_version
-    buffer.set_served_version(served)
-    for group_id in admit_all(buffer):
-        in_flight[group_id] = served
-    for group_id, started in in_flight.items():
-        buffer.add(make_group(group_id, started))
-    assert buffer.take(trainer_version) is not None, "all groups are complete, yet the trainer waits"
-    assert len(set(seen)) == len(seen)
-    assert buffer.num_dropped[DropReason.STALE] == num_failed
+    section = BufferSection(
+        age_of=age_of,
+        max_groups=None if spare is None else groups_per_step + spare,
+        max_in_flight=max_in_flight,
+        adapt_load=adapt_load,
+    )
+    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
+    play(world, data)
+    for _ in range(groups_per_step):
+        world.finish_everything()
+    assert world.take() is not None, "all groups are complete, yet the trainer waits"
+    assert world.buffer.num_dropped[DropReason.STALE] == 0
+    world.check_counts()
+
+
+@settings(max_examples=300)
+@given(
+    groups_per_step=st.integers(1, 4),
+    k=st.integers(0, 5),
+    age_of=ages,
+    order=st.sampled_from(list(BatchOrder)),
+    spare=bounds,
+    window=st.none() | st.integers(0, 4),
+    accounting=accountings,
+    data=st.data(),
+)
+def test_dropping_never_trains_on_older_tokens_and_always_comes_to_the_next_batch(
+    groups_per_step: int,
+    k: int,
+    age_of: AgeOf,
+    order: BatchOrder,
+    spare: int | None,
+    window: int | None,
+    accounting: AccountingSection,
+    data: st.DataObject,
+) -> None:
+    if window is not None:
+        accounting = AccountingSection(
+            policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + window
+        )
+    section = BufferSection(
+        stale_groups=StaleGroups.DROP,
+        age_of=age_of,
+        order=order,
+        max_groups=None if spare is None else groups_per_step + spare,
+    )
+    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
+    play(world, data)
+    num_before = world.trainer_version
+    for _ in range(2 * groups_per_step + 2):
+        world.finish_everything()
+        world.take()
+    assert world.trainer_version > num_before
+    world.check_counts()
+
+
+@settings(max_examples=150)
+@given(groups_per_step=st.integers(1, 4), k=st.integers(0, 5), extra=st.integers(0, 4), data=st.data())
+def test_a_window_and_waiting_go_together(
+    groups_per_step: int, k: int, extra: int, data: st.DataObject
+) -> None:
+    accounting = AccountingSection(
+        policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + extra
+    )
+    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=BufferSection(), accounting=accounting)
+    play(world, data)
+    world.finish_everything()
+    assert world.take() is not None
+    assert world.buffer.num_dropped[DropReason.STALE] == 0
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
+    sizes = []
+    accounting = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=6, metric_groups=50)
+    section = BufferSection(stale_groups=StaleGroups.DROP, max_groups=12)
+    world = BufferWorld(groups_per_step=4, k=2, section=section, accounting=accounting)
+    for step in range(600):
+        world.start_all()
+        ids = sorted(world.sampling)
+        world.decode(ids[0])
+        # The oldest straggles and goes stale; one fails; the rest train.
+        if step % 3 == 0:
+            world.fail(ids[-1], DropReason.BAD_RECORD)
+        for group_id in [one for one in ids[1:] if one in world.sampling]:
+            complete(world, group_id)
+        if step % 5 == 0 and ids[0] in world.sampling:
+            complete(world, ids[0])
+        world.take()
+        world.serve(world.trainer_version)
+        if step in (299, 599):
+            world.buffer._submissions.history = type(world.buffer._submissions.history)()
+            sizes.append(len(pickle.dumps(world.buffer)))
+    assert world.buffer.num_dropped[DropReason.STALE] > 10
+    assert sizes[1] < 1.2 * sizes[0]

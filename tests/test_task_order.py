@@ -11,7 +11,9 @@ seeds = st.integers(min_value=0, max_value=2**32)
 
 
 def make_tasks(size: int) -> list[Task]:
-    return [Task(task_id=str(i), prompt=f"p{i}", answer=str(i), source_index=i) for i in range(size)]
+    return [
+        Task(task_id=str(i), prompt=f"p{i}", answer=str(i), source_index=i, source="s") for i in range(size)
+    ]
 
 
 def take(order: TaskOrder, count: int) -> list[str]:

@@ -50,7 +50,7 @@ def test_guesses_are_off_by_the_error(tasks: list[Task]) -> None:
 
 
 def test_another_kind_of_problem_is_refused() -> None:
-    task = Task(task_id="x", prompt="What is love?", answer="1", source_index=0)
+    task = Task(task_id="x", prompt="What is love?", answer="1", source_index=0, source="s")
     with pytest.raises(ValueError, match="no chain_sum problem"):
         worked_example(task)
 

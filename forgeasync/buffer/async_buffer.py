@@ -1,16 +1,18 @@
-"""The replay buffer for loops that wait: the state machine, and an event whenever it changes.
+"""The replay buffer for loops that wait: the state machine, and a wake-up whenever it changes.
 
-Who waits for whom: the collecting loop waits in ``admit`` until the bound on age lets one more group start,
-which the serving loop's ``set_served_version`` moves; the training loop waits in ``take`` for the scoring
-loop's ``add``.
+Who waits for whom: the collecting loop waits in ``start`` until the bounds let one more group start, which
+the serving loop's ``set_served_version`` and the training loop's ``take`` move; the training loop waits in
+``take`` for the scoring loop's ``scored``.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer
+from forgeasync.buffer.ages import Progress
+from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer, Start
 from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
 
 T = TypeVar("T")
 
@@ -22,18 +24,36 @@ class AsyncReplayBuffer:
         self.state = state
         self._changed = asyncio.Condition()
 
-    async def admit(self) -> int:
-        """Wait until a group may start; its id."""
-        return await self._when_ready(self.state.admit)
-
-    async def add(self, group: Group) -> None:
-        """A scored group is complete."""
-        self.state.add(group)
+    async def submit(self, tasks: Sequence[Task]) -> None:
+        """Hand prompts in."""
+        for task in tasks:
+            self.state.submit(task)
         await self._notify()
 
-    async def drop(self, group_id: int, reason: DropReason) -> None:
+    async def start(self) -> tuple[Start, int]:
+        """Wait until a group may start; with it, how many prompts are wanted now."""
+        start = await self._when_ready(self.state.start)
+        return start, self.state.num_wanted
+
+    async def progressed(self, groups: Sequence[Progress]) -> None:
+        """What a generator tells of its running groups at an update."""
+        for progress in groups:
+            self.state.progressed(progress)
+        await self._notify()
+
+    async def finished(self, group: Group) -> None:
+        """A group is sampled."""
+        self.state.finished(group)
+        await self._notify()
+
+    async def scored(self, group: Group) -> None:
+        """A group is complete."""
+        self.state.scored(group)
+        await self._notify()
+
+    async def failed(self, group_id: int, reason: DropReason) -> None:
         """A group will not come."""
-        self.state.drop(group_id, reason)
+        self.state.failed(group_id, reason)
         await self._notify()
 
     async def set_served_version(self, version: int) -> None:
@@ -41,17 +61,17 @@ class AsyncReplayBuffer:
         self.state.set_served_version(version)
         await self._notify()
 
-    async def take(self, trainer_version: int) -> tuple[list[Group], list[Group]]:
-        """Wait for the next batch; the batch, and the groups dropped as stale on the way."""
-        dropped: list[Group] = []
-
-        def attempt() -> list[Group] | None:
-            dropped.extend(self.state.drop_stale(trainer_version))
-            return self.state.take(trainer_version)
-
-        batch = await self._when_ready(attempt)
+    async def take(self) -> Batch:
+        """Wait for the next batch."""
+        batch = await self._when_ready(self.state.take)
         await self._notify()
-        return batch, dropped
+        return batch
+
+    async def committed(self, *, trainer_wait_share: float) -> tuple[int, ...]:
+        """The batch was trained on; the groups in flight that may be cancelled."""
+        cancelled = self.state.committed(trainer_wait_share=trainer_wait_share)
+        await self._notify()
+        return cancelled
 
     async def _when_ready(self, attempt: Callable[[], T | None]) -> T:
         async with self._changed:

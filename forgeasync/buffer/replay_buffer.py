@@ -1,143 +1,370 @@
 """The replay buffer as a pure state machine: no clock, no I/O, no actors.
 
-It decides when a group may start (admission), which groups make the next batch, and what is too old.
+Events come in: a prompt was submitted, a group made progress, finished, was scored or failed, the generators
+serve another version, a batch was trained on. Decisions go out: start this prompt, these groups are the next
+batch, those are given up, that prompt is submitted again. A group is
 
-The bound on age. Let G be groups_per_step and k max_off_policy_steps. A group that starts while the
-generators serve version w has its deadline at optimizer step w + k: taken later, its oldest token could be
-more than k versions old. A group may start only while fewer than (w + k + 1) * G groups have been admitted in
-all (dropped ones not counted). With ``StaleGroups.WAIT`` the batch of step s is the G complete groups with
-the earliest deadlines, and it is taken only if it leaves the rest feasible: for every d, at most (d - s) * G
-of the groups left, complete or in flight, have a deadline of d or before. Otherwise the trainer waits.
+    pending -> in flight -> complete -> in a batch -> trained
+                  |            |
+                  +------------+--> lost: dropped with a reason, or its prompt submitted again
 
-Claim: no group misses its deadline, and the trainer never waits once all groups are complete. Proof. Before
-step s, at most (d - s + 1) * G groups with a deadline of d or before are present, for every d. Admission
-keeps this: it gives the latest deadline d = w + k so far, so all s * G groups taken before had deadlines of
-at most d, and at most (d + 1) * G - s * G are left. Taking keeps it, by its condition. If all groups are
-complete the condition holds: either all G taken have deadlines up to d, which leaves (d - s + 1) * G - G, or
-one has a later one, and then none up to d is left. With d = s the condition says that no deadline passes.
-Reusing the place of a dropped group changes none of the counts. tests/test_replay_buffer.py checks the claim
-on random histories.
+The largest age that anything trains at follows from the policies; docs/off_policy.md states and proves it,
+tests/test_replay_buffer.py looks for counterexamples. Every event costs O(log n) at most in the number n of
+groups, most of them O(1).
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from forgeasync.config.schema import StaleGroups
+from forgeasync.buffer.accounting import AccountingLedger
+from forgeasync.buffer.ages import Progress, known_reference, reference_version
+from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
+from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
+from forgeasync.buffer.submissions import Submission, Submissions
+from forgeasync.config.schema import (
+    AccountingPolicy,
+    AccountingSection,
+    BatchOrder,
+    BufferSection,
+    Replacement,
+    StaleGroups,
+)
 from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
 
 
 class DropReason(StrEnum):
+    """Why a group did not train."""
+
     STALE = "stale"
     """Older than max_off_policy_steps when the trainer could have taken it."""
     BAD_RECORD = "bad_record"
     """Its routed experts or kept tokens contradict its tokens or the model."""
     CANCELLED = "cancelled"
-    """Given up in the generator at an update that would have left it too old."""
+    """Given up while it was sampled: finished, it would have been too old."""
+    FILTERED = "filtered"
+    """A group filter left nothing of it to learn from."""
+
+
+AGE_REASONS = frozenset({DropReason.STALE, DropReason.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Decision: sample a group for this prompt."""
+
+    group_id: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Decision: train on these groups, each with its weight from rollout accounting."""
+
+    trainer_version: int
+    groups: tuple[Group, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    submission: Submission
+    deadline: int
+    """Last optimizer step that may train on it, as far as is known; rises with progress."""
+    lengths: tuple[int, ...] | None = None
+    """Of its responses, once they are sampled."""
+    group: Group | None = None
+    """Once it is complete."""
+    is_expired: bool = False
+    """In flight past its deadline: the trainer does not count on it."""
 
 
 class ReplayBuffer:
-    """Groups on their way from admission to training."""
+    """Groups on their way from submission to training."""
 
     def __init__(
         self,
         *,
         groups_per_step: int,
+        group_size: int,
         max_off_policy_steps: int,
-        stale_groups: StaleGroups,
-        max_groups: int | None,
         num_groups_in_run: int,
+        section: BufferSection,
+        accounting: AccountingSection,
     ) -> None:
-        """At most ``max_groups`` are present at once; ``num_groups_in_run`` are started in all."""
-        assert max_groups is None or max_groups >= groups_per_step
+        """``num_groups_in_run`` are started in all, lost ones not counted."""
         self._groups_per_step = groups_per_step
+        self._group_size = group_size
         self._max_off_policy_steps = max_off_policy_steps
-        self._stale_groups = stale_groups
-        self._max_groups = max_groups
         self._num_groups_in_run = num_groups_in_run
+        self._section = section
+        self._accounting = accounting
+        age_bound = (max_off_policy_steps + 1) * groups_per_step
+        self._load = LoadController(
+            groups_per_step=groups_per_step, max_groups=min(age_bound, section.max_groups or age_bound)
+        )
+        self._submissions = Submissions(cohort_size=groups_per_step, longest_first=section.longest_first)
+        self._ledger = AccountingLedger(accounting)
+        self._ready = (
+            EarliestDeadlineFirst() if section.order is BatchOrder.DEADLINE else FirstCompleteFirst()
+        )
+        is_windowed = accounting.policy is AccountingPolicy.WINDOWED_FIFO
+        self._window = StartWindow(accounting.window_groups if is_windowed else None)
         self._served_version = 0
+        self._trainer_version = 0
         self._next_group_id = 0
         self._num_admitted = 0
-        self._started_at: dict[int, int] = {}
-        self._in_flight: set[int] = set()
-        self._complete: dict[int, Group] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._num_in_flight = 0
+        # Ids by deadline, of what the trainer can still count on.
+        self._due: dict[int, set[int]] = {}
+        self._batch: list[_Entry] = []
+        self._num_ready_after_batch = 0
+        self._was_bound = False
+        self._lost: list[Group] = []
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
+        self.num_reissued = 0
+        self.num_trained = 0
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
+    # ---- events
 
-    @property
-    def num_complete(self) -> int:
-        return len(self._complete)
+    def submit(self, task: Task) -> None:
+        """A prompt is handed in."""
+        self._submissions.submit(task)
+
+    def progressed(self, progress: Progress) -> None:
+        """A generator tells how far a group is; groups that it has finished meanwhile are no news."""
+        entry = self._entries.get(progress.group_id)
+        if entry is None or entry.lengths is not None:
+            return
+        reference = known_reference(progress, self._group_size, self._section.age_of)
+        self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
+
+    def finished(self, group: Group) -> None:
+        """All rollouts of a group are sampled; it still has to be scored."""
+        entry = self._entries[group.group_id]
+        entry.lengths = tuple(rollout.num_response_tokens for rollout in group.rollouts)
+        self._submissions.history.measure(entry.submission.task, max(entry.lengths))
+        reference = reference_version(group.rollouts, self._section.age_of)
+        assert reference >= 0
+        self._move_deadline(group.group_id, entry, reference + self._max_off_policy_steps)
+
+    def scored(self, group: Group) -> None:
+        """A group is complete, or too old by now."""
+        assert group.rewards is not None and len(group.rewards) == len(group.rollouts)
+        entry = self._entries[group.group_id]
+        assert entry.lengths is not None and entry.group is None, "finished, and scored once"
+        self._num_in_flight -= 1
+        entry.group = group
+        if entry.is_expired:
+            self._lose(group.group_id, DropReason.STALE)
+        elif group.group_id in self._window:
+            self._ready.add(group.group_id, entry.deadline)
+
+    def failed(self, group_id: int, reason: DropReason) -> None:
+        """A group in flight will not come."""
+        self._num_in_flight -= 1
+        self._lose(group_id, reason)
 
     def set_served_version(self, version: int) -> None:
         """All generators sample under ``version`` (or a later one) from now on."""
         assert version >= self._served_version
         self._served_version = version
 
-    def admit(self) -> int | None:
-        """The id of a group that may start now; None while a bound or the run's end forbids it."""
-        ahead = self._served_version + self._max_off_policy_steps + 1
-        if self._num_admitted >= min(ahead * self._groups_per_step, self._num_groups_in_run):
+    def committed(self, *, trainer_wait_share: float) -> tuple[int, ...]:
+        """The batch was trained on; the groups in flight that can now be given up."""
+        assert self._batch, "a batch was taken"
+        self.num_trained += len(self._batch)
+        self._batch.clear()
+        self._trainer_version += 1
+        if self._section.adapt_load:
+            self._load.step(
+                StepLoad(
+                    trainer_wait_share=trainer_wait_share,
+                    num_ready=self._num_ready_after_batch,
+                    is_bound=self._was_bound,
+                )
+            )
+        return self._expire()
+
+    # ---- decisions
+
+    def start(self) -> Start | None:
+        """The prompt to sample now; None while a bound, the run's end or a lack of prompts forbids it."""
+        if not len(self._submissions) or self._is_bound():
             return None
-        if self._max_groups is not None and len(self._started_at) >= self._max_groups:
-            return None
+        submission = self._submissions.pop()
         group_id = self._next_group_id
         self._next_group_id += 1
         self._num_admitted += 1
-        self._started_at[group_id] = self._served_version
-        self._in_flight.add(group_id)
-        return group_id
+        self._num_in_flight += 1
+        deadline = self._served_version + self._max_off_policy_steps
+        self._entries[group_id] = _Entry(submission=submission, deadline=deadline)
+        self._due.setdefault(deadline, set()).add(group_id)
+        self._window.start(group_id)
+        return Start(group_id=group_id, task=submission.task)
 
-    def add(self, group: Group) -> None:
-        """A scored group is complete."""
-        assert group.rewards is not None and len(group.rewards) == len(group.rollouts)
-        assert group.first_version >= self._started_at[group.group_id]
-        self._in_flight.remove(group.group_id)
-        self._complete[group.group_id] = group
+    @property
+    def num_wanted(self) -> int:
+        """Prompts that should be submitted, so that a cohort can be looked over."""
+        return max(0, self._groups_per_step - len(self._submissions))
 
-    def drop(self, group_id: int, reason: DropReason) -> None:
-        """A group will not come; its place is free for another."""
-        self._in_flight.discard(group_id)
-        self._complete.pop(group_id, None)
-        del self._started_at[group_id]
+    def take(self) -> Batch | None:
+        """The groups of the next optimizer step, oldest first; None while not ready."""
+        assert not self._batch, "the batch before it was committed"
+        if len(self._ready) < self._groups_per_step or not self._leaves_rest_feasible():
+            return None
+        self._was_bound = self._is_bound()
+        ids = sorted(self._ready.pop(self._groups_per_step))
+        self._batch = [self._entries[group_id] for group_id in ids]
+        groups, weights = [], []
+        for group_id, entry in zip(ids, self._batch, strict=True):
+            assert entry.group is not None and entry.lengths is not None
+            assert entry.deadline >= self._trainer_version
+            self._forget(group_id)
+            groups.append(entry.group)
+            submission = entry.submission
+            weights.append(
+                self._ledger.train(
+                    submission.task, entry.lengths, submitted=submission.first_lengths or entry.lengths
+                )
+            )
+        self._leave_window(ids)
+        self._num_ready_after_batch = len(self._ready)
+        return Batch(trainer_version=self._trainer_version, groups=tuple(groups), weights=tuple(weights))
+
+    def take_lost(self) -> tuple[Group, ...]:
+        """Complete groups that were lost since the last call: their arrays can be freed."""
+        lost = tuple(self._lost)
+        self._lost.clear()
+        return lost
+
+    # ---- state
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._num_in_flight
+
+    @property
+    def num_present(self) -> int:
+        """Groups started and neither trained on nor lost."""
+        return len(self._entries)
+
+    @property
+    def num_complete(self) -> int:
+        return len(self._entries) - self._num_in_flight
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._submissions)
+
+    @property
+    def num_submitted(self) -> int:
+        return self._submissions.num_submitted
+
+    def metrics(self) -> dict[str, float]:
+        """Under their names in metrics.jsonl."""
+        return self._ledger.metrics() | {
+            "buffer/num_in_flight": self.num_in_flight,
+            "buffer/num_complete": self.num_complete,
+            "buffer/num_reissued": self.num_reissued,
+            "load/bound": self._load.bound,
+            "load/trainer_waits": float(self._load.waiting_side is WaitingSide.TRAINER),
+            "load/generators_wait": float(self._load.waiting_side is WaitingSide.GENERATORS),
+        }
+
+    # ---- inside
+
+    def _is_bound(self) -> bool:
+        ahead = self._served_version + self._max_off_policy_steps + 1
+        if self._num_admitted >= min(ahead * self._groups_per_step, self._num_groups_in_run):
+            return True
+        if self._section.max_in_flight is not None and self._num_in_flight >= self._section.max_in_flight:
+            return True
+        return len(self._entries) >= self._load.bound
+
+    def _leaves_rest_feasible(self) -> bool:
+        """Whether every group left can still be taken by its deadline, groups_per_step a step."""
+        if self._section.stale_groups is StaleGroups.DROP:
+            return True
+        assert isinstance(self._ready, EarliestDeadlineFirst), "what the proof is about"
+        taken = dict(self._ready.num_taken_by_deadline(self._groups_per_step))
+        num_due = 0
+        for deadline in sorted(self._due):
+            num_due += len(self._due[deadline]) - taken.get(deadline, 0)
+            if num_due > (deadline - self._trainer_version) * self._groups_per_step:
+                return False
+        return True
+
+    def _move_deadline(self, group_id: int, entry: _Entry, deadline: int) -> None:
+        if deadline <= entry.deadline:
+            return
+        if not entry.is_expired:
+            self._remove_due(group_id, entry.deadline)
+        entry.deadline = deadline
+        if deadline >= self._trainer_version:
+            self._due.setdefault(deadline, set()).add(group_id)
+            if entry.is_expired:
+                entry.is_expired = False
+                self._window.come_back(group_id)
+
+    def _remove_due(self, group_id: int, deadline: int) -> None:
+        self._due[deadline].remove(group_id)
+        if not self._due[deadline]:
+            del self._due[deadline]
+
+    def _expire(self) -> tuple[int, ...]:
+        """Complete groups past their deadline are lost, those in flight no longer counted on."""
+        cancelled: list[int] = []
+        for deadline in [deadline for deadline in self._due if deadline < self._trainer_version]:
+            assert self._section.stale_groups is StaleGroups.DROP, "waiting lets no deadline pass"
+            for group_id in sorted(self._due[deadline]):
+                entry = self._entries[group_id]
+                if entry.group is None:
+                    self._remove_due(group_id, deadline)
+                    entry.is_expired = True
+                    cancelled.append(group_id)
+                else:
+                    self._lose(group_id, DropReason.STALE)
+        # Batches do not wait for these at the head of the line.
+        self._leave_window(cancelled)
+        return tuple(cancelled)
+
+    def _lose(self, group_id: int, reason: DropReason) -> None:
+        """A group does not train. Its place is free, and so is its prompt if it comes again."""
+        entry = self._entries[group_id]
+        if entry.group is not None:
+            self._lost.append(entry.group)
+            if not entry.is_expired and group_id in self._window:
+                self._ready.remove(group_id, entry.deadline)
+        self._forget(group_id)
+        self._leave_window([group_id])
         self._num_admitted -= 1
         self.num_dropped[reason] += 1
+        submission = entry.submission
+        if self._comes_again(reason) and submission.attempt + 1 < self._section.max_attempts:
+            self._submissions.reissue(submission, entry.lengths)
+            self.num_reissued += 1
+        elif reason is not DropReason.FILTERED:
+            self._ledger.lose(submission.task, submission.first_lengths or entry.lengths)
 
-    def drop_stale(self, trainer_version: int) -> list[Group]:
-        """Drop complete groups that are too old to train on now, and return them."""
-        stale = [
-            group
-            for group in self._complete.values()
-            if trainer_version - group.first_version > self._max_off_policy_steps
-        ]
-        for group in stale:
-            self.drop(group.group_id, DropReason.STALE)
-        return stale
+    def _comes_again(self, reason: DropReason) -> bool:
+        if reason in AGE_REASONS:
+            accounting = self._accounting
+            return (
+                accounting.policy is AccountingPolicy.EXACT and accounting.replacement is Replacement.REISSUE
+            )
+        return reason is not DropReason.FILTERED
 
-    def take(self, trainer_version: int) -> list[Group] | None:
-        """The groups of the optimizer step at ``trainer_version``, oldest first; None while not ready."""
-        oldest_allowed = trainer_version - self._max_off_policy_steps
-        fresh = [group for group in self._complete.values() if group.first_version >= oldest_allowed]
-        if len(fresh) < self._groups_per_step:
-            return None
-        fresh.sort(key=lambda group: (self._started_at[group.group_id], group.group_id))
-        batch = fresh[: self._groups_per_step]
-        if self._stale_groups is StaleGroups.WAIT and not self._leaves_rest_feasible(batch, trainer_version):
-            return None
-        for group in batch:
-            del self._complete[group.group_id], self._started_at[group.group_id]
-        return batch
+    def _forget(self, group_id: int) -> None:
+        entry = self._entries.pop(group_id)
+        if not entry.is_expired:
+            self._remove_due(group_id, entry.deadline)
 
-    def _leaves_rest_feasible(self, batch: list[Group], step: int) -> bool:
-        """Whether every group left can still be taken by its deadline, G a step."""
-        taken = {group.group_id for group in batch}
-        deadlines = sorted(
-            started_at + self._max_off_policy_steps
-            for group_id, started_at in self._started_at.items()
-            if group_id not in taken
-        )
-        return all(
-            num_due <= (deadline - step) * self._groups_per_step
-            for num_due, deadline in enumerate(deadlines, start=1)
-        )
+    def _leave_window(self, group_ids: Sequence[int]) -> None:
+        for entered in self._window.end(group_ids):
+            entry = self._entries[entered]
+            if entry.group is not None:
+                self._ready.add(entered, entry.deadline)

@@ -81,6 +81,7 @@ def _tasks(records: datasets.Dataset, rows: Iterable[int], source: HuggingFaceSo
             prompt=question + source.instruction,
             answer=answer,
             source_index=int(row),
+            source=source.path,
         )
 
 

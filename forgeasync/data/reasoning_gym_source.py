@@ -141,6 +141,7 @@ class ReasoningGymProblems:
                 # Puzzles with many solutions have no reference; their verifier reads the entry.
                 answer="" if answer is None else str(answer),
                 source_index=source_index,
+                source=self.source.task,
             )
 
     def _check_reproducible(self, tasks: list[Task]) -> None:

@@ -9,13 +9,15 @@ class Task:
     """One problem.
 
     ``task_id`` is unique within a source and stable across runs; ``prompt`` is the text before any
-    chat template; ``answer`` is the reference; ``source_index`` finds the problem again in its source.
+    chat template; ``answer`` is the reference; ``source_index`` finds the problem again in its source, whose
+    name is ``source``.
     """
 
     task_id: str
     prompt: str
     answer: str
     source_index: int
+    source: str
 
 
 class TaskSource(Protocol):

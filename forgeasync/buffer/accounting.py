@@ -1,0 +1,171 @@
+"""Rollout accounting: is what trains composed as what was submitted, and what makes up for a difference?
+
+A group's stratum is its data source and the power of two below its longest response, since that one decides
+how long the group takes. A resolved group was trained or is gone for good. Of the resolved ones the ledger
+knows two histograms of rollouts, over a trailing window: as submitted, each group counting once, and as
+trained, with the weights they were trained with. Nothing lost: they are equal, and the distance is 0.
+
+With ``Replacement.WEIGHT`` a lost group leaves a deficit of 1 in its stratum, and the next trained groups
+there carry it, up to ``max_weight`` each. Where a share p of a stratum's groups survives, the weights tend to
+1 / p: the estimator of Horvitz and Thompson, "A Generalization of Sampling Without Replacement from a Finite
+Universe", 1952, without having to know p. A stratum of which nothing survives keeps its deficit, and the
+metrics show it.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forgeasync.config.schema import AccountingPolicy, AccountingSection, Replacement
+from forgeasync.data.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Stratum:
+    """Groups that are lost alike."""
+
+    source: str
+    length_bucket: int
+    """Longest response of the group: at least 2 ** bucket tokens, less than twice that."""
+
+
+def length_bucket(num_tokens: int) -> int:
+    """The power of two at or below a length; -1 for an empty response."""
+    return num_tokens.bit_length() - 1
+
+
+def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
+    """Of a group by its responses' lengths in tokens."""
+    return Stratum(task.source, length_bucket(max(lengths)))
+
+
+class AccountingLedger:
+    """What became of the groups, and what the next ones weigh."""
+
+    def __init__(self, section: AccountingSection) -> None:
+        self._carries_deficits = (
+            section.policy is AccountingPolicy.EXACT and section.replacement is Replacement.WEIGHT
+        )
+        self._max_weight = section.max_weight
+        self._deficits: Counter[Stratum] = Counter()
+        self._composition = Composition(section.metric_groups)
+        self._num_censored = 0
+
+    def train(self, task: Task, lengths: Sequence[int], *, submitted: Sequence[int]) -> float:
+        """A group goes into a batch; what it weighs there.
+
+        ``submitted`` are the lengths of its prompt's first group, another one where that was lost.
+        """
+        weight = 1.0
+        if self._carries_deficits:
+            stratum = stratum_of(task, lengths)
+            carried = min(float(self._deficits[stratum]), self._max_weight - 1.0)
+            self._deficits[stratum] -= carried
+            weight += carried
+        self._composition.add(task.source, submitted=submitted, trained=lengths, weight=weight)
+        return weight
+
+    def lose(self, task: Task, lengths: Sequence[int] | None) -> None:
+        """A group is gone for good; None: before all its lengths were known."""
+        if lengths is None:
+            self._num_censored += 1
+            return
+        if self._carries_deficits:
+            self._deficits[stratum_of(task, lengths)] += 1
+        self._composition.add(task.source, submitted=lengths, trained=(), weight=0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """Under their names in metrics.jsonl."""
+        return self._composition.metrics() | {
+            "accounting/outstanding_deficit": float(self._deficits.total()),
+            "accounting/num_censored": self._num_censored,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollouts:
+    source: str
+    num_by_bucket: Mapping[int, int]
+    num_tokens: int
+    weight: float
+
+
+def _rollouts(source: str, lengths: Sequence[int], weight: float) -> _Rollouts:
+    buckets = Counter(map(length_bucket, lengths))
+    return _Rollouts(source=source, num_by_bucket=buckets, num_tokens=sum(lengths), weight=weight)
+
+
+class Composition:
+    """Rollouts of the groups resolved last, as submitted and as trained. Adding one costs O(rollouts)."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._window: deque[tuple[_Rollouts, _Rollouts]] = deque()
+        self._num_groups = num_groups
+        self._submitted = _Histograms()
+        self._trained = _Histograms()
+
+    def add(self, source: str, *, submitted: Sequence[int], trained: Sequence[int], weight: float) -> None:
+        """A resolved group, by the lengths of its rollouts; weight 0: it did not train."""
+        group = (_rollouts(source, submitted, 1.0), _rollouts(source, trained, weight))
+        self._window.append(group)
+        self._count(group, +1)
+        if len(self._window) > self._num_groups:
+            self._count(self._window.popleft(), -1)
+
+    def _count(self, group: tuple[_Rollouts, _Rollouts], sign: int) -> None:
+        for histograms, rollouts in zip((self._submitted, self._trained), group, strict=True):
+            histograms.add(rollouts, sign * rollouts.weight)
+
+    def metrics(self) -> dict[str, float]:
+        """Distances are total variation: half the sum of the absolute differences of shares."""
+        if self._trained.num_rollouts < 0.5:
+            return {}
+        return {
+            "accounting/length_distance": _distance(self._submitted.by_bucket, self._trained.by_bucket),
+            "accounting/source_distance": _distance(self._submitted.by_source, self._trained.by_source),
+            "accounting/mean_length_ratio": self._trained.mean_length / max(1.0, self._submitted.mean_length),
+            "accounting/effective_groups_share": self._trained.num_groups / self._submitted.num_groups,
+        } | {
+            f"accounting/length_share_ratio_{2**bucket if bucket >= 0 else 0}": share
+            for bucket, share in self._share_ratios().items()
+        }
+
+    def _share_ratios(self) -> dict[int, float]:
+        """Trained share over submitted share, of the buckets with something in them."""
+        submitted, trained = self._submitted, self._trained
+        return {
+            bucket: (trained.by_bucket[bucket] / trained.num_rollouts) / (number / submitted.num_rollouts)
+            for bucket, number in sorted(submitted.by_bucket.items())
+            if number > 0.5
+        }
+
+
+class _Histograms:
+    """Weighted numbers of rollouts by length bucket and by source."""
+
+    def __init__(self) -> None:
+        self.by_bucket: Counter[int] = Counter()
+        self.by_source: Counter[str] = Counter()
+        self.num_rollouts = 0.0
+        self.num_tokens = 0.0
+        self.num_groups = 0.0
+
+    @property
+    def mean_length(self) -> float:
+        return self.num_tokens / self.num_rollouts
+
+    def add(self, group: _Rollouts, weight: float) -> None:
+        for bucket, number in group.num_by_bucket.items():
+            self.by_bucket[bucket] += weight * number
+            self.by_source[group.source] += weight * number
+            self.num_rollouts += weight * number
+        self.num_tokens += weight * group.num_tokens
+        self.num_groups += weight
+
+
+def _distance(one: Mapping[object, float], other: Mapping[object, float]) -> float:
+    total_one, total_other = sum(one.values()), sum(other.values())
+    return 0.5 * sum(
+        abs(one.get(key, 0.0) / total_one - other.get(key, 0.0) / total_other)
+        for key in one.keys() | other.keys()
+    )

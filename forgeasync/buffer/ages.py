@@ -1,0 +1,55 @@
+"""How old a group is: the version that its age counts from.
+
+A group whose reference version is r may be trained on up to optimizer step r + max_off_policy_steps, its
+deadline. While it is sampled only a lower bound of r is known; it rises and never falls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forgeasync.config.schema import AgeOf
+from forgeasync.data.rollout import StoredRollout, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A group on its way: what a generator tells of it when it goes over to ``version``."""
+
+    group_id: int
+    version: int
+    num_running: int
+    """Rollouts that will sample at least one more token, under ``version`` or a later one."""
+    num_tokens: int
+    """Sampled so far, over all its rollouts."""
+
+
+def reference_version(rollouts: Sequence[StoredRollout], age_of: AgeOf) -> int:
+    """The version that a finished group's age counts from."""
+    spans = [rollout.version_spans for rollout in rollouts]
+    match age_of:
+        case AgeOf.OLDEST_TOKEN:
+            return min(one[0].version for one in spans)
+        case AgeOf.NEWEST_TOKEN:
+            return min(one[-1].version for one in spans)
+        case AgeOf.MEAN:
+            return min(_floor_of_mean(one) for one in spans)
+        case AgeOf.TOKEN:
+            return max(one[-1].version for one in spans)
+
+
+def known_reference(progress: Progress, group_size: int, age_of: AgeOf) -> int:
+    """A lower bound of the reference of a group under way; 0 where its progress says nothing of it."""
+    if progress.num_tokens == 0:
+        return progress.version
+    match age_of:
+        case AgeOf.NEWEST_TOKEN if progress.num_running == group_size:
+            return progress.version
+        case AgeOf.TOKEN if progress.num_running:
+            return progress.version
+        case _:
+            return 0
+
+
+def _floor_of_mean(spans: Sequence[VersionSpan]) -> int:
+    num_tokens = spans[-1].end
+    return sum(span.version * (span.end - span.start) for span in spans) // num_tokens

@@ -1,0 +1,60 @@
+"""How many groups to have under way, so that neither the trainer nor the generators wait.
+
+Too few, and the trainer waits for batches; too many, and complete groups lie waiting and grow old. The rule
+is that of congestion control: up at once where the trainer waits and the bound is what holds generation back,
+down slowly where whole batches lie ready and the trainer did not wait.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+TRAINER_WAITS_SHARE = 0.05
+"""Of a step spent waiting for its batch; less is within the noise of one slow group."""
+
+CALM_STEPS = 3
+"""Steps in a row with a whole batch to spare before the bound goes down: one may be chance."""
+
+
+class WaitingSide(StrEnum):
+    TRAINER = "trainer"
+    GENERATORS = "generators"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """What a step of the training loop saw."""
+
+    trainer_wait_share: float
+    """Of the step, spent waiting for its batch."""
+    num_ready: int
+    """Complete groups left after the batch was taken."""
+    is_bound: bool
+    """Whether the bound kept groups from starting when the trainer came for its batch."""
+
+
+class LoadController:
+    """The bound on groups under way, between one batch and what the age policy allows."""
+
+    def __init__(self, *, groups_per_step: int, max_groups: int) -> None:
+        assert max_groups >= groups_per_step
+        self._groups_per_step = groups_per_step
+        self._max_groups = max_groups
+        self._num_calm_steps = 0
+        self.bound = max_groups
+        self.waiting_side = WaitingSide.NONE
+
+    def step(self, load: StepLoad) -> None:
+        """Move the bound after a step."""
+        if load.trainer_wait_share > TRAINER_WAITS_SHARE:
+            self.waiting_side = WaitingSide.TRAINER
+            self._num_calm_steps = 0
+            if load.is_bound:
+                self.bound = min(self._max_groups, self.bound + max(1, self._groups_per_step // 4))
+            return
+        has_batch_to_spare = load.num_ready >= self._groups_per_step
+        self.waiting_side = WaitingSide.GENERATORS if load.is_bound else WaitingSide.NONE
+        self._num_calm_steps = self._num_calm_steps + 1 if has_batch_to_spare else 0
+        if self._num_calm_steps >= CALM_STEPS:
+            self._num_calm_steps = 0
+            self.bound = max(self._groups_per_step, self.bound - max(1, self._groups_per_step // 8))

@@ -1,0 +1,98 @@
+"""Prompts that wait to be started, and which of them starts next."""
+
+import dataclasses
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from forgeasync.data.task import Task
+
+HISTORY_DECAY = 0.5
+"""Share of the newest length in an expected one: policies change their lengths as they learn."""
+
+MAX_PROMPTS_IN_HISTORY = 200_000
+"""Of the prompts measured last; a prompt takes about 200 bytes."""
+
+FIRST = -1
+"""Cohort of what is submitted again: it starts before everything else."""
+
+
+class LengthHistory:
+    """Expected response lengths in tokens: of a prompt that was measured, else of its source, else 0."""
+
+    def __init__(self) -> None:
+        self._of_prompt: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._of_source: dict[str, float] = {}
+
+    def measure(self, task: Task, length: float) -> None:
+        """The longest response to a prompt had this many tokens."""
+        key = (task.source, task.task_id)
+        known = self._of_prompt.pop(key, length)
+        # Measured last goes to the end; what was measured first is forgotten.
+        self._of_prompt[key] = known + HISTORY_DECAY * (length - known)
+        if len(self._of_prompt) > MAX_PROMPTS_IN_HISTORY:
+            self._of_prompt.popitem(last=False)
+        known = self._of_source.get(task.source, length)
+        self._of_source[task.source] = known + HISTORY_DECAY * (length - known)
+
+    def expected(self, task: Task) -> float:
+        """In tokens."""
+        of_source = self._of_source.get(task.source, 0.0)
+        return self._of_prompt.get((task.source, task.task_id), of_source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A prompt handed in for training; ``attempt`` counts how often it was started before."""
+
+    submission_id: int
+    task: Task
+    attempt: int = 0
+    first_lengths: tuple[int, ...] | None = None
+    """Of the responses of the first lost attempt that was sampled to its end: what was submitted, as far as
+    lengths go, whatever comes of it."""
+
+
+class Submissions:
+    """Pending prompts, cohort after cohort of ``cohort_size``; within one, longest expected first.
+
+    So no prompt is overtaken by another that was submitted more than a cohort later.
+    """
+
+    def __init__(self, *, cohort_size: int, longest_first: bool) -> None:
+        self.history = LengthHistory()
+        self._cohort_size = cohort_size
+        self._longest_first = longest_first
+        self._num_submitted = 0
+        self._heap: list[tuple[int, float, int, Submission]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def num_submitted(self) -> int:
+        """So far, not counting what came again."""
+        return self._num_submitted
+
+    def submit(self, task: Task) -> None:
+        """A new prompt."""
+        submission = Submission(submission_id=self._num_submitted, task=task)
+        self._push(submission, cohort=self._num_submitted // self._cohort_size)
+        self._num_submitted += 1
+
+    def reissue(self, submission: Submission, lengths: tuple[int, ...] | None) -> None:
+        """A prompt whose group was lost; the lengths of its responses, if they are known."""
+        again = dataclasses.replace(
+            submission,
+            attempt=submission.attempt + 1,
+            first_lengths=submission.first_lengths or lengths,
+        )
+        self._push(again, cohort=FIRST)
+
+    def pop(self) -> Submission:
+        """The prompt to start next."""
+        return heapq.heappop(self._heap)[-1]
+
+    def _push(self, submission: Submission, *, cohort: int) -> None:
+        expected = self.history.expected(submission.task) if self._longest_first else 0.0
+        heapq.heappush(self._heap, (cohort, -expected, submission.submission_id, submission))

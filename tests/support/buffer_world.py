@@ -1,0 +1,180 @@
+"""A world around a replay buffer in which anything may happen at any time, to look for broken promises in.
+
+It plays generator, scorer and trainer with groups of two rollouts, and checks what every batch must satisfy.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from forgeasync.buffer.ages import Progress
+from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer
+from forgeasync.config.schema import AccountingSection, AgeOf, BufferSection, StaleGroups
+from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.data.task import Task
+from tests.support.rollouts import make_stored_rollout
+
+GROUP_SIZE = 2
+
+
+def make_task(index: int, source: str = "s") -> Task:
+    return Task(task_id=str(index), prompt="", answer="", source_index=index, source=source)
+
+
+@dataclass(slots=True)
+class Sampling:
+    """A group in the generator: the versions of the tokens of each rollout so far."""
+
+    task: Task
+    versions: list[list[int]] = field(default_factory=lambda: [[] for _ in range(GROUP_SIZE)])
+    ended: set[int] = field(default_factory=set)
+
+    def rollouts(self) -> tuple[StoredRollout, ...]:
+        return tuple(_rollout(versions) for versions in self.versions)
+
+
+def _rollout(versions: list[int]) -> StoredRollout:
+    spans = [(version, index, index + 1) for index, version in enumerate(versions)]
+    return make_stored_rollout(*spans)
+
+
+def age_of_group(group: Group, trained_version: int, age_of: AgeOf) -> float:
+    """By definition, token by token."""
+    versions = [
+        [span.version for span in rollout.version_spans for _ in range(span.start, span.end)]
+        for rollout in group.rollouts
+    ]
+    ages = [[trained_version - version for version in one] for one in versions]
+    match age_of:
+        case AgeOf.OLDEST_TOKEN:
+            return max(max(one) for one in ages)
+        case AgeOf.NEWEST_TOKEN:
+            return max(min(one) for one in ages)
+        case AgeOf.MEAN:
+            return max(sum(one) / len(one) for one in ages)
+        case AgeOf.TOKEN:
+            return min(min(one) for one in ages)
+
+
+class BufferWorld:
+    """Moves that a random history is made of; every move keeps the world consistent."""
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        k: int,
+        section: BufferSection,
+        accounting: AccountingSection,
+        num_steps: int = 100_000,
+    ) -> None:
+        self.groups_per_step, self.k, self.section = groups_per_step, k, section
+        self.buffer = ReplayBuffer(
+            groups_per_step=groups_per_step,
+            group_size=GROUP_SIZE,
+            max_off_policy_steps=k,
+            num_groups_in_run=num_steps * groups_per_step,
+            section=section,
+            accounting=accounting,
+        )
+        self.trainer_version = self.served_version = 0
+        self.sampling: dict[int, Sampling] = {}
+        self.sampled: dict[int, Group] = {}
+        self.trained: list[Task] = []
+        self.num_lost_groups = 0
+        self.weights: list[float] = []
+        self.cancellable: set[int] = set()
+        self._num_tasks = 0
+
+    def start_all(self) -> None:
+        while True:
+            for _ in range(self.buffer.num_wanted):
+                self.buffer.submit(make_task(self._num_tasks))
+                self._num_tasks += 1
+            start = self.buffer.start()
+            if start is None:
+                return
+            self.sampling[start.group_id] = Sampling(start.task)
+
+    def decode(self, group_id: int, num_tokens: int = 1) -> None:
+        """Every rollout of a group that has not ended gets more tokens."""
+        sampling = self.sampling[group_id]
+        for index, versions in enumerate(sampling.versions):
+            if index not in sampling.ended:
+                versions.extend([self.served_version] * num_tokens)
+
+    def end_one(self, group_id: int) -> None:
+        """The first rollout of a group ends, the others go on."""
+        self.decode(group_id)
+        self.sampling[group_id].ended.add(0)
+
+    def finish(self, group_id: int) -> None:
+        self.decode(group_id)
+        sampling = self.sampling.pop(group_id)
+        group = Group(group_id=group_id, task=sampling.task, rollouts=sampling.rollouts())
+        self.buffer.finished(group)
+        self.sampled[group_id] = group
+
+    def score(self, group_id: int) -> None:
+        group = self.sampled.pop(group_id)
+        self.buffer.scored(dataclasses.replace(group, rewards=(1.0,) * GROUP_SIZE))
+        self._free()
+
+    def fail(self, group_id: int, reason: DropReason) -> None:
+        if self.sampling.pop(group_id, None) is None:
+            del self.sampled[group_id]
+        self.buffer.failed(group_id, reason)
+        self.num_lost_groups += 1
+
+    def serve(self, version: int) -> None:
+        """The generator goes over to a version: it says who runs, then the loop says that it is served."""
+        self.served_version = version
+        for group_id, sampling in self.sampling.items():
+            self.buffer.progressed(
+                Progress(
+                    group_id=group_id,
+                    version=version,
+                    num_running=GROUP_SIZE - len(sampling.ended),
+                    num_tokens=sum(map(len, sampling.versions)),
+                )
+            )
+        self.buffer.set_served_version(version)
+
+    def take(self) -> Batch | None:
+        batch = self.buffer.take()
+        self._free()
+        if batch is None:
+            return None
+        assert batch.trainer_version == self.trainer_version
+        assert len(batch.groups) == len(batch.weights) == self.groups_per_step
+        for group in batch.groups:
+            age = age_of_group(group, self.trainer_version, self.section.age_of)
+            assert age <= self.k, f"group {group.group_id} trains at age {age}"
+        self.trained += [group.task for group in batch.groups]
+        self.weights += batch.weights
+        self.trainer_version += 1
+        self.cancellable.update(self.buffer.committed(trainer_wait_share=0.0))
+        self._free()
+        return batch
+
+    def _free(self) -> None:
+        lost = self.buffer.take_lost()
+        assert not lost or self.section.stale_groups is StaleGroups.DROP
+        self.num_lost_groups += len(lost)
+
+    def finish_everything(self) -> None:
+        self.serve(self.trainer_version)
+        self.start_all()
+        for group_id in list(self.sampling):
+            self.finish(group_id)
+        for group_id in list(self.sampled):
+            self.score(group_id)
+
+    def check_counts(self) -> None:
+        """Every submitted prompt is in one place or has come to one end."""
+        buffer = self.buffer
+        num_gone = buffer.num_dropped.total() - buffer.num_reissued
+        assert buffer.num_dropped.total() == self.num_lost_groups
+        assert buffer.num_trained == len(self.trained)
+        assert buffer.num_submitted == self._num_tasks
+        assert self._num_tasks == len(self.trained) + num_gone + buffer.num_pending + buffer.num_present
+        assert len({task.task_id for task in self.trained}) == len(self.trained), "trained twice"
