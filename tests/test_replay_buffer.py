@@ -174,18 +174,25 @@ def test_window_holds_back_what_overtakes_by_too_much() -> None:
 
 
 def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
-    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=1)
-    world = make_world(1, 1, accounting=windowed, stale_groups=StaleGroups.DROP)
-    assert started(world) == [0, 1]
-    complete(world, 0)
-    assert taken(world) == [0]
-    world.decode(1)
+    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=3)
+    world = make_world(2, 1, accounting=windowed, stale_groups=StaleGroups.DROP)
+    assert started(world) == [0, 1, 2, 3]
+    world.decode(0)
+    complete(world, 1, 2)
+    assert taken(world) == [1, 2]
+    world.decode(3)
     world.serve(1)
-    assert started(world) == [2]
-    complete(world, 2)
-    assert taken(world) is None, "group 1 is the window"
-    complete(world, 1)
-    assert taken(world) == [1]
+    assert started(world) == [4, 5]
+    complete(world, 4, 5)
+    assert taken(world) is None, "0, 3 and 4 are the window, and 0 and 3 are under way"
+    complete(world, 3)
+    assert taken(world) == [3, 4]
+    assert world.cancellable == {0}
+    world.serve(2)
+    assert started(world) == [6, 7]
+    world.decode(6)
+    complete(world, 7)
+    assert taken(world) == [5, 7], "the window is 5, 6 and 7: 0 is too old to wait for"
 
 
 def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
