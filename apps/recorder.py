@@ -137,7 +137,6 @@ class RunRecorder:
             "generator/max_swap_wait_s": max((swap.waited_s for swap in self._swaps), default=0.0),
             "generator/num_crossing": sum(swap.num_crossing for swap in self._swaps),
             "generator/num_resumed": sum(swap.num_resumed for swap in self._swaps),
-            "generator/num_cancelled": sum(swap.num_cancelled for swap in self._swaps),
             "generator/num_recomputed": sum(swap.num_recomputed for swap in self._swaps),
             "weights/num_swaps": len(self._swaps),
             "weights/max_fetch_s": max((fetch.fetch_s for fetch in self._fetches), default=0.0),

@@ -53,7 +53,6 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
         seed=0,
         records=Records(routing=routing, kept_tokens=kept_tokens),
         weights=WeightsSection(),
-        max_off_policy_steps=0,
     )
     params = SamplingParams(
         n=NUM_SAMPLES,

@@ -125,7 +125,6 @@ async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
         seed=0,
         records=records,
         weights=WeightsSection(),
-        max_off_policy_steps=0,
     )
     facts = read_model_facts(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -98,9 +98,7 @@ async def run_mode(
     from forgeasync.sampler.interruption import interruption_policy
     from forgeasync.sampler.updates import WeightUpdates
 
-    policy = interruption_policy(
-        mode, client=engine._client, gate=engine._gate, groups=engine._groups, max_off_policy_steps=0
-    )
+    policy = interruption_policy(mode, client=engine._client, gate=engine._gate)
     engine._updates = WeightUpdates(engine._client, policy, KvAfterSwap.KEEP)
 
     streams = Streams(engine, f"{mode}-{manifest.version}")

@@ -67,7 +67,6 @@ async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
         seed=0,
         records=Records(routing=True, kept_tokens=True),
         weights=WeightsSection(),
-        max_off_policy_steps=1,
     )
     scheduler = await engine._client.between_steps(lambda core: core.scheduler)
     num_preemptions = 0

@@ -53,7 +53,6 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
         seed=0,
         records=Records(routing=True, kept_tokens=False),
         weights=WeightsSection(),
-        max_off_policy_steps=0,
     )
     try:
         publisher = FolderPublisher(folder, out)
@@ -162,7 +161,6 @@ async def _refusals_scenario(folder: Path) -> dict[str, str]:
         seed=0,
         records=Records(routing=False, kept_tokens=False),
         weights=WeightsSection(),
-        max_off_policy_steps=0,
     )
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     messages = {}

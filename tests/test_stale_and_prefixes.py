@@ -1,4 +1,4 @@
-"""Groups cancelled for their age, prefixes across versions, and seeds, with real engines."""
+"""Groups that are cancelled, prefixes across versions, and seeds, with real engines."""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.schema import GeneratorSection, Interruption, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
 from forgeasync.data.rollout import Rollout
 from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from tests.support.engines import (
@@ -37,40 +37,40 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled:
-    """Three cancellable groups of two, one that is not, and one of which nothing had started."""
+    """Four groups of two with eight places, one of them unnamed, and a fifth that waits for a place."""
 
     reports: list[SwapReport]
-    num_cancelled_groups: int
-    evaluated: tuple[Rollout, ...]
-    waiting: tuple[Rollout, ...]
+    answers: list[object]
+    """Of groups 0 to 2; 0 and 2 were cancelled."""
+    unnamed: tuple[Rollout, ...]
+    waiting: object
     afterwards: tuple[Rollout, ...]
     num_left_behind: int
 
 
 async def _cancel(folder: Path) -> Cancelled:
-    weights = WeightsSection(interruption=Interruption.CANCEL_STALE)
-    engine = await start_engine(folder, GENERATOR, weights, max_off_policy_steps=1)
+    engine = await start_engine(folder, GENERATOR, WeightsSection())
 
-    def group(*, may_cancel: bool = True) -> asyncio.Task[tuple[Rollout, ...]]:
+    def group(group_id: int | None) -> asyncio.Task[tuple[Rollout, ...]]:
         return asyncio.create_task(
-            engine.generate(prompt_ids_P=PROMPT, num_samples=2, sampling=LONG, may_cancel=may_cancel)
+            engine.generate(prompt_ids_P=PROMPT, num_samples=2, sampling=LONG, group_id=group_id)
         )
 
-    evaluated, *groups = [group(may_cancel=False), *(group() for _ in range(3))]
+    unnamed, *groups = [group(None), *(group(group_id) for group_id in range(3))]
     await let_decode(engine, 3)
     # All eight places are taken.
-    waiting = group()
-    reports = []
-    for version in (1, 2, 3):
-        await let_decode(engine, 3)
-        reports.append(await update(engine, version, revealing_weights(folder, 3 + version)))
-    answers = await asyncio.gather(*groups, return_exceptions=True)
+    waiting = group(3)
+    await let_decode(engine, 3)
+    reports = [await update(engine, 1, revealing_weights(folder, 4))]
+    await engine.cancel([0, 2, 3, 17])
+    await let_decode(engine, 3)
+    reports.append(await update(engine, 2, revealing_weights(folder, 5)))
     seen = Cancelled(
         reports=reports,
-        num_cancelled_groups=sum(isinstance(answer, GroupCancelled) for answer in answers),
-        evaluated=await evaluated,
-        waiting=await waiting,
-        afterwards=await group(),
+        answers=await asyncio.gather(*groups, return_exceptions=True),
+        unnamed=await unnamed,
+        waiting=(await asyncio.gather(waiting, return_exceptions=True))[0],
+        afterwards=await group(0),
         num_left_behind=await engine._client.between_steps(lambda core: len(core.scheduler.requests)),
     )
     engine.shutdown()
@@ -158,16 +158,26 @@ def observed(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> O
     return run_alone(_observe, folders, revealing)
 
 
-def test_stale_groups_are_cancelled_and_others_go_on(observed: Observed) -> None:
+def test_cancelled_groups_end_and_others_go_on(observed: Observed) -> None:
     seen = observed.cancelled
-    assert [report.num_cancelled for report in seen.reports] == [0, 6, 0], "stale once two versions behind"
-    assert seen.num_cancelled_groups == 3
-    assert [span.version for span in seen.evaluated[0].version_spans] == [0, 1, 2, 3]
-    for rollout in seen.waiting:
-        # Older than version 3 by one: no reason to cancel.
-        assert [span.version for span in rollout.version_spans] == [2, 3]
+    assert [isinstance(answer, GroupCancelled) for answer in seen.answers] == [True, False, True]
+    assert isinstance(seen.waiting, GroupCancelled), "it had not begun"
+    for rollout in (*seen.unnamed, *seen.answers[1]):
+        assert [span.version for span in rollout.version_spans] == [0, 1, 2]
     assert [rollout.num_response_tokens for rollout in seen.afterwards] == [100, 100]
     assert seen.num_left_behind == 0
+
+
+def test_an_update_reports_how_far_the_groups_are(observed: Observed) -> None:
+    first, second = ({one.group_id: one for one in report.progress} for report in observed.cancelled.reports)
+    assert sorted(first) == [0, 1, 2, 3], "the unnamed one is nobody's"
+    assert {one.version for one in first.values()} == {1}
+    assert {one.num_running for one in first.values()} == {2}
+    assert first[3].num_tokens == 0
+    rollouts = observed.cancelled.answers[1]
+    assert first[1].num_tokens == sum(rollout.version_spans[0].end for rollout in rollouts)
+    assert list(second) == [1]
+    assert second[1].num_tokens == sum(rollout.version_spans[1].end for rollout in rollouts)
 
 
 def test_a_waiting_request_never_meets_a_prefix_of_older_weights(

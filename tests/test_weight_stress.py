@@ -154,7 +154,6 @@ async def _scenario(folder: Path, out: Path) -> Seen:
         seed=0,
         records=Records(routing=True, kept_tokens=False),
         weights=WeightsSection(),
-        max_off_policy_steps=0,
     )
     publisher = FolderPublisher(folder, out)
     board = WeightBoard(WeightLedger(lease_timeout_s=LEASE_TIMEOUT_S))

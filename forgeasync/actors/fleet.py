@@ -157,7 +157,6 @@ class Fleet:
             ),
             weights=config.weights,
             lora=config.lora,
-            max_off_policy_steps=config.max_off_policy_steps,
             payload_folder=self._payload_folder,
             payload_capacity_bytes=capacity_bytes,
             host_id=HOST_ID,

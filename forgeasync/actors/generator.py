@@ -52,7 +52,6 @@ class GeneratorSetup:
     records: Records
     weights: WeightsSection
     lora: LoraSection | None
-    max_off_policy_steps: int
     payload_folder: Path
     payload_capacity_bytes: int
     host_id: str
@@ -67,7 +66,7 @@ class RefusedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelledGroup:
-    """A group that was given up at an update: finished, it would have been too old to train on."""
+    """A group that was given up: finished, it would have been too old to train on."""
 
 
 class GeneratorActor(Actor):
@@ -103,7 +102,6 @@ class GeneratorActor(Actor):
             seed=setup.seed + self._rank,
             records=setup.records,
             weights=setup.weights,
-            max_off_policy_steps=setup.max_off_policy_steps,
             adapters=adapters,
         )
         return os.getpid()
@@ -116,7 +114,7 @@ class GeneratorActor(Actor):
         assert self._engine is not None
         try:
             rollouts = await self._engine.generate(
-                prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, may_cancel=True
+                prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, group_id=group_id
             )
         except GroupCancelled:
             return CancelledGroup()
@@ -144,6 +142,12 @@ class GeneratorActor(Actor):
             )
             for rollout, response, index in zip(rollouts, responses, payload.prompt_of, strict=True)
         )
+
+    @concurrent_endpoint
+    async def cancel_groups(self, group_ids: Sequence[int]) -> None:
+        """Give up groups, of whichever this engine is sampling; their calls answer ``CancelledGroup``."""
+        assert self._engine is not None
+        await self._engine.cancel(group_ids)
 
     @concurrent_endpoint
     async def respond(

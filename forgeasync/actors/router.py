@@ -41,6 +41,11 @@ class GeneratorRouter:
                 group_id, prompt_ids_P, num_samples, sampling
             )
 
+    async def cancel_groups(self, group_ids: Sequence[int]) -> None:
+        """Give up groups wherever they are sampled."""
+        async with asyncio.timeout(self._timeouts.weights_s):
+            await self.actors.cancel_groups.call(group_ids)
+
     async def respond(
         self,
         prompt_ids_P: np.ndarray,

@@ -5,22 +5,10 @@ deadline. While it is sampled only a lower bound of r is known; it rises and nev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from forgeasync.config.schema import AgeOf
+from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import StoredRollout, VersionSpan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """A group on its way: what a generator tells of it when it goes over to ``version``."""
-
-    group_id: int
-    version: int
-    num_running: int
-    """Rollouts that will sample at least one more token, under ``version`` or a later one."""
-    num_tokens: int
-    """Sampled so far, over all its rollouts."""
 
 
 def reference_version(rollouts: Sequence[StoredRollout], age_of: AgeOf) -> int:
@@ -37,12 +25,13 @@ def reference_version(rollouts: Sequence[StoredRollout], age_of: AgeOf) -> int:
             return max(one[-1].version for one in spans)
 
 
-def known_reference(progress: Progress, group_size: int, age_of: AgeOf) -> int:
+def known_reference(progress: GroupProgress, group_size: int, age_of: AgeOf) -> int:
     """A lower bound of the reference of a group under way; 0 where its progress says nothing of it."""
-    if progress.num_tokens == 0:
+    all_run = progress.num_running == group_size
+    if all_run and progress.num_tokens == 0:
         return progress.version
     match age_of:
-        case AgeOf.NEWEST_TOKEN if progress.num_running == group_size:
+        case AgeOf.NEWEST_TOKEN if all_run:
             return progress.version
         case AgeOf.TOKEN if progress.num_running:
             return progress.version

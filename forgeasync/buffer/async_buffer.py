@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from forgeasync.buffer.ages import Progress
 from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer, Start
+from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 
@@ -35,7 +35,7 @@ class AsyncReplayBuffer:
         start = await self._when_ready(self.state.start)
         return start, self.state.num_wanted
 
-    async def progressed(self, groups: Sequence[Progress]) -> None:
+    async def progressed(self, groups: Sequence[GroupProgress]) -> None:
         """What a generator tells of its running groups at an update."""
         for progress in groups:
             self.state.progressed(progress)

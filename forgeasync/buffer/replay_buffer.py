@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from forgeasync.buffer.accounting import AccountingLedger
-from forgeasync.buffer.ages import Progress, known_reference, reference_version
+from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
 from forgeasync.buffer.submissions import Submission, Submissions
@@ -31,6 +31,7 @@ from forgeasync.config.schema import (
     Replacement,
     StaleGroups,
 )
+from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 
@@ -134,7 +135,7 @@ class ReplayBuffer:
         """A prompt is handed in."""
         self._submissions.submit(task)
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, progress: GroupProgress) -> None:
         """A generator tells how far a group is; groups that it has finished meanwhile are no news."""
         entry = self._entries.get(progress.group_id)
         if entry is None or entry.lengths is not None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forgeasync.buffer.accounting import length_bucket
-from forgeasync.buffer.ages import Progress
 from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer, Start
 from forgeasync.config.schema import AccountingSection, BufferSection
+from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout, VersionSpan
 from forgeasync.data.task import Task
 from forgeasync.payload.reference import PayloadRef
@@ -257,7 +257,9 @@ class BufferSimulation:
             num_tokens = sum(int(self._now - begun) for begun in running.begun.values())
             num_running = self._run.group_size - len(running.rollouts)
             self._buffer.progressed(
-                Progress(group_id=group_id, version=version, num_running=num_running, num_tokens=num_tokens)
+                GroupProgress(
+                    group_id=group_id, version=version, num_running=num_running, num_tokens=num_tokens
+                )
             )
         self._swap_times.append(self._now)
         self._buffer.set_served_version(version)

@@ -6,7 +6,7 @@ Plain asyncio, no Monarch: the generator actor is a thin shell around this class
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -86,7 +86,6 @@ class SamplerEngine:
         records: Records,
         *,
         weights: WeightsSection,
-        max_off_policy_steps: int,
     ) -> None:
         model = llm.model_config
         self._llm = llm
@@ -98,14 +97,8 @@ class SamplerEngine:
         )
         self._gate = AdmissionGate()
         self._groups = Groups()
-        policy = interruption_policy(
-            weights.interruption,
-            client=client,
-            gate=self._gate,
-            groups=self._groups,
-            max_off_policy_steps=max_off_policy_steps,
-        )
-        self._updates = WeightUpdates(client, policy, weights.kv_cache)
+        policy = interruption_policy(weights.interruption, client=client, gate=self._gate)
+        self._updates = WeightUpdates(client, self._groups, policy, weights.kv_cache)
         self.adapter: ServedAdapter | None = None
         """What all requests are served with; None where weights are whole."""
         self._request_ids = itertools.count()
@@ -124,7 +117,6 @@ class SamplerEngine:
         seed: int,
         records: Records,
         weights: WeightsSection,
-        max_off_policy_steps: int,
         adapters: AdapterSetup | None = None,
     ) -> "SamplerEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves."""
@@ -159,13 +151,7 @@ class SamplerEngine:
             request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
         with _in_process_core(salt_with_version=not weights.prefix_cache_across_versions):
             llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-        engine = cls(
-            llm,
-            llm.engine_core,
-            records,
-            weights=weights,
-            max_off_policy_steps=max_off_policy_steps,
-        )
+        engine = cls(llm, llm.engine_core, records, weights=weights)
         await engine._client.between_steps(lambda core: core.set_weight_version("0"))
         if adapters is not None:
             engine.adapter = ServedAdapter(adapters)
@@ -180,16 +166,18 @@ class SamplerEngine:
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
-        may_cancel: bool = False,
+        group_id: int | None = None,
     ) -> tuple[Rollout, ...]:
         """Sample ``num_samples`` responses to one prompt; a seed makes them reproducible.
 
+        By its ``group_id`` a group can be cancelled, and updates report its progress.
+
         Raises:
-            GroupCancelled: an update left the group too old to train on, which ``may_cancel`` allows.
+            GroupCancelled: ``cancel`` was called with the group's id.
         """
-        with self._busy(), self._groups.running(may_cancel=may_cancel) as (group_id, group):
+        with self._busy(), self._groups.running(group_id) as (key, group):
             tasks = [
-                asyncio.create_task(self._sample(group_id, group, index, prompt_ids_P, sampling, seed))
+                asyncio.create_task(self._sample(key, group, index, prompt_ids_P, sampling, seed))
                 for index in range(num_samples)
             ]
             try:
@@ -214,6 +202,8 @@ class SamplerEngine:
         prefix = prompt_ids_P.tolist()
         num_left = sampling.max_response_tokens
         for attempt in itertools.count():
+            if group.is_cancelled:
+                raise GroupCancelled
             params = SamplingParams(
                 temperature=sampling.temperature,
                 # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
@@ -231,15 +221,14 @@ class SamplerEngine:
             part = await self._run_request(prefix, params)
             if group.is_cancelled:
                 raise GroupCancelled
+            group.num_tokens += len(part.token_ids)
             if part.token_ids:
                 parts.append(part)
                 prefix = prefix + list(part.token_ids)
                 num_left -= len(part.token_ids)
             if part.finish_reason != ABORTED:
                 break
-        rollout = self._joiner.join(prompt_ids_P, parts)
-        group.note_end(rollout.version_spans[0].version)
-        return rollout
+        return self._joiner.join(prompt_ids_P, parts)
 
     async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
         async with self._gate.inside():
@@ -251,6 +240,13 @@ class SamplerEngine:
                 last = output
         assert last is not None and last.finished and len(last.outputs) == 1
         return last.outputs[0]
+
+    async def cancel(self, group_ids: Sequence[int]) -> None:
+        """Give up groups between two steps; those that have ended meanwhile are not touched."""
+        self._groups.cancel(group_ids)
+        await self._client.between_steps(
+            lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core))
+        )
 
     async def update_weights(
         self, version: int, *, prefetch: Prefetch, install: Callable[[EngineCore], None]

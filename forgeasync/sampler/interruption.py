@@ -3,12 +3,12 @@
 Who waits for whom: an update runs ``bring_near`` on the event loop and, within it, the swap on the engine's
 thread, between two decode steps. ``bring_near`` may hold back new requests (drain) or decoding (blocking);
 ``end_requests`` runs in the same act as the swap and says which requests end there. vLLM then sends each of
-them off with everything recorded so far, and the engine resumes or gives up.
+them off with everything recorded so far, and the engine resumes them.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from forgeasync.config.schema import Interruption
+from forgeasync.data.progress import GroupProgress
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 
 Prefetch = Callable[[], Awaitable[None]]
@@ -23,35 +24,13 @@ GROUP_ARGUMENT = "forgeasync_group"
 """Names a request's group in its sampling parameters, where the engine's thread finds it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """Request ids that end at a swap."""
-
-    resumed: tuple[str, ...] = ()
-    cancelled: tuple[str, ...] = ()
-
-
 @dataclass(slots=True)
 class RunningGroup:
-    """A group in the engine. Each of the two versions has one writer, so that neither thread locks."""
+    """A group in the engine. The event loop writes, the engine's thread reads."""
 
-    may_cancel: bool
-    running_version: int | None = None
-    """First version of the samples that the engine's thread found running at a swap."""
-    ended_version: int | None = None
-    """First version of the samples that the event loop saw end."""
+    num_tokens: int = 0
+    """In parts of responses that have ended."""
     is_cancelled: bool = False
-
-    @property
-    def first_version(self) -> int | None:
-        """Version of the oldest token known; None while there is none."""
-        versions = [version for version in (self.running_version, self.ended_version) if version is not None]
-        return min(versions, default=None)
-
-    def note_end(self, first_version: int) -> None:
-        """A sample has ended (event loop)."""
-        known = self.ended_version
-        self.ended_version = first_version if known is None else min(known, first_version)
 
 
 class Groups:
@@ -59,23 +38,55 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: dict[int, RunningGroup] = {}
-        self._num_started = 0
+        self._num_unnamed = 0
 
     @contextmanager
-    def running(self, *, may_cancel: bool) -> Iterator[tuple[int, RunningGroup]]:
-        """A group from its first request to its last."""
-        self._num_started += 1
-        group_id, group = self._num_started, RunningGroup(may_cancel)
+    def running(self, group_id: int | None) -> Iterator[tuple[int, RunningGroup]]:
+        """A group from its first request to its last; None: one that nobody asks about."""
+        if group_id is None:
+            self._num_unnamed += 1
+            group_id = -self._num_unnamed
+        assert group_id not in self._groups
+        group = RunningGroup()
         self._groups[group_id] = group
         try:
             yield group_id, group
         finally:
             del self._groups[group_id]
 
-    def of(self, request: Request) -> RunningGroup | None:
-        """The group of one of our requests; None once nobody waits for it."""
-        arguments = request.sampling_params.extra_args
-        return self._groups.get(arguments[GROUP_ARGUMENT]) if arguments else None
+    def cancel(self, group_ids: Iterable[int]) -> None:
+        """Mark groups; those that have ended meanwhile are no news (event loop)."""
+        for group_id in group_ids:
+            if group_id in self._groups:
+                self._groups[group_id].is_cancelled = True
+
+    def cancelled_requests(self, core: EngineCore) -> tuple[str, ...]:
+        """Requests of cancelled groups (engine thread)."""
+        return tuple(
+            request_id
+            for request_id, request in core.scheduler.requests.items()
+            if (group := self._groups.get(_group_id(request))) is not None and group.is_cancelled
+        )
+
+    def progress(self, core: EngineCore, version: int) -> tuple[GroupProgress, ...]:
+        """How far each named group is that has requests in the engine (engine thread)."""
+        running: dict[int, list[int]] = {}
+        for request in core.scheduler.requests.values():
+            running.setdefault(_group_id(request), []).append(request.num_output_tokens)
+        return tuple(
+            GroupProgress(
+                group_id=group_id,
+                version=version,
+                num_running=len(num_tokens),
+                num_tokens=sum(num_tokens) + self._groups[group_id].num_tokens,
+            )
+            for group_id, num_tokens in running.items()
+            if group_id >= 0 and group_id in self._groups
+        )
+
+
+def _group_id(request: Request) -> int:
+    return request.sampling_params.extra_args[GROUP_ARGUMENT]
 
 
 class AdmissionGate:
@@ -125,9 +136,9 @@ class InFlight:
         await prefetch()
         yield 0.0
 
-    def end_requests(self, core: EngineCore, *, old_version: int, new_version: int) -> Ended:
-        """Which requests end at the swap (engine thread)."""
-        return Ended()
+    def end_requests(self, core: EngineCore) -> tuple[str, ...]:
+        """Which requests end at the swap, to be resumed (engine thread)."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,46 +173,14 @@ class Drain(InFlight):
 class AbortAndResume(InFlight):
     """Every request ends; what it has becomes the prefix of a new one."""
 
-    def end_requests(self, core: EngineCore, *, old_version: int, new_version: int) -> Ended:
-        return Ended(resumed=tuple(core.scheduler.requests))
+    def end_requests(self, core: EngineCore) -> tuple[str, ...]:
+        return tuple(core.scheduler.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class CancelStale(InFlight):
-    """As in flight, but groups whose oldest token would be too old to train on end for good."""
-
-    groups: Groups
-    max_off_policy_steps: int
-
-    def end_requests(self, core: EngineCore, *, old_version: int, new_version: int) -> Ended:
-        cancelled: list[str] = []
-        requests = list(core.scheduler.requests.values())
-        for request in requests:
-            group = self.groups.of(request)
-            # Requests without a token start under the new weights.
-            if group is not None and group.running_version is None and request.num_output_tokens:
-                group.running_version = old_version
-        for request in requests:
-            group = self.groups.of(request)
-            if group is None or not group.may_cancel or group.first_version is None:
-                continue
-            if group.first_version < new_version - self.max_off_policy_steps:
-                group.is_cancelled = True
-                cancelled.append(request.request_id)
-        return Ended(cancelled=tuple(cancelled))
-
-
-def interruption_policy(
-    mode: Interruption,
-    *,
-    client: InProcessAsyncClient,
-    gate: AdmissionGate,
-    groups: Groups,
-    max_off_policy_steps: int,
-) -> InFlight:
-    """The policy of a mode."""
+def interruption_policy(mode: Interruption, *, client: InProcessAsyncClient, gate: AdmissionGate) -> InFlight:
+    """The policy of a mode. Cancelling is the replay buffer's decision: here it is as in flight."""
     match mode:
-        case Interruption.IN_FLIGHT:
+        case Interruption.IN_FLIGHT | Interruption.CANCEL_STALE:
             return InFlight()
         case Interruption.BLOCKING:
             return Blocking(client)
@@ -209,5 +188,3 @@ def interruption_policy(
             return Drain(gate)
         case Interruption.ABORT_AND_RESUME:
             return AbortAndResume()
-        case Interruption.CANCEL_STALE:
-            return CancelStale(groups, max_off_policy_steps)

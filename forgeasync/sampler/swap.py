@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from forgeasync.data.progress import GroupProgress
+
 
 class GroupCancelled(Exception):
-    """The group would have been too old to train on: its sequences were ended and are lost."""
+    """The group was given up: its sequences were ended and are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class SwapReport:
     """Sequences that were under way and go on where they were."""
     num_resumed: int
     """Sequences that were ended and begin again with what they had as prefix."""
-    num_cancelled: int
-    """Sequences that were ended for good."""
     num_recomputed: int
     """Sequences whose KV cache is computed again under the new weights."""
+    progress: tuple[GroupProgress, ...]
+    """Of the groups under way."""

@@ -9,15 +9,18 @@ from vllm.v1.request import Request, RequestStatus
 
 from forgeasync.config.schema import KvAfterSwap
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
-from forgeasync.sampler.interruption import InFlight, Prefetch
+from forgeasync.sampler.interruption import Groups, InFlight, Prefetch
 from forgeasync.sampler.swap import SwapReport
 
 
 class WeightUpdates:
     """Runs updates under an interruption policy and a policy for the KV cache."""
 
-    def __init__(self, client: InProcessAsyncClient, policy: InFlight, kv_cache: KvAfterSwap) -> None:
+    def __init__(
+        self, client: InProcessAsyncClient, groups: Groups, policy: InFlight, kv_cache: KvAfterSwap
+    ) -> None:
         self._client = client
+        self._groups = groups
         self._policy = policy
         self._kv_cache = kv_cache
         self._one_at_a_time = asyncio.Lock()
@@ -35,14 +38,14 @@ class WeightUpdates:
         self, core: EngineCore, version: int, install: Callable[[EngineCore], None], *, waited_s: float
     ) -> SwapReport:
         start_s = time.perf_counter()
-        old_version = int(core.get_weight_version())
         install(core)
         # In the same act: no step lies between the weights and their label.
         core.set_weight_version(str(version))
         requests = core.scheduler.requests
-        ended = self._policy.end_requests(core, old_version=old_version, new_version=version)
-        num_resumed = sum(requests[one].num_output_tokens > 0 for one in ended.resumed)
-        self._client.end_requests(core, (*ended.resumed, *ended.cancelled))
+        progress = self._groups.progress(core, version)
+        resumed = self._policy.end_requests(core)
+        num_resumed = sum(requests[one].num_output_tokens > 0 for one in resumed)
+        self._client.end_requests(core, resumed)
         num_crossing = sum(_crosses(request) for request in requests.values())
         num_recomputed = self._recompute(core) if self._kv_cache is KvAfterSwap.RECOMPUTE else 0
         self._client.stamp_anew(core, recomputed=self._kv_cache is KvAfterSwap.RECOMPUTE)
@@ -51,8 +54,8 @@ class WeightUpdates:
             waited_s=waited_s,
             num_crossing=num_crossing,
             num_resumed=num_resumed,
-            num_cancelled=len(ended.cancelled),
             num_recomputed=num_recomputed,
+            progress=progress,
         )
 
     def _recompute(self, core: EngineCore) -> int:

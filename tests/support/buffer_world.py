@@ -6,9 +6,9 @@ It plays generator, scorer and trainer with groups of two rollouts, and checks w
 import dataclasses
 from dataclasses import dataclass, field
 
-from forgeasync.buffer.ages import Progress
 from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer
 from forgeasync.config.schema import AccountingSection, AgeOf, BufferSection, StaleGroups
+from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.data.task import Task
 from tests.support.rollouts import make_stored_rollout
@@ -130,7 +130,7 @@ class BufferWorld:
         self.served_version = version
         for group_id, sampling in self.sampling.items():
             self.buffer.progressed(
-                Progress(
+                GroupProgress(
                     group_id=group_id,
                     version=version,
                     num_running=GROUP_SIZE - len(sampling.ended),

@@ -29,9 +29,7 @@ RECORDS = Records(routing=True, kept_tokens=True)
 DEADLINE_S = 60.0
 
 
-async def start_engine(
-    folder: Path, generator: GeneratorSection, weights: WeightsSection, *, max_off_policy_steps: int = 32
-) -> "SamplerEngine":
+async def start_engine(folder: Path, generator: GeneratorSection, weights: WeightsSection) -> "SamplerEngine":
     from forgeasync.sampler.engine import SamplerEngine
 
     return await SamplerEngine.start(
@@ -41,7 +39,6 @@ async def start_engine(
         seed=0,
         records=RECORDS,
         weights=weights,
-        max_off_policy_steps=max_off_policy_steps,
     )
 
 
