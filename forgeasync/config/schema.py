@@ -7,19 +7,9 @@ Rules that one field can decide alone are types and bounds here; rules across fi
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-
-class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent type conversion from strings."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
+from forgeasync.config.section import Section
 
 
 class Dtype(StrEnum):
