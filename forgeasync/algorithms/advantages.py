@@ -72,7 +72,7 @@ def group_pass_at_k(rewards_G: torch.Tensor, k: int) -> torch.Tensor:
         raise ValueError(f"group_pass_at_k: k = {k}; must be between 1 and the group's {group_size} rollouts")
     if k == 1:
         return rloo(rewards_G)
-    # J gains (r_i - its best) if that is positive; comb(j, k - 2) of all J have the j-th smallest as their best.
+    # comb(j, k - 2) of all J have the j-th smallest reward as their best; i improves on those below its own.
     sorted_G = rewards_G.double().sort().values
     num_sets = math.comb(group_size - 1, k - 1)
     share_G = sorted_G.new_tensor([math.comb(j, k - 2) / num_sets for j in range(group_size)])

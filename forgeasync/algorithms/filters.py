@@ -157,7 +157,7 @@ def overlong_filter() -> GroupFilter:
 def resample_on_correct(
     num_kept: int, *, min_positive_reward: float = 0.5, smoothing: float = 0.1
 ) -> GroupFilter:
-    """Keeps ``num_kept`` rollouts of an oversampled group, among the correct ones rather those without faults.
+    """Keeps ``num_kept`` rollouts of an oversampled group, of the correct ones rather those without faults.
 
     A rollout is positive where its reward is at least ``min_positive_reward``. Positives and negatives are
     kept in proportion: of P positives in a group of G, P * num_kept / G, rounded to nearest (halves up), and

@@ -9,7 +9,7 @@ from forgeasync.config.problems import Problem
 def check_filters(
     sections: Sequence[FilterSection], *, field: str, group_size: int, max_response_tokens: int
 ) -> Iterator[Problem]:
-    """Filters that cannot work or would never do anything; ``field`` is where the list stands in the config."""
+    """Filters that cannot work or never do anything; ``field`` is where their list stands in the config."""
     for index, section in enumerate(sections):
         match section:
             case OverlongPenaltySection():
@@ -36,6 +36,6 @@ def _check_penalty(
         yield Problem(
             field=f"{field}.max_length",
             value=section.max_length,
-            remedy=f"the penalty starts after {start} tokens, but sampling.max_response_tokens cuts responses "
-            f"at {max_response_tokens}; max_length - buffer must be less",
+            remedy=f"the penalty starts after {start} tokens, but responses are cut at "
+            f"sampling.max_response_tokens = {max_response_tokens}; max_length - buffer must be less",
         )
