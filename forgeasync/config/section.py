@@ -1,4 +1,4 @@
-"""The base of every section of the schema."""
+"""What all sections of a run's config have in common."""
 
 from pydantic import BaseModel, ConfigDict
 
