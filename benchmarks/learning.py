@@ -141,7 +141,10 @@ def main() -> None:
     # Seeds in the outer loop: what the machine does over hours then meets all variants alike.
     for seed in arguments.seeds:
         for variant in chosen:
-            run_dir = ensure_run(variant, seed, arguments.steps, folder, arguments.overrides)
+            try:
+                run_dir = ensure_run(variant, seed, arguments.steps, folder, arguments.overrides)
+            except (ValueError, RuntimeError) as error:
+                sys.exit(str(error))
             runs[variant.name].append(run_result(run_dir, seed))
     write_report([variant_result(name, own) for name, own in runs.items()], folder, arguments)
 
