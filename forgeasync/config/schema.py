@@ -7,19 +7,9 @@ Rules that one field can decide alone are types and bounds here; rules across fi
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-
-class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent type conversion from strings."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
+from forgeasync.config.section import Section
 
 
 class Dtype(StrEnum):
@@ -43,7 +33,7 @@ class ReasoningGymSource(Section):
     kind: Literal["reasoning_gym"]
     task: str
     """Name of a registered reasoning-gym data set, such as ``chain_sum``."""
-    options: dict[str, int | float | bool | str] = {}
+    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
     """Options of that data set's config (without seed and size)."""
     answer_prefix: str = ""
     """The answer is what follows the last occurrence of this text in the response; empty: the

@@ -1,0 +1,153 @@
+"""Learning curves: the embedded default at several bounds on age, over several seeds.
+
+    python benchmarks/learning.py [key.path=value ...] [--steps N] [--seeds S ...] [--variants NAME ...]
+                                  [--folder DIR]
+
+Runs `apps.grpo` once for every variant and seed, one after the other, each in DIR/<variant>-seed<S>. A run
+that is complete is not run again; one that was cut short is. Overrides on the command line hold for all
+variants, after their own. Then writes to DIR
+
+- learning.png: reward against optimizer steps and against minutes, mean and range over seeds;
+- learning.md: a table with a row for every variant; learning.json: the same numbers, and every run's;
+
+and prints for every step that evaluated the range over seeds of each variant's held-out accuracy, with the
+variants whose range does not meet the first one's.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
+from learning_report import (
+    RunResult,
+    VariantResult,
+    accuracy_lines,
+    markdown_table,
+    plot_variants,
+    run_result,
+    variant_result,
+)
+
+CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
+OVERRIDES_FILE = "overrides.txt"
+"""In a run's folder: what it was started with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to train; ``overrides`` are its difference to the config."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def at_most(max_off_policy_steps: int) -> tuple[str, ...]:
+    """Overrides for a bound on age with nothing else in its way: neither the buffer nor the payload store."""
+    return (
+        f"max_off_policy_steps={max_off_policy_steps}",
+        "buffer.max_groups=null",
+        "payload.capacity_gib=0.5",
+    )
+
+
+VARIANTS = (
+    Variant(name="synchronous", overrides=at_most(0)),
+    Variant(name="age 1", overrides=at_most(1)),
+    Variant(name="age 8", overrides=at_most(8)),
+    Variant(name="age 32", overrides=at_most(32)),
+)
+"""The first is what the others are compared with."""
+
+
+def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra: Sequence[str]) -> Path:
+    """The folder of the variant's complete run with this seed, after running it if need be.
+
+    Raises:
+        ValueError: the folder holds a run that was started with other overrides.
+        RuntimeError: the run failed.
+    """
+    run_dir = folder / f"{variant.name.replace(' ', '_')}-seed{seed}"
+    overrides = [*variant.overrides, f"seed={seed}", f"max_steps={num_steps}", *extra]
+    if run_dir.exists():
+        text, wanted = (run_dir / OVERRIDES_FILE).read_text(encoding="utf-8"), "\n".join(overrides)
+        if text != wanted:
+            raise ValueError(
+                f"{run_dir} holds a run with the overrides {text.split()}, not {wanted.split()}; "
+                "delete it or choose another --folder"
+            )
+        if is_complete(run_dir, num_steps):
+            return run_dir
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True)
+    (run_dir / OVERRIDES_FILE).write_text("\n".join(overrides), encoding="utf-8")
+    command = [sys.executable, "-m", "apps.grpo", "--config", str(CONFIG), *overrides, f"run_dir={run_dir}"]
+    print(f"running {run_dir.name}", flush=True)
+    # One thread in each of the procs that share the cores, as in the Makefile.
+    run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    return run_dir
+
+
+def is_complete(run_dir: Path, num_steps: int) -> bool:
+    """Whether the metrics of a run go up to its last step."""
+    metrics = run_dir / "metrics.jsonl"
+    lines = read_json_lines(metrics) if metrics.exists() else []
+    return bool(lines) and lines[-1]["step"] == num_steps
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Learning curves of apps.grpo at several bounds on age.")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of every run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", choices=[variant.name for variant in VARIANTS])
+    parser.add_argument("--folder", type=Path, default=RESULTS / "learning")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    return parser.parse_intermixed_args()
+
+
+def write_report(results: Sequence[VariantResult], folder: Path, arguments: argparse.Namespace) -> None:
+    """The plot, the table and the JSON in ``folder``; the table and the accuracies printed."""
+    plot_variants(results, folder / "learning.png")
+    table = markdown_table(results)
+    (folder / "learning.md").write_text(table, encoding="utf-8")
+    content = {
+        "machine": machine_facts(),
+        "config": str(CONFIG.relative_to(REPOSITORY)),
+        "steps": arguments.steps,
+        "seeds": arguments.seeds,
+        "overrides": {variant.name: variant.overrides for variant in VARIANTS},
+        "overrides_of_all": arguments.overrides,
+        "variants": [
+            {"name": one.name, "summary": asdict(one.summary), "runs": [asdict(run) for run in one.runs]}
+            for one in results
+        ],
+    }
+    write_json(folder / "learning.json", content)
+    print(table)
+    print("\n".join(accuracy_lines(results)))
+    print(f"wrote {folder}/learning.png, .md and .json")
+
+
+def main() -> None:
+    """Run what is missing, then report on all of it."""
+    arguments = parse_arguments()
+    folder = arguments.folder.resolve()
+    chosen = [one for one in VARIANTS if arguments.variants is None or one.name in arguments.variants]
+    runs: dict[str, list[RunResult]] = {variant.name: [] for variant in chosen}
+    # Seeds in the outer loop: what the machine does over hours then meets all variants alike.
+    for seed in arguments.seeds:
+        for variant in chosen:
+            try:
+                run_dir = ensure_run(variant, seed, arguments.steps, folder, arguments.overrides)
+            except (ValueError, RuntimeError) as error:
+                sys.exit(str(error))
+            runs[variant.name].append(run_result(run_dir, seed))
+    write_report([variant_result(name, own) for name, own in runs.items()], folder, arguments)
+
+
+if __name__ == "__main__":
+    main()

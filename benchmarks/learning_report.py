@@ -1,0 +1,214 @@
+"""From the metrics of runs to learning curves: numbers of runs and variants, a table, a plot."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import read_json_lines
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from forgeasync.observability.plot import moving_average
+
+NUM_LAST_STEPS = 20
+"""Steps at the end of a run that its reward is averaged over."""
+SMOOTHING_STEPS = 10
+GRID_POINTS = 200
+
+CLIP_SHARE = "objective/clipped_share"
+EFFECTIVE_SHARE = "correction/effective_sample_share"
+
+COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+"""Of Okabe and Ito: told apart by the color-blind; without the yellow, too light for lines on white."""
+LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What is reported of one run; None where its metrics do not have it."""
+
+    seed: int
+    accuracy_by_step: dict[int, float]
+    """Held-out accuracy after every step that evaluated; 0 is before training."""
+    steps: list[int]
+    minutes: list[float]
+    """Since the first step started, evaluations included."""
+    rewards: list[float]
+    """Mean reward of the batch, by step."""
+    last_reward: float
+    """Mean of the last ``NUM_LAST_STEPS``."""
+    steps_per_s: float
+    """Evaluations left out."""
+    age_mean: float
+    age_max: float
+    clip_share: float | None
+    effective_sample_share: float | None
+    num_dropped: int
+    """Groups."""
+
+    @property
+    def accuracy(self) -> float:
+        """After the last evaluation."""
+        return self.accuracy_by_step[max(self.accuracy_by_step)]
+
+
+def run_result(run_dir: Path, seed: int) -> RunResult:
+    """Read a complete run's metrics.jsonl."""
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    steps = [line for line in lines if line["step"] > 0]
+    rewards = [line["reward/mean"] for line in steps]
+    trained_s = sum(line["time/step_s"] - line["time/eval_s"] for line in steps)
+    return RunResult(
+        seed=seed,
+        accuracy_by_step={line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
+        steps=[line["step"] for line in steps],
+        minutes=[line["time/elapsed_s"] / 60.0 for line in steps],
+        rewards=rewards,
+        last_reward=statistics.fmean(rewards[-NUM_LAST_STEPS:]),
+        steps_per_s=len(steps) / trained_s,
+        age_mean=statistics.fmean(line["off_policy/age_mean"] for line in steps),
+        age_max=max(line["off_policy/age_max"] for line in steps),
+        clip_share=_mean_of(steps, CLIP_SHARE),
+        effective_sample_share=_mean_of(steps, EFFECTIVE_SHARE),
+        num_dropped=sum(count for line in steps for key, count in line.items() if key.startswith("dropped/")),
+    )
+
+
+def _mean_of(steps: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = [line[key] for line in steps if key in line and line[key] is not None]
+    return statistics.fmean(values) if values else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A variant over its seeds: means, but for ``age_max`` and the ends of the range."""
+
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    last_reward: float
+    steps_per_s: float
+    age_mean: float
+    age_max: float
+    clip_share: float | None
+    effective_sample_share: float | None
+    num_dropped: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantResult:
+    """All runs of a variant and what they come to."""
+
+    name: str
+    runs: list[RunResult]
+    summary: Summary
+
+    def accuracy_range(self, step: int) -> tuple[float, float]:
+        """Lowest and highest held-out accuracy over the seeds after ``step``."""
+        values = [run.accuracy_by_step[step] for run in self.runs]
+        return min(values), max(values)
+
+
+def variant_result(name: str, runs: list[RunResult]) -> VariantResult:
+    """Sum up the runs of a variant."""
+    accuracies = [run.accuracy for run in runs]
+    summary = Summary(
+        accuracy=statistics.fmean(accuracies),
+        accuracy_low=min(accuracies),
+        accuracy_high=max(accuracies),
+        last_reward=statistics.fmean(run.last_reward for run in runs),
+        steps_per_s=statistics.fmean(run.steps_per_s for run in runs),
+        age_mean=statistics.fmean(run.age_mean for run in runs),
+        age_max=max(run.age_max for run in runs),
+        clip_share=_mean_of_known([run.clip_share for run in runs]),
+        effective_sample_share=_mean_of_known([run.effective_sample_share for run in runs]),
+        num_dropped=statistics.fmean(run.num_dropped for run in runs),
+    )
+    return VariantResult(name=name, runs=runs, summary=summary)
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def markdown_table(results: Sequence[VariantResult]) -> str:
+    """A row for every variant."""
+    columns: dict[str, Callable[[VariantResult], str]] = {
+        "variant": lambda one: one.name,
+        "seeds": lambda one: str(len(one.runs)),
+        "held-out accuracy (range)": lambda one: (
+            f"{one.summary.accuracy:.3f} ({one.summary.accuracy_low:.3f} to {one.summary.accuracy_high:.3f})"
+        ),
+        f"reward, last {NUM_LAST_STEPS} steps": lambda one: f"{one.summary.last_reward:.3f}",
+        "steps/s": lambda one: f"{one.summary.steps_per_s:.3f}",
+        "age mean / max": lambda one: f"{one.summary.age_mean:.2f} / {one.summary.age_max:.0f}",
+        "clipped": lambda one: _share(one.summary.clip_share),
+        "effective samples": lambda one: _share(one.summary.effective_sample_share),
+        "dropped groups": lambda one: f"{one.summary.num_dropped:.0f}",
+    }
+    rows = [
+        list(columns),
+        ["---", *["---:"] * (len(columns) - 1)],
+        *([cell(one) for cell in columns.values()] for one in results),
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"
+
+
+def accuracy_lines(results: Sequence[VariantResult]) -> list[str]:
+    """For every step that all runs evaluated: each variant's range, and who is apart from the first."""
+    runs = [run for one in results for run in one.runs]
+    steps = sorted(set.intersection(*(set(run.accuracy_by_step) for run in runs)))
+    return ["held-out accuracy at equal steps, lowest to highest over seeds:"] + [
+        _accuracy_line(results, step) for step in steps
+    ]
+
+
+def _accuracy_line(results: Sequence[VariantResult], step: int) -> str:
+    ranges = {one.name: one.accuracy_range(step) for one in results}
+    (first, (first_low, first_high)), *others = ranges.items()
+    apart = [name for name, (low, high) in others if low > first_high or high < first_low]
+    shown = "  ".join(f"{name} {low:.3f} to {high:.3f}" for name, (low, high) in ranges.items())
+    verdict = f"apart from {first}: {', '.join(apart)}" if apart else f"all overlap with {first}"
+    return f"step {step:4d}:  {shown}" + (f"  ({verdict})" if others else "")
+
+
+def plot_variants(results: Sequence[VariantResult], out: Path) -> None:
+    """Reward against steps and against minutes: mean over seeds in the range of them (PNG)."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_step, by_minute = figure.subplots(1, 2, sharey=True)
+    for one, color, line in zip(results, cycle(COLORS), cycle(LINES), strict=False):
+        _draw(by_step, one, [run.steps for run in one.runs], color=color, line=line)
+        _draw(by_minute, one, [run.minutes for run in one.runs], color=color, line=line)
+    by_step.set_xlabel("optimizer steps")
+    by_minute.set_xlabel("minutes of training, evaluations included")
+    by_step.set_ylabel(f"training reward, mean of {SMOOTHING_STEPS} steps")
+    for axis in (by_step, by_minute):
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlim(left=0.0)
+    by_step.legend(frameon=False)
+    figure.savefig(out, dpi=150, format="png")
+
+
+def _draw(axis: Axes, one: VariantResult, x: Sequence[Sequence[float]], *, color: str, line: Any) -> None:
+    # Seeds take different times: they are compared where all of them have been.
+    grid_N = np.linspace(max(own[0] for own in x), min(own[-1] for own in x), GRID_POINTS)
+    values_SN = np.stack(
+        [
+            np.interp(grid_N, own, moving_average(np.asarray(run.rewards), SMOOTHING_STEPS))
+            for own, run in zip(x, one.runs, strict=True)
+        ]
+    )
+    axis.fill_between(grid_N, values_SN.min(0), values_SN.max(0), color=color, alpha=0.15, linewidth=0)
+    axis.plot(grid_N, values_SN.mean(0), color=color, linestyle=line, linewidth=1.8, label=one.name)

@@ -1,0 +1,123 @@
+"""benchmarks/learning.py: which runs it makes, and what it reports of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+# Benchmarks are scripts: they import one another from their own folder.
+sys.path.insert(0, str(BENCHMARKS))
+
+import learning  # noqa: E402
+import learning_report  # noqa: E402
+
+NUM_STEPS = 30
+VARIANT = learning.Variant(name="age 1", overrides=("max_off_policy_steps=1",))
+
+
+def write_metrics(run_dir: Path, *, accuracy: float, step_s: float = 2.0, num_steps: int = NUM_STEPS) -> Path:
+    """A run whose reward is step / 100; it evaluates before and after training, for a second more."""
+    lines: list[dict[str, float | None]] = [{"step": 0, "eval/accuracy": 0.25, "time/elapsed_s": 0.0}]
+    for step in range(1, num_steps + 1):
+        line = {
+            "step": step,
+            "reward/mean": step / 100,
+            "time/elapsed_s": step * step_s + (step == NUM_STEPS),
+            "time/step_s": step_s + (step == NUM_STEPS),
+            "time/eval_s": float(step == NUM_STEPS),
+            "off_policy/age_mean": 0.5,
+            "off_policy/age_max": step % 3,
+            "objective/clipped_share": None if step == 1 else 0.02,
+            "dropped/stale": 1,
+            "dropped/all_equal": 2,
+        }
+        lines.append(line)
+    if num_steps == NUM_STEPS:
+        lines[-1]["eval/accuracy"] = accuracy
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run_dir
+
+
+def variant(folder: Path, name: str, accuracies: list[float]) -> learning_report.VariantResult:
+    runs = [
+        learning_report.run_result(write_metrics(folder / f"{name}{seed}", accuracy=accuracy), seed)
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    return learning_report.variant_result(name, runs)
+
+
+def test_a_run_is_summed_up_by_hand(tmp_path: Path) -> None:
+    run = learning_report.run_result(write_metrics(tmp_path / "run", accuracy=0.5), 7)
+    assert run.accuracy_by_step == {0: 0.25, NUM_STEPS: 0.5} and run.accuracy == 0.5
+    assert run.last_reward == pytest.approx(sum(range(11, 31)) / 20 / 100)
+    assert run.steps_per_s == pytest.approx(0.5), "evaluations do not count"
+    assert run.minutes[-1] == pytest.approx((2.0 * NUM_STEPS + 1.0) / 60)
+    assert (run.age_mean, run.age_max, run.num_dropped) == (0.5, 2, 3 * NUM_STEPS)
+    assert run.clip_share == pytest.approx(0.02) and run.effective_sample_share is None
+
+
+def test_table_has_a_row_for_every_variant(tmp_path: Path) -> None:
+    table = learning_report.markdown_table(
+        [variant(tmp_path, "a", [0.4, 0.5]), variant(tmp_path, "b", [0.3])]
+    )
+    header, line, *rows = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")
+    ]
+    assert len(header) == len(line) == 9
+    assert rows == [
+        ["a", "2", "0.450 (0.400 to 0.500)", "0.205", "0.500", "0.50 / 2", "2.00%", "–", "90"],
+        ["b", "1", "0.300 (0.300 to 0.300)", "0.205", "0.500", "0.50 / 2", "2.00%", "–", "90"],
+    ]
+
+
+def test_accuracies_at_equal_steps_say_who_is_apart(tmp_path: Path) -> None:
+    results = [
+        variant(tmp_path, "first", [0.4, 0.5]),
+        variant(tmp_path, "touches", [0.5, 0.6]),
+        variant(tmp_path, "below", [0.2, 0.39]),
+    ]
+    _, before, after = learning_report.accuracy_lines(results)
+    assert "all overlap with first" in before and "first 0.250 to 0.250" in before
+    assert "below 0.200 to 0.390" in after and "(apart from first: below)" in after
+
+
+def test_plot_of_runs_of_unequal_speed_is_a_png(tmp_path: Path) -> None:
+    paths = [
+        write_metrics(tmp_path / f"seed{seed}", accuracy=0.5, step_s=step_s)
+        for seed, step_s in enumerate([1.0, 3.0])
+    ]
+    runs = [learning_report.run_result(path, seed) for seed, path in enumerate(paths)]
+    out = tmp_path / "learning.png"
+    learning_report.plot_variants([learning_report.variant_result("a", runs)], out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def prepared(folder: Path, *, num_steps: int = NUM_STEPS, extra: tuple[str, ...] = ()) -> Path:
+    run_dir = write_metrics(folder / "age_1-seed3", accuracy=0.5, num_steps=num_steps)
+    started_with = [*VARIANT.overrides, "seed=3", f"max_steps={NUM_STEPS}", *extra]
+    (run_dir / learning.OVERRIDES_FILE).write_text("\n".join(started_with))
+    return run_dir
+
+
+def test_a_complete_run_is_not_run_again(tmp_path: Path) -> None:
+    run_dir = prepared(tmp_path)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    assert learning.ensure_run(VARIANT, 3, NUM_STEPS, tmp_path, ()) == run_dir
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_with_other_overrides_is_refused(tmp_path: Path) -> None:
+    prepared(tmp_path)
+    with pytest.raises(ValueError, match="delete it or choose another --folder"):
+        learning.ensure_run(VARIANT, 3, NUM_STEPS + 1, tmp_path, ())
+
+
+def test_a_run_that_was_cut_short_starts_afresh(tmp_path: Path) -> None:
+    run_dir = prepared(tmp_path, num_steps=NUM_STEPS - 1, extra=("no_such_key=1",))
+    # The app refuses the unknown key before it starts anything: what is left shows what the driver did.
+    with pytest.raises(RuntimeError, match="no_such_key"):
+        learning.ensure_run(VARIANT, 3, NUM_STEPS, tmp_path, ("no_such_key=1",))
+    assert [path.name for path in run_dir.iterdir()] == [learning.OVERRIDES_FILE]
