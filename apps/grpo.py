@@ -4,20 +4,18 @@
 
 Four loops share one replay buffer, and none waits for another beyond it:
 
-    collect   takes a prompt whenever the buffer admits a group, has a generator sample it   waits: admission
+    collect   has a generator sample a prompt whenever the buffer lets a group start         waits: bounds
     score     takes sampled groups, has the scorer reward them, completes them in the buffer waits: collect
     train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
-    serve     has a generator fetch and swap in the newest weights, which admits groups      waits: train
+    serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
-With max_off_policy_steps 0 the buffer admits a batch only once its weights are served: the loops then run one
-after the other. With k > 0 generation runs ahead by at most k versions.
+With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run
+one after the other. With k > 0 generation runs ahead by at most k versions.
 """
 
 import asyncio
-import dataclasses
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -26,26 +24,26 @@ from rich.console import Console
 from apps.cli import exit_code, parse_arguments
 from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
+from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer
+from forgeasync.buffer.replay_buffer import Batch, DropReason, Start
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.model_facts import model_config_file
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.schema import Interruption, RunConfig
 from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
-from forgeasync.data.task import Task
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
+from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.batch import deal_items, training_items
 from forgeasync.trainer.objectives import PpoClip
 from forgeasync.weights.board import WeightBoard
@@ -69,6 +67,7 @@ class GrpoRun:
         trainer: TrainerMesh,
         generators: GeneratorRouter,
         scorer: ScorerActor,
+        buffer: BufferActor,
         recorder: RunRecorder,
     ) -> None:
         self.config = config
@@ -78,21 +77,13 @@ class GrpoRun:
         self.scorer = scorer
         self.recorder = recorder
         self.order = TaskOrder(prepared.train, seed=config.seed)
-        self.reissued: deque[Task] = deque()
-        self.buffer = AsyncReplayBuffer(
-            ReplayBuffer(
-                groups_per_step=config.algorithm.groups_per_step,
-                max_off_policy_steps=config.max_off_policy_steps,
-                stale_groups=config.buffer.stale_groups,
-                max_groups=config.buffer.max_groups,
-                num_groups_in_run=config.max_steps * config.algorithm.groups_per_step,
-            )
-        )
+        self.buffer = buffer
+        self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.payloads = AsyncPayloadBudget(
             PayloadBudget(int(config.payload.capacity_gib * 2**30)),
             largest_group_bytes=largest_group_payload_bytes(config, prepared.facts),
         )
-        # Bounded by the buffer's admission: it never holds more than the groups in flight.
+        # Bounded by the buffer: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
         self.weights = WeightBoard(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
         self.served_versions = [0] * generators.num_replicas
@@ -109,46 +100,58 @@ class GrpoRun:
                 task.cancel()
 
     async def collect(self) -> None:
-        """Start a group whenever the buffer admits one and the payload store has room for it."""
+        """Start a group whenever the buffer lets one start and the payload store has room for it."""
+        await self.submit(self.config.algorithm.groups_per_step)
         async with asyncio.TaskGroup() as groups:
             while True:
-                group_id = await self.buffer.admit()
-                await self.payloads.reserve(group_id)
-                task = self.reissued.popleft() if self.reissued else self.order.next()
-                groups.create_task(self.sample(group_id, task))
+                start, num_wanted = await self.buffer.start.call_one()
+                await self.submit(num_wanted)
+                await self.payloads.reserve(start.group_id)
+                groups.create_task(self.sample(start))
 
-    async def sample(self, group_id: int, task: Task) -> None:
+    async def submit(self, num_prompts: int) -> None:
+        """Hand the next prompts of the data's order in."""
+        await self.buffer.submit.call_one([self.order.next() for _ in range(num_prompts)])
+
+    async def sample(self, start: Start) -> None:
         """Have a generator sample one group, and hand it to the scoring loop."""
         answer = await self.generators.sample_group(
-            group_id,
-            self.prepared.prompts.encode(task.prompt),
+            start.group_id,
+            self.prepared.prompts.encode(start.task.prompt),
             num_samples=self.config.algorithm.group_size,
             sampling=self.config.sampling,
         )
         if isinstance(answer, RefusedGroup):
             self.recorder.warn(answer.problem)
-            await self.reissue(group_id, task, DropReason.BAD_RECORD)
+            await self.give_up(start.group_id, DropReason.BAD_RECORD)
         elif isinstance(answer, CancelledGroup):
-            await self.reissue(group_id, task, DropReason.CANCELLED)
+            await self.give_up(start.group_id, DropReason.CANCELLED)
         else:
-            group = Group(group_id=group_id, task=task, rollouts=answer)
-            await self.payloads.settle(group_id, group.num_payload_bytes)
+            group = Group(group_id=start.group_id, task=start.task, rollouts=answer)
+            await self.payloads.settle(group.group_id, group.num_payload_bytes)
+            await self.buffer.finished.call_one(group)
             await self.sampled.put(group)
 
-    async def reissue(self, group_id: int, task: Task, reason: DropReason) -> None:
-        """A group will not come: another takes its place, on the same prompt."""
-        self.reissued.append(task)
+    async def give_up(self, group_id: int, reason: DropReason) -> None:
+        """A group will not come: the buffer says what takes its place."""
         await self.payloads.release(group_id)
-        await self.buffer.drop(group_id, reason)
+        await self.buffer.failed.call_one(group_id, reason)
 
     async def score(self) -> None:
-        """Reward sampled groups and complete them in the buffer."""
+        """Reward sampled groups, filter them and complete them in the buffer."""
         while True:
             group = await self.sampled.get()
             responses = [rollout.text for rollout in group.rollouts]
             async with asyncio.timeout(self.config.timeouts.score_s):
                 rewards = await self.scorer.score.call_one(group.task, responses)
-            await self.buffer.add(dataclasses.replace(group, rewards=rewards))
+            self.recorder.record_scored(rewards)
+            filtered = self.filtering.apply(group, rewards)
+            if filtered.kept:
+                lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
+                await self.free(lost)
+            else:
+                await self.generators.free_payloads(group.rollouts)
+                await self.give_up(group.group_id, DropReason.FILTERED)
 
     async def train(self) -> None:
         """Evaluate, then take a batch, step, publish, and record what happened, ``max_steps`` times."""
@@ -157,20 +160,18 @@ class GrpoRun:
         self.recorder.record_initial(*await self.evaluate(version), await self.generators.stats())
         for step in range(1, config.max_steps + 1):
             start_s = time.perf_counter()
-            batch, stale = await self.buffer.take(version)
-            self.reissued.extend(group.task for group in stale)
-            await self.free(stale)
+            batch = await self.buffer.take.call_one()
             wait_s = time.perf_counter() - start_s
 
             rows = deal_items(
-                training_items(batch, config.algorithm.advantage),
+                training_items(batch.groups, batch.weights, config.algorithm.advantage),
                 tokens_per_row=config.trainer.tokens_per_row,
                 num_ranks=self.trainer.num_data_ranks,
             )
             train_start_s = time.perf_counter()
             result = await self.trainer.train_items(rows)
             train_s = time.perf_counter() - train_start_s
-            await self.free(batch)
+            await self.commit(batch, trainer_wait_share=wait_s / (wait_s + train_s))
 
             publish_start_s = time.perf_counter()
             version = result.policy_version
@@ -193,11 +194,20 @@ class GrpoRun:
                 result,
                 times,
                 engines=await self.generators.stats(),
-                num_dropped=self.buffer.state.num_dropped,
+                buffer=await self.buffer.report.call_one(),
+                filtering=self.filtering,
                 payloads=self.payloads,
                 weights=self.weights.ledger,
                 accuracy=accuracy,
             )
+
+    async def commit(self, batch: Batch, *, trainer_wait_share: float) -> None:
+        """A batch was trained on: free it, and let go of what is too old now."""
+        await self.free(batch.groups)
+        committed = await self.buffer.committed.call_one(trainer_wait_share)
+        await self.free(committed.lost)
+        if committed.cancelled and self.config.weights.interruption is Interruption.CANCEL_STALE:
+            await self.generators.cancel_groups(committed.cancelled)
 
     async def free(self, groups: Sequence[Group]) -> None:
         """Free the arrays of groups whose step is done, or that were dropped."""
@@ -215,7 +225,10 @@ class GrpoRun:
             self.recorder.record_fetch(fetched)
             num_failed = 0 if fetched.is_complete else num_failed + 1
             if fetched.is_complete:
-                self.recorder.record_swap(await self.generators.finish_update(replica))
+                swap = await self.generators.finish_update(replica)
+                self.recorder.record_swap(swap)
+                # First: with it groups that run on become younger than their start says.
+                await self.buffer.progressed.call_one(swap.progress)
                 await self.set_served(replica, manifest.version)
         raise RuntimeError(
             f"generator {replica}: {num_failed} fetches in a row did not arrive as their manifests say; "
@@ -227,7 +240,7 @@ class GrpoRun:
         async with self.served:
             self.served_versions[replica] = version
             self.served.notify_all()
-        await self.buffer.set_served_version(min(self.served_versions))
+        await self.buffer.set_served_version.call_one(min(self.served_versions))
 
     async def catch_up(self) -> None:
         """Publish what had to be skipped while generators were reading both staging buffers."""
@@ -256,6 +269,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
+        buffer = starting.create_task(fleet.start_buffer(config))
         trainer = starting.create_task(
             fleet.start_trainer(
                 config,
@@ -275,6 +289,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
         trainer=trainer.result(),
         generators=generators.result(),
         scorer=scorer.result(),
+        buffer=buffer.result(),
         recorder=recorder,
     )
 
@@ -287,7 +302,9 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
     with StepConsole(config.max_steps) as console, RunRecorder(config, run_dir, console) as recorder:
         num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
         console.message(f"run directory {run_dir.path}")
-        console.message(f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer")
+        console.message(
+            f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
+        )
         fleet = Fleet(run_dir.logs.resolve())
         try:
             run = await start(config, prepared, fleet, recorder)

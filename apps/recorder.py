@@ -2,18 +2,20 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from forgeasync.actors.buffer import BufferReport
+from forgeasync.buffer.replay_buffer import Batch
 from forgeasync.config.schema import RunConfig
-from forgeasync.data.rollout import Group
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
+from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
@@ -52,6 +54,7 @@ class RunRecorder:
         self._start_s = time.perf_counter()
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
+        self._scored: list[float] = []
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
 
@@ -65,6 +68,10 @@ class RunRecorder:
     def warn(self, problem: str) -> None:
         """Something was refused; it is counted in the metrics of its step, and named here."""
         self._console.message(f"refused: {problem}")
+
+    def record_scored(self, rewards: Sequence[float]) -> None:
+        """A group's rewards, before any filter; go into the next step's line."""
+        self._scored += rewards
 
     def record_fetch(self, fetched: FetchReport) -> None:
         """A generator's fetch of a version; goes into the next step's line."""
@@ -82,23 +89,26 @@ class RunRecorder:
     def record(
         self,
         step: int,
-        batch: Sequence[Group],
+        batch: Batch,
         result: StepResult,
         times: StepTimes,
         *,
         engines: Sequence[EngineStats],
-        num_dropped: Mapping[str, int],
+        buffer: BufferReport,
+        filtering: GroupFiltering,
         payloads: AsyncPayloadBudget,
         weights: WeightLedger,
         accuracy: float | None,
     ) -> None:
         """One optimizer step."""
         num_generated = _num_generated(engines)
-        dropped = {reason: count - self._num_dropped_before[reason] for reason, count in num_dropped.items()}
+        dropped = {
+            reason: count - self._num_dropped_before[reason] for reason, count in buffer.num_dropped.items()
+        }
         metrics = StepMetrics(
             step=step,
             policy_version=result.policy_version,
-            groups=batch,
+            groups=batch.groups,
             elapsed_s=time.perf_counter() - self._start_s,
             step_s=times.step_s,
             wait_for_batch_s=times.wait_for_batch_s,
@@ -115,18 +125,23 @@ class RunRecorder:
         metrics["generator/busy_s"] = sum(engine.busy_s for engine in engines)
         metrics["payload/num_bytes_held"] = payloads.state.num_bytes_held
         metrics["payload/num_bytes_reserved"] = payloads.state.num_bytes_reserved
-        metrics["payload/bytes_per_token"] = sum(group.num_payload_bytes for group in batch) / sum(
+        metrics["payload/bytes_per_token"] = sum(group.num_payload_bytes for group in batch.groups) / sum(
             rollout.num_prompt_tokens + rollout.num_response_tokens
-            for group in batch
+            for group in batch.groups
             for rollout in group.rollouts
         )
         metrics["payload/num_waits"] = payloads.num_waits
-        metrics |= self._weight_metrics(weights)
+        metrics |= buffer.metrics | filtering.metrics() | self._weight_metrics(weights)
+        metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
+        if self._scored:
+            metrics["reward/scored_mean"] = sum(self._scored) / len(self._scored)
+        metrics["accounting/weight_max"] = max(batch.weights)
         self._metrics.write(metrics)
-        self._rollouts.write(step, batch)
+        self._rollouts.write(step, batch.groups)
         self._console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
-        self._num_dropped_before = Counter(num_dropped)
+        self._num_dropped_before = Counter(buffer.num_dropped)
+        self._scored.clear()
         self._fetches.clear()
         self._swaps.clear()
 

@@ -2,23 +2,30 @@
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from apps.grpo import GrpoRun
 from apps.preparation import prepare
+from forgeasync.actors.buffer import BufferReport
+from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.buffer.replay_buffer import DropReason
-from forgeasync.config.schema import SamplingSection
-from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.buffer.replay_buffer import Batch, DropReason
+from forgeasync.config.filter_schema import DynamicSamplingSection, ResampleOnCorrectSection
+from forgeasync.config.schema import AlgorithmSection, RunConfig, SamplingSection
+from forgeasync.data.rollout import StoredRollout
 from forgeasync.data.task import Task
+from forgeasync.payload.budget import PayloadBudget
+from forgeasync.scoring.filtering import AllFiltered
 from tests.support.models import write_random_model
 from tests.support.rollouts import make_stored_rollout
 from tests.support.runs import tiny_config
 
 REFUSED = (1, 2)
-"""Which of the generator's answers, counted from 0."""
+"""Ids of groups; those that take their places have later ones."""
 CANCELLED = (3,)
 
 
@@ -28,21 +35,33 @@ class Generators:
     num_replicas = 1
 
     def __init__(self) -> None:
-        self.prompts: list[tuple[int, ...]] = []
+        self.prompts: dict[int, tuple[int, ...]] = {}
         self.freed: list[StoredRollout] = []
 
     async def sample_group(
         self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
-        self.prompts.append(tuple(prompt_ids_P.tolist()))
-        if len(self.prompts) - 1 in REFUSED:
+        self.prompts[group_id] = tuple(prompt_ids_P.tolist())
+        if group_id in REFUSED:
             return RefusedGroup(problem=f"rollout 0 of group {group_id}: routed_experts: found 2; 3")
-        if len(self.prompts) - 1 in CANCELLED:
+        if group_id in CANCELLED:
             return CancelledGroup()
         return tuple(make_stored_rollout((0, 0, 4)) for _ in range(num_samples))
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
         self.freed += rollouts
+
+
+ALGORITHM = AlgorithmSection(group_size=4, groups_per_step=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A run after its first batch."""
+
+    batch: Batch
+    report: BufferReport
+    payloads: PayloadBudget
 
 
 class Scorer:
@@ -57,43 +76,97 @@ class Scorer:
 
 
 class Recorder:
-    """Remembers what it is warned of."""
+    """Remembers what it is told."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.rewards: list[float] = []
+
+    def record_scored(self, rewards: tuple[float, ...]) -> None:
+        self.rewards += rewards
 
     def warn(self, problem: str) -> None:
         self.problems.append(problem)
 
 
-async def _first_batch(run: GrpoRun) -> list[Group]:
-    loops = [asyncio.create_task(loop) for loop in (run.collect(), run.score())]
-    batch, stale = await asyncio.wait_for(run.buffer.take(0), 20)
-    assert not stale
-    await run.free(batch)
-    for loop in loops:
-        loop.cancel()
-    return batch
+async def _first_batch(config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path) -> Ended:
+    fleet = Fleet(log_dir)
+    try:
+        run = GrpoRun(
+            config,
+            prepare(config),
+            trainer=None,
+            generators=generators,
+            scorer=Scorer(),
+            buffer=await fleet.start_buffer(config),
+            recorder=recorder,
+        )
+        loops = [asyncio.create_task(loop) for loop in (run.collect(), run.score())]
+        batch = await asyncio.wait_for(run.buffer.take.call_one(), 20)
+        await run.commit(batch, trainer_wait_share=0.0)
+        report = await run.buffer.report.call_one()
+        for loop in loops:
+            loop.cancel()
+        return Ended(batch=batch, report=report, payloads=run.payloads.state)
+    finally:
+        await fleet.close()
+
+
+def run_first_batch(
+    algorithm: AlgorithmSection, folder: Path, generators: Generators, recorder: Recorder
+) -> Ended:
+    config = tiny_config(write_random_model(folder / "model")).model_copy(update={"algorithm": algorithm})
+    return asyncio.run(_first_batch(config, generators, recorder, folder))
 
 
 def test_groups_that_do_not_come_are_counted_and_their_prompts_come_again(tmp_path: Path) -> None:
-    config = tiny_config(write_random_model(tmp_path / "model"))
     generators, recorder = Generators(), Recorder()
-    run = GrpoRun(
-        config,
-        prepare(config),
-        trainer=None,
-        generators=generators,
-        scorer=Scorer(),
-        recorder=recorder,
-    )
-    batch = asyncio.run(_first_batch(run))
-    assert len(batch) == config.algorithm.groups_per_step
-    assert run.buffer.state.num_dropped[DropReason.BAD_RECORD] == len(REFUSED) == len(recorder.problems)
-    assert run.buffer.state.num_dropped[DropReason.CANCELLED] == len(CANCELLED)
+    ended = run_first_batch(ALGORITHM, tmp_path, generators, recorder)
+    assert len(ended.batch.groups) == ALGORITHM.groups_per_step
+    dropped = ended.report.num_dropped
+    assert dropped[DropReason.BAD_RECORD] == len(REFUSED) == len(recorder.problems)
+    assert dropped[DropReason.CANCELLED] == len(CANCELLED)
     assert "routed_experts" in recorder.problems[0]
-    # Each of their prompts was sampled once more.
-    again = [generators.prompts.count(generators.prompts[index]) for index in REFUSED + CANCELLED]
-    assert again == [2, 2, 2]
-    assert len(generators.freed) == config.algorithm.groups_per_step * config.algorithm.group_size
-    assert run.payloads.state.num_bytes_held == run.payloads.state.num_bytes_reserved == 0
+    for lost in REFUSED + CANCELLED:
+        again = [one for one, prompt in generators.prompts.items() if prompt == generators.prompts[lost]]
+        assert max(again) > lost, "its prompt was sampled again"
+    assert ended.report.metrics["buffer/num_reissued"] == len(REFUSED + CANCELLED)
+    assert len(generators.freed) == ALGORITHM.groups_per_step * ALGORITHM.group_size
+    assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
+
+
+def test_filters_leave_out_rollouts_and_count_whole_groups(tmp_path: Path) -> None:
+    filters = (ResampleOnCorrectSection(kind="resample_on_correct", num_kept=2),)
+    generators = Generators()
+    ended = run_first_batch(
+        ALGORITHM.model_copy(update={"filters": filters}), tmp_path, generators, Recorder()
+    )
+    assert {len(group.rollouts) for group in ended.batch.groups} == {2}
+    assert all(len(group.rewards) == 2 for group in ended.batch.groups)
+
+
+def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
+    filters = (DynamicSamplingSection(kind="dynamic_sampling", min_std=100.0),)
+    starving = ALGORITHM.model_copy(update={"filters": filters, "max_filtered_in_a_row": 6})
+    config = tiny_config(write_random_model(tmp_path / "model")).model_copy(update={"algorithm": starving})
+
+    async def starve() -> None:
+        fleet = Fleet(tmp_path)
+        try:
+            run = GrpoRun(
+                config,
+                prepare(config),
+                trainer=None,
+                generators=Generators(),
+                scorer=Scorer(),
+                buffer=await fleet.start_buffer(config),
+                recorder=Recorder(),
+            )
+            collecting = asyncio.create_task(run.collect())
+            with pytest.raises(AllFiltered, match="6 groups in a row"):
+                await asyncio.wait_for(run.score(), 20)
+            collecting.cancel()
+        finally:
+            await fleet.close()
+
+    asyncio.run(starve())

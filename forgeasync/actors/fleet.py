@@ -8,6 +8,7 @@ import monarch.actor
 from monarch.actor import MeshFailure, ProcMesh, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
+from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
 from forgeasync.actors.placement import GpuAllocator, spawn_role
 from forgeasync.actors.router import GeneratorRouter
@@ -172,6 +173,13 @@ class Fleet:
         actor = self._spawn("scorer", 1, gpus_per_proc=0).spawn("scorer", ScorerActor, self.log_dir)
         async with asyncio.timeout(config.timeouts.setup_s):
             await actor.setup.call_one(config.data, config.seed)
+        return actor
+
+    async def start_buffer(self, config: RunConfig) -> BufferActor:
+        """The replay buffer; its endpoints are called with ``call_one``."""
+        actor = self._spawn("buffer", 1, gpus_per_proc=0).spawn("buffer", BufferActor, self.log_dir)
+        async with asyncio.timeout(config.timeouts.setup_s):
+            await actor.setup.call_one(config)
         return actor
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer, Start
+from forgeasync.buffer.replay_buffer import Batch, Committed, DropReason, ReplayBuffer, Start
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
@@ -46,10 +46,11 @@ class AsyncReplayBuffer:
         self.state.finished(group)
         await self._notify()
 
-    async def scored(self, group: Group) -> None:
-        """A group is complete."""
-        self.state.scored(group)
+    async def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
+        """A group is complete; returned if it is too old by now."""
+        lost = self.state.scored(group_id, rewards, kept)
         await self._notify()
+        return lost
 
     async def failed(self, group_id: int, reason: DropReason) -> None:
         """A group will not come."""
@@ -67,11 +68,11 @@ class AsyncReplayBuffer:
         await self._notify()
         return batch
 
-    async def committed(self, *, trainer_wait_share: float) -> tuple[int, ...]:
-        """The batch was trained on; the groups in flight that may be cancelled."""
-        cancelled = self.state.committed(trainer_wait_share=trainer_wait_share)
+    async def committed(self, *, trainer_wait_share: float) -> Committed:
+        """The batch was trained on."""
+        committed = self.state.committed(trainer_wait_share=trainer_wait_share)
         await self._notify()
-        return cancelled
+        return committed
 
     async def _when_ready(self, attempt: Callable[[], T | None]) -> T:
         async with self._changed:

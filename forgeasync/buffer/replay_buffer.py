@@ -13,6 +13,7 @@ tests/test_replay_buffer.py looks for counterexamples. Every event costs O(log n
 groups, most of them O(1).
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,17 +70,34 @@ class Batch:
     weights: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What follows from a step."""
+
+    cancelled: tuple[int, ...]
+    """Decision: groups in flight that can be given up."""
+    lost: tuple[Group, ...]
+    """Complete groups that became too old: their arrays can be freed."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Entry:
     submission: Submission
     deadline: int
     """Last optimizer step that may train on it, as far as is known; rises with progress."""
-    lengths: tuple[int, ...] | None = None
-    """Of its responses, once they are sampled."""
+    sampled: Group | None = None
+    """With all its rollouts, once they are sampled."""
     group: Group | None = None
-    """Once it is complete."""
+    """With those that are trained on and their rewards, once it is complete."""
     is_expired: bool = False
     """In flight past its deadline: the trainer does not count on it."""
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Of all its responses, once they are sampled."""
+        if self.sampled is None:
+            return None
+        return tuple(rollout.num_response_tokens for rollout in self.sampled.rollouts)
 
 
 class ReplayBuffer:
@@ -124,7 +142,6 @@ class ReplayBuffer:
         self._batch: list[_Entry] = []
         self._num_ready_after_batch = 0
         self._was_bound = False
-        self._lost: list[Group] = []
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
         self.num_reissued = 0
         self.num_trained = 0
@@ -138,7 +155,7 @@ class ReplayBuffer:
     def progressed(self, progress: GroupProgress) -> None:
         """A generator tells how far a group is; groups that it has finished meanwhile are no news."""
         entry = self._entries.get(progress.group_id)
-        if entry is None or entry.lengths is not None:
+        if entry is None or entry.sampled is not None:
             return
         reference = known_reference(progress, self._group_size, self._section.age_of)
         self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
@@ -146,23 +163,33 @@ class ReplayBuffer:
     def finished(self, group: Group) -> None:
         """All rollouts of a group are sampled; it still has to be scored."""
         entry = self._entries[group.group_id]
-        entry.lengths = tuple(rollout.num_response_tokens for rollout in group.rollouts)
-        self._submissions.history.measure(entry.submission.task, max(entry.lengths))
+        assert entry.sampled is None, "finished once"
+        entry.sampled = group
+        longest = max(rollout.num_response_tokens for rollout in group.rollouts)
+        self._submissions.history.measure(entry.submission.task, longest)
         reference = reference_version(group.rollouts, self._section.age_of)
         assert reference >= 0
         self._move_deadline(group.group_id, entry, reference + self._max_off_policy_steps)
 
-    def scored(self, group: Group) -> None:
-        """A group is complete, or too old by now."""
-        assert group.rewards is not None and len(group.rewards) == len(group.rollouts)
-        entry = self._entries[group.group_id]
-        assert entry.lengths is not None and entry.group is None, "finished, and scored once"
+    def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
+        """A group is complete: the rollouts at ``kept`` train, with these rewards.
+
+        Returns the group if it is too old by now: its arrays can be freed.
+        """
+        assert kept and len(kept) == len(rewards)
+        entry = self._entries[group_id]
+        assert entry.sampled is not None and entry.group is None, "finished, and scored once"
         self._num_in_flight -= 1
-        entry.group = group
+        entry.group = dataclasses.replace(
+            entry.sampled,
+            rollouts=tuple(entry.sampled.rollouts[index] for index in kept),
+            rewards=tuple(rewards),
+        )
         if entry.is_expired:
-            self._lose(group.group_id, DropReason.STALE)
-        elif group.group_id in self._window:
-            self._ready.add(group.group_id, entry.deadline)
+            return self._lose(group_id, DropReason.STALE)
+        if group_id in self._window:
+            self._ready.add(group_id, entry.deadline)
+        return ()
 
     def failed(self, group_id: int, reason: DropReason) -> None:
         """A group in flight will not come."""
@@ -174,8 +201,8 @@ class ReplayBuffer:
         assert version >= self._served_version
         self._served_version = version
 
-    def committed(self, *, trainer_wait_share: float) -> tuple[int, ...]:
-        """The batch was trained on; the groups in flight that can now be given up."""
+    def committed(self, *, trainer_wait_share: float) -> Committed:
+        """The batch was trained on."""
         assert self._batch, "a batch was taken"
         self.num_trained += len(self._batch)
         self._batch.clear()
@@ -222,25 +249,18 @@ class ReplayBuffer:
         self._batch = [self._entries[group_id] for group_id in ids]
         groups, weights = [], []
         for group_id, entry in zip(ids, self._batch, strict=True):
-            assert entry.group is not None and entry.lengths is not None
+            assert entry.group is not None
             assert entry.deadline >= self._trainer_version
             self._forget(group_id)
             groups.append(entry.group)
-            submission = entry.submission
+            submission, lengths = entry.submission, entry.lengths
+            assert lengths is not None
             weights.append(
-                self._ledger.train(
-                    submission.task, entry.lengths, submitted=submission.first_lengths or entry.lengths
-                )
+                self._ledger.train(submission.task, lengths, submitted=submission.first_lengths or lengths)
             )
         self._leave_window(ids)
         self._num_ready_after_batch = len(self._ready)
         return Batch(trainer_version=self._trainer_version, groups=tuple(groups), weights=tuple(weights))
-
-    def take_lost(self) -> tuple[Group, ...]:
-        """Complete groups that were lost since the last call: their arrays can be freed."""
-        lost = tuple(self._lost)
-        self._lost.clear()
-        return lost
 
     # ---- state
 
@@ -316,9 +336,10 @@ class ReplayBuffer:
         if not self._due[deadline]:
             del self._due[deadline]
 
-    def _expire(self) -> tuple[int, ...]:
+    def _expire(self) -> Committed:
         """Complete groups past their deadline are lost, those in flight no longer counted on."""
         cancelled: list[int] = []
+        lost: list[Group] = []
         for deadline in [deadline for deadline in self._due if deadline < self._trainer_version]:
             assert self._section.stale_groups is StaleGroups.DROP, "waiting lets no deadline pass"
             for group_id in sorted(self._due[deadline]):
@@ -328,18 +349,16 @@ class ReplayBuffer:
                     entry.is_expired = True
                     cancelled.append(group_id)
                 else:
-                    self._lose(group_id, DropReason.STALE)
+                    lost += self._lose(group_id, DropReason.STALE)
         # Batches do not wait for these at the head of the line.
         self._leave_window(cancelled)
-        return tuple(cancelled)
+        return Committed(cancelled=tuple(cancelled), lost=tuple(lost))
 
-    def _lose(self, group_id: int, reason: DropReason) -> None:
+    def _lose(self, group_id: int, reason: DropReason) -> tuple[Group, ...]:
         """A group does not train. Its place is free, and so is its prompt if it comes again."""
         entry = self._entries[group_id]
-        if entry.group is not None:
-            self._lost.append(entry.group)
-            if not entry.is_expired and group_id in self._window:
-                self._ready.remove(group_id, entry.deadline)
+        if entry.group is not None and not entry.is_expired and group_id in self._window:
+            self._ready.remove(group_id, entry.deadline)
         self._forget(group_id)
         self._leave_window([group_id])
         self._num_admitted -= 1
@@ -350,6 +369,7 @@ class ReplayBuffer:
             self.num_reissued += 1
         elif reason is not DropReason.FILTERED:
             self._ledger.lose(submission.task, submission.first_lengths or entry.lengths)
+        return () if entry.group is None else (entry.group,)
 
     def _comes_again(self, reason: DropReason) -> bool:
         if reason in AGE_REASONS:

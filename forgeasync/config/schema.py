@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from forgeasync.config.filter_schema import FilterSection
 from forgeasync.config.section import Section
 
 
@@ -195,6 +196,10 @@ class AlgorithmSection(Section):
     """Rollouts per prompt."""
     groups_per_step: int = Field(gt=0)
     """Prompts per optimizer step."""
+    filters: tuple[FilterSection, ...] = ()
+    """Applied to every scored group, one after the other; what they drop is counted."""
+    max_filtered_in_a_row: int = Field(default=512, gt=0)
+    """The run ends with an error once filters have dropped this many groups with none kept between."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     clip_high: float = Field(default=0.28, gt=0.0)
 

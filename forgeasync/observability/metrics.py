@@ -25,7 +25,24 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `mismatch/fresh_logprob_abs_mean` *  | like `logprob_abs_mean`, over responses wholly of age 0           |
 | `response/length_mean`, `_min`, `_max` | tokens per response                                             |
 | `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`          |
-| `dropped/<reason>` *                 | groups dropped during the step, by reason                         |
+| `dropped/<reason>` *                 | groups lost during the step, by reason                            |
+| `reward/scored_mean` *               | over all rollouts scored during the step, before any filter       |
+| `filtered/num_groups_<reason>`       | groups that filters dropped so far                                |
+| `filtered/num_rollouts`              | rollouts that filters left out so far                             |
+| `buffer/num_in_flight`, `_complete`  | groups being sampled or scored, and waiting for training          |
+| `buffer/num_reissued`                | prompts so far that came again for a lost group                   |
+| `load/bound`                         | most groups that may be under way now                             |
+| `load/trainer_wait_share`            | of `time/step_s`, waiting for the batch                           |
+| `load/trainer_waits`, `_generators_wait` | 1 where that side waits for the other                         |
+| `accounting/length_distance` *       | total variation between the lengths of rollouts as submitted and  |
+|                                      | as effectively trained, by powers of two, over the trailing       |
+|                                      | `accounting.metric_groups` groups; `source_distance`: by source   |
+| `accounting/mean_length_ratio` *     | mean length as trained over the one as submitted                  |
+| `accounting/length_share_ratio_<n>` * | trained share over submitted share, of n to 2n - 1 tokens        |
+| `accounting/effective_groups_share` * | sum of trained weights over submitted groups                     |
+| `accounting/outstanding_deficit`     | weight of lost groups that no other has taken over yet            |
+| `accounting/num_censored`            | groups so far lost before their lengths were known                |
+| `accounting/weight_max`              | largest weight of the batch's groups                              |
 | `routing/recorded_share`             | tokens with a routing record, of those that anything depends on   |
 | `routing/num_without_record`         | the others: routed by the trainer's own gate                      |
 | `routing/disagreement_share` *       | replayed (token, layer) decisions in which the trainer's gate     |
@@ -38,7 +55,7 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `generator/max_pause_s`              | longest time that a generator stood still for a swap of weights   |
 | `generator/max_swap_wait_s`          | longest wait before one: draining, or still for the fetch         |
 | `generator/num_crossing`, `_resumed` | sequences that went on across a swap, or were ended and resumed   |
-| `generator/num_cancelled`, `_recomputed` | that were given up at one, or lost their KV cache to it       |
+| `generator/num_recomputed`           | that lost their KV cache to one                                   |
 | `weights/num_swaps`                  | swaps of all generators during the step                           |
 | `weights/max_fetch_s`                | longest fetch of a version, beside decoding                       |
 | `weights/num_bytes_moved`, `_needed` | by the step's fetches, and what the engines take of them          |

@@ -5,7 +5,6 @@ takes a fixed time for a step; new weights are served a fixed time after it. Tim
 """
 
 import bisect
-import dataclasses
 import heapq
 import itertools
 from collections import Counter, deque
@@ -199,8 +198,7 @@ class BufferSimulation:
             rollouts = tuple(running.rollouts[one] for one in range(self._run.group_size))
             group = Group(group_id=group_id, task=running.task, rollouts=rollouts)
             self._buffer.finished(group)
-            self._buffer.scored(dataclasses.replace(group, rewards=(0.0,) * self._run.group_size))
-            self._buffer.take_lost()
+            self._buffer.scored(group_id, [0.0] * self._run.group_size, range(self._run.group_size))
         self._fill_slots()
 
     def _rollout(self, begun: float, length: int) -> StoredRollout:
@@ -248,7 +246,6 @@ class BufferSimulation:
         self._idle_since = self._now
         self._trainer_version += 1
         self._buffer.committed(trainer_wait_share=trainer_wait_share)
-        self._buffer.take_lost()
         version = self._trainer_version
         self._after(self._run.publish_time, lambda: self._serve(version))
 

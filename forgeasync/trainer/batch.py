@@ -45,11 +45,13 @@ def group_advantages(groups: Sequence[Group], name: AdvantageName) -> list[torch
             return list(whole_N.split([len(rewards_G) for rewards_G in rewards]))
 
 
-def training_items(groups: Sequence[Group], name: AdvantageName) -> list[TrainingItem]:
-    """One item per rollout."""
+def training_items(
+    groups: Sequence[Group], weights: Sequence[float], name: AdvantageName
+) -> list[TrainingItem]:
+    """One item per rollout; a group's weight multiplies its advantages."""
     return [
-        TrainingItem(rollout=rollout, advantage=float(advantage))
-        for group, advantages_G in zip(groups, group_advantages(groups, name), strict=True)
+        TrainingItem(rollout=rollout, advantage=weight * float(advantage))
+        for group, weight, advantages_G in zip(groups, weights, group_advantages(groups, name), strict=True)
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
     ]
 

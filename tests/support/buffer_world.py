@@ -3,7 +3,6 @@
 It plays generator, scorer and trainer with groups of two rollouts, and checks what every batch must satisfy.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 
 from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer
@@ -115,9 +114,8 @@ class BufferWorld:
         self.sampled[group_id] = group
 
     def score(self, group_id: int) -> None:
-        group = self.sampled.pop(group_id)
-        self.buffer.scored(dataclasses.replace(group, rewards=(1.0,) * GROUP_SIZE))
-        self._free()
+        del self.sampled[group_id]
+        self._free(self.buffer.scored(group_id, (1.0,) * GROUP_SIZE, range(GROUP_SIZE)))
 
     def fail(self, group_id: int, reason: DropReason) -> None:
         if self.sampling.pop(group_id, None) is None:
@@ -141,7 +139,6 @@ class BufferWorld:
 
     def take(self) -> Batch | None:
         batch = self.buffer.take()
-        self._free()
         if batch is None:
             return None
         assert batch.trainer_version == self.trainer_version
@@ -152,12 +149,12 @@ class BufferWorld:
         self.trained += [group.task for group in batch.groups]
         self.weights += batch.weights
         self.trainer_version += 1
-        self.cancellable.update(self.buffer.committed(trainer_wait_share=0.0))
-        self._free()
+        committed = self.buffer.committed(trainer_wait_share=0.0)
+        self.cancellable.update(committed.cancelled)
+        self._free(committed.lost)
         return batch
 
-    def _free(self) -> None:
-        lost = self.buffer.take_lost()
+    def _free(self, lost: tuple[Group, ...]) -> None:
         assert not lost or self.section.stale_groups is StaleGroups.DROP
         self.num_lost_groups += len(lost)
 

@@ -1,0 +1,99 @@
+"""The buffer actor: a thin shell around the replay buffer, in a proc of its own.
+
+Who waits for whom: see ``forgeasync.buffer.async_buffer``; calls overlap freely, and those that wait do so
+here. Only facts of groups come through, their arrays stay where they were sampled.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from forgeasync.buffer.async_buffer import AsyncReplayBuffer
+from forgeasync.buffer.replay_buffer import Batch, Committed, DropReason, ReplayBuffer, Start
+from forgeasync.config.schema import RunConfig
+from forgeasync.data.progress import GroupProgress
+from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
+from forgeasync.observability.logs import redirect_process_output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferReport:
+    """What the buffer counts."""
+
+    metrics: dict[str, float]
+    num_dropped: Counter[DropReason]
+    """Groups so far."""
+
+
+class BufferActor(Actor):
+    """One replay buffer in one proc."""
+
+    def __init__(self, log_dir: Path) -> None:
+        redirect_process_output(log_dir / f"buffer-{current_rank().rank}.log")
+
+    @concurrent_endpoint
+    async def setup(self, config: RunConfig) -> None:
+        self._buffer = AsyncReplayBuffer(
+            ReplayBuffer(
+                groups_per_step=config.algorithm.groups_per_step,
+                group_size=config.algorithm.group_size,
+                max_off_policy_steps=config.max_off_policy_steps,
+                num_groups_in_run=config.max_steps * config.algorithm.groups_per_step,
+                section=config.buffer,
+                accounting=config.accounting,
+            )
+        )
+
+    @concurrent_endpoint
+    async def submit(self, tasks: Sequence[Task]) -> None:
+        """Hand prompts in."""
+        await self._buffer.submit(tasks)
+
+    @concurrent_endpoint
+    async def start(self) -> tuple[Start, int]:
+        """Wait until a group may start; with it, how many prompts are wanted now."""
+        return await self._buffer.start()
+
+    @concurrent_endpoint
+    async def progressed(self, groups: Sequence[GroupProgress]) -> None:
+        """What a generator tells of its running groups at an update."""
+        await self._buffer.progressed(groups)
+
+    @concurrent_endpoint
+    async def finished(self, group: Group) -> None:
+        """A group is sampled."""
+        await self._buffer.finished(group)
+
+    @concurrent_endpoint
+    async def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
+        """A group is complete; returned if it is too old by now."""
+        return await self._buffer.scored(group_id, rewards, kept)
+
+    @concurrent_endpoint
+    async def failed(self, group_id: int, reason: DropReason) -> None:
+        """A group will not come."""
+        await self._buffer.failed(group_id, reason)
+
+    @concurrent_endpoint
+    async def set_served_version(self, version: int) -> None:
+        """All generators sample under ``version`` from now on."""
+        await self._buffer.set_served_version(version)
+
+    @concurrent_endpoint
+    async def take(self) -> Batch:
+        """Wait for the next batch."""
+        return await self._buffer.take()
+
+    @concurrent_endpoint
+    async def committed(self, trainer_wait_share: float) -> Committed:
+        """The batch was trained on."""
+        return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
+
+    @concurrent_endpoint
+    async def report(self) -> BufferReport:
+        state = self._buffer.state
+        return BufferReport(metrics=state.metrics(), num_dropped=state.num_dropped)

@@ -1,0 +1,55 @@
+"""Scored groups on their way to the buffer: what group filters leave of them, counted."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from forgeasync.algorithms.filter_sections import build_filters
+from forgeasync.algorithms.filter_watch import FilterWatch
+from forgeasync.algorithms.filters import Filtered, FilterReason, GroupFacts
+from forgeasync.config.schema import AlgorithmSection
+from forgeasync.data.rollout import FinishReason, Group
+
+
+class AllFiltered(RuntimeError):
+    """Group filters drop everything: the run would never make another step."""
+
+
+class GroupFiltering:
+    """The filters of a run. What they draw follows from the seed and the group's id."""
+
+    def __init__(self, algorithm: AlgorithmSection, *, seed: int) -> None:
+        self._filter = build_filters(algorithm.filters)
+        self._watch = FilterWatch(algorithm.max_filtered_in_a_row)
+        self._seed = seed
+        self._num_groups: Counter[FilterReason] = Counter({reason: 0 for reason in FilterReason})
+        self._num_rollouts = 0
+
+    def apply(self, group: Group, rewards: Sequence[float]) -> Filtered:
+        """What of a scored group trains.
+
+        Raises:
+            AllFiltered: ``algorithm.max_filtered_in_a_row`` groups in a row had nothing left.
+        """
+        facts = GroupFacts(
+            rewards=tuple(rewards),
+            lengths=tuple(rollout.num_response_tokens for rollout in group.rollouts),
+            is_truncated=tuple(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts),
+        )
+        filtered = self._filter(facts, np.random.default_rng([self._seed, group.group_id]))
+        self._num_rollouts += filtered.num_dropped
+        if filtered.reason is None:
+            self._watch.kept()
+            return filtered
+        self._num_groups[filtered.reason] += 1
+        self._watch.dropped(filtered.reason, float(np.mean(rewards)))
+        if (problem := self._watch.check()) is not None:
+            raise AllFiltered(problem)
+        return filtered
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the run began, under their names in metrics.jsonl."""
+        return {f"filtered/num_groups_{reason}": count for reason, count in self._num_groups.items()} | {
+            "filtered/num_rollouts": self._num_rollouts
+        }
