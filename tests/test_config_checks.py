@@ -37,6 +37,66 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["weights.interruption=cancel_stale"],
             ["weights.interruption = 'cancel_stale'", "needs buffer.stale_groups = 'drop'"],
         ),
+        (["buffer.max_groups=1"], ["buffer.max_groups = 1", "groups_per_step = 2, one batch"]),
+        (
+            ["buffer.order=completion"],
+            ["buffer.order = 'completion'", "needs buffer.stale_groups = 'drop'", "'deadline'"],
+        ),
+        (
+            [
+                "weights.interruption=cancel_stale",
+                "buffer.stale_groups=drop",
+                "buffer.age_of=mean",
+            ],
+            ["buffer.age_of = 'mean'", "'oldest_token'", "'cancel_stale'"],
+        ),
+        (
+            ["accounting.policy=windowed_fifo"],
+            ["accounting.window_groups", "groups_per_step = 2"],
+        ),
+        (
+            ["accounting={policy: windowed_fifo, window_groups: 1}"],
+            ["accounting.window_groups = 1", "at least algorithm.groups_per_step = 2"],
+        ),
+        (
+            ["accounting={policy: windowed_fifo, window_groups: 9}", "max_off_policy_steps=3"],
+            ["accounting.window_groups = 9", "at most 8", "(max_off_policy_steps + 1) * groups_per_step = 8"],
+        ),
+        (
+            [
+                "accounting={policy: windowed_fifo, window_groups: 4}",
+                "max_off_policy_steps=3",
+                "buffer.age_of=newest_token",
+            ],
+            ["buffer.age_of = 'newest_token'", "'oldest_token'", "'windowed_fifo'"],
+        ),
+        (
+            ["accounting.window_groups=4"],
+            ["accounting.window_groups = 4", "accounting.policy = 'windowed_fifo'"],
+        ),
+        (
+            [
+                "accounting.replacement=weight",
+                "weights.interruption=cancel_stale",
+                "buffer.stale_groups=drop",
+            ],
+            ["accounting.replacement = 'weight'", "'cancel_stale'", "use 'reissue'"],
+        ),
+        (
+            ["accounting.metric_groups=1"],
+            ["accounting.metric_groups = 1", "groups_per_step = 2, one batch"],
+        ),
+        (
+            [
+                "algorithm={group_size: 1, groups_per_step: 2, advantage: reinforce_pp, "
+                "filters: [{kind: dynamic_sampling}]}"
+            ],
+            ["algorithm.group_size = 1", "algorithm.filters.0", "starve"],
+        ),
+        (
+            ["algorithm.filters=[{kind: resample_on_correct, num_kept: 4}]"],
+            ["algorithm.filters.0.num_kept = 4", "less than algorithm.group_size (4)"],
+        ),
         (
             ["weights.prefix_cache_across_versions=true", "weights.kv_cache=recompute"],
             ["weights.prefix_cache_across_versions = True", "must be false", "'recompute'"],

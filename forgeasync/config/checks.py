@@ -6,6 +6,8 @@ Rules of one field alone are bounds in ``forgeasync.config.schema``.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from forgeasync.config.buffer_checks import check_accounting, check_buffer
+from forgeasync.config.filter_checks import check_filters
 from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.lora_checks import check_lora, check_lora_sharding
 from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
@@ -74,18 +76,21 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
             remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; "
             f"must be at least the {ranks} data-parallel ranks of trainer.parallel",
         )
-    if config.buffer.max_groups is not None and config.buffer.max_groups < algorithm.groups_per_step:
-        yield Problem(
-            field="buffer.max_groups",
-            value=config.buffer.max_groups,
-            remedy=f"must be at least algorithm.groups_per_step = {algorithm.groups_per_step}, one batch",
-        )
     if config.evaluation.num_problems > config.data.num_held_out:
         yield Problem(
             field="evaluation.num_problems",
             value=config.evaluation.num_problems,
             remedy=f"must be at most data.num_held_out = {config.data.num_held_out}",
         )
+
+
+def _check_filters(config: RunConfig) -> Iterator[Problem]:
+    yield from check_filters(
+        config.algorithm.filters,
+        field="algorithm.filters",
+        group_size=config.algorithm.group_size,
+        max_response_tokens=config.sampling.max_response_tokens,
+    )
 
 
 def _check_generator(config: RunConfig) -> Iterator[Problem]:
@@ -278,6 +283,9 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_batch,
     _check_generator,
     check_interruption,
+    check_buffer,
+    check_accounting,
+    _check_filters,
     _check_mesh,
     _check_schedules,
     _check_compile,

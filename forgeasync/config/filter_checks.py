@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from forgeasync.config.filter_schema import FilterSection, OverlongPenaltySection, ResampleOnCorrectSection
+from forgeasync.config.filter_schema import (
+    DynamicSamplingSection,
+    FilterSection,
+    OverlongFilterSection,
+    OverlongPenaltySection,
+    ResampleOnCorrectSection,
+)
 from forgeasync.config.problems import Problem
 
 
@@ -14,6 +20,13 @@ def check_filters(
         match section:
             case OverlongPenaltySection():
                 yield from _check_penalty(section, f"{field}.{index}", max_response_tokens)
+            case DynamicSamplingSection() | OverlongFilterSection() if group_size < 2:
+                yield Problem(
+                    field="algorithm.group_size",
+                    value=group_size,
+                    remedy=f"must be at least 2 with the filter {section.kind!r} ({field}.{index}), which "
+                    "drops every group of 1: the run would starve",
+                )
             case ResampleOnCorrectSection() if section.num_kept >= group_size:
                 yield Problem(
                     field=f"{field}.{index}.num_kept",
