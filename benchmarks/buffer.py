@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=500, help="of the simulated runs")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=110)
     events = measure_events(arguments.rounds)
     table = Table("buffer", "rollouts under way", "events/s", "cost per event", title="state machine")
     for row in events:

@@ -186,6 +186,7 @@ def test_where_the_longest_take_more_than_k_steps_waiting_and_token_ages_stay_ex
     )
     assert outcomes["wait"].length_distance() == outcomes["token"].length_distance() == 0.0
     assert outcomes["wait"].num_dropped.total() == outcomes["token"].num_dropped.total() == 0
+    assert max(outcomes[name].largest_age for name in ("none", "wait", "weight")) <= K
     assert outcomes["wait"].trainer_waited > outcomes["token"].trainer_waited
     assert outcomes["token"].end_time < 1.03 * outcomes["none"].end_time
     assert outcomes["weight"].length_distance() < 0.7 * outcomes["none"].length_distance()

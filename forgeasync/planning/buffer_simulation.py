@@ -7,6 +7,7 @@ takes a fixed time for a step; new weights are served a fixed time after it. Tim
 import bisect
 import heapq
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,7 +209,7 @@ class BufferSimulation:
         start = 0
         for version in range(first, len(self._swap_times)):
             is_last = version + 1 == len(self._swap_times)
-            end = length if is_last else min(length, int(np.ceil(self._swap_times[version + 1] - begun)))
+            end = length if is_last else min(length, math.ceil(self._swap_times[version + 1] - begun))
             if end > start:
                 spans.append(VersionSpan(version=version, start=start, end=end))
                 start = end
@@ -251,7 +252,7 @@ class BufferSimulation:
 
     def _serve(self, version: int) -> None:
         for group_id, running in self._groups.items():
-            num_tokens = sum(int(self._now - begun) for begun in running.begun.values())
+            num_tokens = sum(math.ceil(self._now - begun) for begun in running.begun.values())
             num_running = self._run.group_size - len(running.rollouts)
             self._buffer.progressed(
                 GroupProgress(
