@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.replay_buffer import DropReason
 from forgeasync.config.schema import (
     AccountingPolicy,
@@ -16,7 +17,9 @@ from forgeasync.config.schema import (
     Replacement,
     StaleGroups,
 )
+from forgeasync.data.progress import GroupProgress
 from tests.support.buffer_world import BufferWorld, make_task
+from tests.support.rollouts import make_stored_rollout
 
 EXACT = AccountingSection()
 DROP = BufferSection(stale_groups=StaleGroups.DROP, adapt_load=False)
@@ -193,6 +196,49 @@ def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
     world.decode(6)
     complete(world, 7)
     assert taken(world) == [5, 7], "the window is 5, 6 and 7: 0 is too old to wait for"
+
+
+def test_expired_group_that_turns_out_younger_can_train_whatever_the_window() -> None:
+    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=2)
+    world = make_world(1, 1, accounting=windowed, stale_groups=StaleGroups.DROP, age_of=AgeOf.NEWEST_TOKEN)
+    assert started(world) == [0, 1]
+    world.end_one(0)
+    complete(world, 1)
+    assert taken(world) == [1]
+    world.serve(1)
+    assert started(world) == [2]
+    complete(world, 2)
+    assert taken(world) == [2]
+    assert world.cancellable == {0}, "one of its rollouts ended under version 0"
+    world.serve(2)
+    assert started(world) == [3]
+    sampling = world.sampling[0]
+    sampling.ended.clear()
+    world.finish(0)
+    world.score(0)
+    assert taken(world) == [0], "both of its rollouts ended under version 2"
+
+
+def test_reference_versions_by_hand() -> None:
+    two = (make_stored_rollout((3, 0, 1), (5, 1, 2), (6, 2, 5)), make_stored_rollout((4, 0, 3), (5, 3, 4)))
+    assert reference_version(two, AgeOf.OLDEST_TOKEN) == 3
+    assert reference_version(two, AgeOf.NEWEST_TOKEN) == 5
+    assert reference_version(two, AgeOf.TOKEN) == 6
+    # The means are 5.2 and 4.25.
+    assert reference_version(two, AgeOf.MEAN) == 4
+
+
+def test_progress_raises_the_reference_only_as_far_as_it_is_certain() -> None:
+    def known(num_running: int, num_tokens: int, age_of: AgeOf) -> int:
+        progress = GroupProgress(group_id=0, version=7, num_running=num_running, num_tokens=num_tokens)
+        return known_reference(progress, 2, age_of)
+
+    for age_of in AgeOf:
+        assert known(2, 0, age_of) == 7, "nothing was sampled before"
+        assert known(0, 9, age_of) == 0
+    assert [known(1, 9, age_of) for age_of in AgeOf] == [0, 0, 0, 7]
+    assert [known(2, 9, age_of) for age_of in AgeOf] == [0, 7, 0, 7]
+    assert known(1, 0, AgeOf.OLDEST_TOKEN) == 0, "the other one may have ended and not been told of"
 
 
 def test_longest_expected_prompts_start_first_within_a_cohort() -> None:

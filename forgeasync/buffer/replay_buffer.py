@@ -168,8 +168,9 @@ class ReplayBuffer:
         longest = max(rollout.num_response_tokens for rollout in group.rollouts)
         self._submissions.history.measure(entry.submission.task, longest)
         reference = reference_version(group.rollouts, self._section.age_of)
-        assert reference >= 0
-        self._move_deadline(group.group_id, entry, reference + self._max_off_policy_steps)
+        deadline = reference + self._max_off_policy_steps
+        assert deadline >= entry.deadline, "what was known of it on the way was a lower bound"
+        self._move_deadline(group.group_id, entry, deadline)
 
     def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
         """A group is complete: the rollouts at ``kept`` train, with these rewards.
