@@ -1,25 +1,16 @@
 """The typed schema of a run: every key a YAML file may hold, its type, its range and what it means.
 
 Rules that one field can decide alone are types and bounds here; rules across fields live in
-``forgeasync.config.checks``.
+``forgeasync.config.checks``. What the loss is made of is in ``forgeasync.config.loss_schema``.
 """
 
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-
-class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent type conversion from strings."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
+from forgeasync.config.loss_schema import LossSection
+from forgeasync.config.section import Section
 
 
 class Dtype(StrEnum):
@@ -197,16 +188,14 @@ GROUP_RELATIVE_ADVANTAGES = frozenset({AdvantageName.GRPO, AdvantageName.DR_GRPO
 """Advantages that compare a rollout with its own group: they need at least two rollouts a group."""
 
 
-class AlgorithmSection(Section):
-    """How rewards become gradients."""
+class AlgorithmSection(LossSection):
+    """How rewards become gradients: advantages here, the loss in ``forgeasync.config.loss_schema``."""
 
     advantage: AdvantageName = AdvantageName.GRPO
     group_size: int = Field(gt=0)
     """Rollouts per prompt."""
     groups_per_step: int = Field(gt=0)
     """Prompts per optimizer step."""
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(default=0.28, gt=0.0)
 
 
 class StaleGroups(StrEnum):
