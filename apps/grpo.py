@@ -47,7 +47,6 @@ from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.trainer.batch import deal_items, training_items
-from forgeasync.trainer.objectives import PpoClip
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.ledger import WeightLedger
 
@@ -252,7 +251,6 @@ class GrpoRun:
 
 async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: RunRecorder) -> GrpoRun:
     """Start and set up the procs of all roles, side by side."""
-    objective = PpoClip(clip_low=config.algorithm.clip_low, clip_high=config.algorithm.clip_high)
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
@@ -261,7 +259,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
                 config,
                 config.trainer,
                 prepared.facts,
-                objective=objective,
+                loss=config.algorithm,
                 seed=config.seed,
                 checkpoint=prepared.model_path,
                 lora=config.lora,

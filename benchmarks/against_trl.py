@@ -197,8 +197,8 @@ def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "max_response_tokens": sampling.max_response_tokens,
-        "clip_low": algorithm.clip_low,
-        "clip_high": algorithm.clip_high,
+        "clip_low": algorithm.objective.clip_low,
+        "clip_high": algorithm.objective.clip_high,
         **optimizer.model_dump(exclude={"decay_steps"}),
     }
 

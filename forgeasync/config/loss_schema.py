@@ -76,7 +76,7 @@ class PythonObjective(Section):
     kind: Literal["python"]
     factory: str
     """Where it is, such as ``package.module.name``; trainer procs import it too."""
-    options: dict[str, int | float | bool | str] = {}
+    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
 
 
 ObjectiveSection = Annotated[

@@ -34,7 +34,7 @@ class ReasoningGymSource(Section):
     kind: Literal["reasoning_gym"]
     task: str
     """Name of a registered reasoning-gym data set, such as ``chain_sum``."""
-    options: dict[str, int | float | bool | str] = {}
+    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
     """Options of that data set's config (without seed and size)."""
     answer_prefix: str = ""
     """The answer is what follows the last occurrence of this text in the response; empty: the
