@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +119,7 @@ def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
     total = sum(loss.count(row.mask_T, row.sequence_ids_T) for row in rows)
     results = [loss(row, total=total) for row in rows]
     x = [row["logprobs"] for row in tokens.rows]
-    found = sum(float(result.loss) for result in results)
+    found = sum(float(result.loss.detach()) for result in results)
     assert found == pytest.approx(hand_made(x, tokens, case), rel=1e-5, abs=1e-6)
     step = 1e-6
     for index, (row, result) in enumerate(zip(rows, results, strict=True)):
@@ -227,11 +228,6 @@ def _near_policy(folder: Path) -> list[TrainingSequence]:
     return near
 
 
-@pytest.fixture(scope="module")
-def sequences(folder: Path) -> list[TrainingSequence]:
-    return run_ranks(1, _near_policy, folder)[0]
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -251,6 +247,9 @@ def step_gradients(
     hook.remove()
     return metrics, gradients
 
+
+Step = tuple[dict[str, float], dict[str, torch.Tensor]]
+"""Metrics and gradients."""
 
 PIECES: dict[str, tuple[LossSection, int | None]] = {
     "token_mean": (section(kl=K3), None),
@@ -285,7 +284,7 @@ PIECES: dict[str, tuple[LossSection, int | None]] = {
 
 def _pieces(
     folder: Path, parallel: ParallelSection, sequences: list[TrainingSequence], tokens_per_row: int
-) -> dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]]:
+) -> dict[str, Step]:
     # Built with a reference; the weights stay as they are from one case to the next.
     trainer = make_trainer(folder, PIECES["token_mean"][0], parallel=parallel)
     rows = pack_rows(sequences, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
@@ -296,33 +295,44 @@ def _pieces(
     return found
 
 
-@pytest.fixture(scope="module")
-def in_one_row(
-    folder: Path, sequences: list[TrainingSequence]
-) -> dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InOneRow:
+    """What one process finds that has all sequences in one row."""
+
+    sequences: list[TrainingSequence]
+    pieces: dict[str, Step]
+    step: Step
+    by_hand: Step
+
+
+def _in_one_row(folder: Path) -> InOneRow:
+    sequences = _near_policy(folder)
     assert sum(sequence.num_tokens for sequence in sequences) < 1024
-    return run_ranks(1, _pieces, folder, ParallelSection(), sequences, 1024)[0]
+    step, by_hand = _by_hand(folder, sequences)
+    pieces = _pieces(folder, ParallelSection(), sequences, 1024)
+    return InOneRow(sequences=sequences, pieces=pieces, step=step, by_hand=by_hand)
+
+
+@pytest.fixture(scope="module")
+def in_one_row(folder: Path) -> InOneRow:
+    return run_ranks(1, _in_one_row, folder)[0]
 
 
 @pytest.mark.parametrize(
     ("parallel", "tokens_per_row"),
     [
-        pytest.param(ParallelSection(), 128, id="microbatches"),
         pytest.param(ParallelSection(num_procs=2, expert=2), 128, id="fsdp2-ep2"),
         pytest.param(ParallelSection(num_procs=2, context=2), 256, id="cp2"),
     ],
 )
 def test_pieces_add_up_to_one_big_batch(
-    folder: Path,
-    sequences: list[TrainingSequence],
-    in_one_row: dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]],
-    parallel: ParallelSection,
-    tokens_per_row: int,
+    folder: Path, in_one_row: InOneRow, parallel: ParallelSection, tokens_per_row: int
 ) -> None:
     """Uneven microbatches and ranks: every aggregation's loss, gradients and metrics are the whole's."""
-    for found in run_ranks(parallel.num_procs, _pieces, folder, parallel, sequences, tokens_per_row):
+    arguments = (folder, parallel, in_one_row.sequences, tokens_per_row)
+    for found in run_ranks(parallel.num_procs, _pieces, *arguments):
         for name, (metrics, gradients) in found.items():
-            expected, expected_gradients = in_one_row[name]
+            expected, expected_gradients = in_one_row.pieces[name]
             assert metrics.keys() == expected.keys()
             for key in ("loss", "grad_norm", "off_policy/effective_sample_share", "mismatch/kl"):
                 assert metrics[key] == pytest.approx(expected[key], rel=2e-5, abs=1e-6), (name, key)
@@ -338,23 +348,18 @@ def test_pieces_add_up_to_one_big_batch(
                 )
 
 
-def test_old_tokens_are_left_out(
-    in_one_row: dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]],
-    sequences: list[TrainingSequence],
-) -> None:
-    ages = np.concatenate([sequence.ages_T for sequence in sequences])
-    metrics, _ = in_one_row["token_mean, young tokens"]
+def test_old_tokens_are_left_out(in_one_row: InOneRow) -> None:
+    ages = np.concatenate([sequence.ages_T for sequence in in_one_row.sequences])
+    metrics, _ = in_one_row.pieces["token_mean, young tokens"]
     assert metrics["off_policy/rejected_token_share"] == pytest.approx(float((ages > 1).mean()))
-    assert "off_policy/rejected_token_share" not in in_one_row["gspo"][0]
+    assert "off_policy/rejected_token_share" not in in_one_row.pieces["gspo"][0]
 
 
-def _by_hand(
-    folder: Path, sequences: list[TrainingSequence]
-) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
+def _by_hand(folder: Path, sequences: list[TrainingSequence]) -> tuple[Step, Step]:
     """Young tokens of plain REINFORCE, by the trainer and by a loss written out over its logprobs."""
     trainer = make_trainer(folder, section(objective={"kind": "reinforce"}), max_token_age=1)
     row = pack_row(sequences)
-    metrics, gradients = step_gradients(trainer, [row])
+    step = step_gradients(trainer, [row])
     mask = torch.from_numpy(row.ages_L[row.mask_L] <= 1)
     advantages = torch.from_numpy(row.advantages_L[row.mask_L])
     behavior = torch.from_numpy(row.behavior_logprobs_L[row.mask_L])
@@ -365,19 +370,26 @@ def _by_hand(
     own = {name: whole(p.grad) for name, p in trainer.model.named_parameters()}
     ratios = (logprobs.detach() - behavior)[mask].double().exp()
     share = float(ratios.sum() ** 2 / (len(ratios) * ratios.square().sum()))
-    return metrics, gradients, {"loss": float(loss), "share": share}, own
+    return step, ({"loss": float(loss), "off_policy/effective_sample_share": share}, own)
 
 
-def test_a_step_is_the_written_out_loss(folder: Path, sequences: list[TrainingSequence]) -> None:
-    metrics, gradients, by_hand, own = run_ranks(1, _by_hand, folder, sequences)[0]
-    assert metrics["loss"] == pytest.approx(by_hand["loss"], rel=1e-5)
-    assert metrics["off_policy/effective_sample_share"] == pytest.approx(by_hand["share"], rel=1e-5)
-    assert 0.5 < by_hand["share"] < 0.999
-    for name, gradient in own.items():
+def test_a_step_is_the_written_out_loss(in_one_row: InOneRow) -> None:
+    metrics, gradients = in_one_row.step
+    expected, expected_gradients = in_one_row.by_hand
+    for key, value in expected.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-5)
+    assert 0.5 < metrics["off_policy/effective_sample_share"] < 0.999
+    for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def _against_checkpoint(
+    folder: Path, sequences: list[TrainingSequence]
+) -> list[tuple[dict[str, float], dict[str, float], float, float]]:
+    return [_one_against_checkpoint(folder, sequences, lora) for lora in (None, LORA)]
+
+
+def _one_against_checkpoint(
     folder: Path, sequences: list[TrainingSequence], lora: LoraSection | None
 ) -> tuple[dict[str, float], dict[str, float], float, float]:
     """Metrics of a first and a third step, and what they should say of KL and loss."""
@@ -406,13 +418,12 @@ def _against_checkpoint(
     return first, third, expected_kl, expected_loss
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["frozen copy", "adapters off"])
-def test_the_reference_is_the_checkpoint(
-    folder: Path, sequences: list[TrainingSequence], lora: LoraSection | None
-) -> None:
-    """Against transformers: nothing at first, then the KL to the model that the run started from."""
-    first, third, expected_kl, expected_loss = run_ranks(1, _against_checkpoint, folder, sequences, lora)[0]
-    assert first["kl/k3"] == 0.0
-    assert expected_kl > 1e-3
-    assert third["kl/k3"] == pytest.approx(expected_kl, rel=1e-3)
-    assert third["loss"] == pytest.approx(expected_loss, rel=1e-4)
+def test_the_reference_is_the_checkpoint(folder: Path, in_one_row: InOneRow) -> None:
+    """Frozen copy and switched-off adapters against transformers: no KL at first, then that to the start."""
+    for first, third, expected_kl, expected_loss in run_ranks(
+        1, _against_checkpoint, folder, in_one_row.sequences
+    )[0]:
+        assert first["kl/k3"] == 0.0
+        assert expected_kl > 1e-3
+        assert third["kl/k3"] == pytest.approx(expected_kl, rel=1e-3)
+        assert third["loss"] == pytest.approx(expected_loss, rel=1e-4)

@@ -20,6 +20,8 @@ _EXPECTED = {
     "tuple_type": "a list",
 }
 
+_SECTION_EXPECTED = ("model_type", "model_attributes_type", "dict_type")
+
 _FOUND = {
     int: "a whole number",
     float: "a number with a fraction",
@@ -75,7 +77,7 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             return Problem(field=field, remedy=f"required key is missing{_meaning(location, values)}")
         case "extra_forbidden":
             return Problem(field=field, value=value, remedy=_unknown_key(location, values))
-        case "model_type" | "model_attributes_type":
+        case kind if kind in _SECTION_EXPECTED and _candidates(location, values):
             keys = ", ".join(_section(location, values).model_fields)
             if len(_candidates(location, values)) > 1:
                 keys = f"kind (one of {_kinds(location, values)}) and those of its kind"
