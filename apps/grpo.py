@@ -1,6 +1,6 @@
 """GRPO with rollouts and training side by side.
 
-    python -m apps.grpo --config FILE [key.path=value ...] [--dry-run]
+    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...] [--dry-run]
 
 Four loops share one replay buffer, and none waits for another beyond it:
 

@@ -1,17 +1,20 @@
 """The loss in a run's config: recipes, what is refused and in which words, files merged over files."""
 
 import dataclasses
+import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from forgeasync.config.checks import check_without_model
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import RunConfig
-from forgeasync.trainer.loss import build_loss
+from forgeasync.trainer.loss import RowTokens, build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from tests.config_samples import CONFIGS, MINIMAL, only
 from tests.support.models import write_random_model
@@ -177,7 +180,8 @@ def test_what_does_not_go_together_is_refused(
     "parts",
     [
         {
-            "corrections": "[{kind: off_policy_sequence_mask, threshold: 0.1}, {kind: age_weight, half_life: 2}]"
+            "corrections": "[{kind: off_policy_sequence_mask, threshold: 0.1}, "
+            "{kind: age_weight, half_life: 2}]"
         },
         {"objective": REINFORCE, "corrections": "[{kind: truncated_is, level: sequence}]"},
         {
@@ -256,3 +260,42 @@ def test_every_unreadable_file_is_named(config_file: Path, tmp_path: Path) -> No
         load_config([tmp_path / "a.yaml", config_file, tmp_path / "b.yaml"])
     values = [problem.value for problem in caught.value.problems]
     assert values == [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")]
+
+
+def _blocks(language: str) -> list[str]:
+    """The code blocks of docs/algorithms.md in a language."""
+    text = (CONFIGS.parent / "docs" / "algorithms.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_loss_in_the_docs(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = _blocks("python")
+    (tmp_path / "my_losses.py").write_text(code)
+    (tmp_path / "own.yaml").write_text(_blocks("yaml")[-1])
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config([config_file, tmp_path / "own.yaml"])
+    assert check_without_model(config) == []
+    logprobs_T = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    tokens = RowTokens(
+        logprobs_T=logprobs_T,
+        behavior_logprobs_T=torch.tensor([-1.5, -2.0, torch.nan]),
+        advantages_T=torch.tensor([2.0, -1.0, 1.0]),
+        mask_T=torch.tensor([True, True, False]),
+        sequence_ids_T=torch.tensor([0, 1, 1]),
+        ages_T=torch.zeros(3, dtype=torch.int32),
+    )
+    result = build_loss(config.algorithm)(tokens, total=2.0)
+    # Where the ratio is 1 the gate is 2 / temperature and its slope 1, as PPO's.
+    gate = 2.0 / (1.0 + math.exp(-2.0 * (math.exp(0.5) - 1.0)))
+    assert result.loss.item() == pytest.approx((-2.0 * gate + 1.0) / 2)
+    assert result.sums["objective/gate"].item() == pytest.approx(gate + 1.0)
+    result.loss.backward()
+    assert logprobs_T.grad is not None
+    assert logprobs_T.grad[1:].tolist() == pytest.approx([0.5, 0.0])
+
+
+def test_the_section_in_the_docs(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs.yaml").write_text(_blocks("yaml")[0])
+    config = load_config([config_file, tmp_path / "docs.yaml"])
+    assert check_without_model(config) == []
+    assert [correction.kind for correction in config.algorithm.corrections] == ["truncated_is", "age_weight"]
