@@ -133,15 +133,15 @@ def _check_factory(config: RunConfig) -> Iterator[Problem]:
         return
     field = "algorithm.objective.factory"
     try:
-        factory = load_factory(objective.factory)
+        signature = inspect.signature(load_factory(objective.factory))
     except ValueError as error:
         yield Problem(field=field, value=objective.factory, remedy=str(error))
         return
     try:
-        inspect.signature(factory).bind(**objective.options)
+        signature.bind(**objective.options)
     except TypeError as error:
         yield Problem(
             field="algorithm.objective.options",
             value=objective.options,
-            remedy=f"{error}; {objective.factory} takes {inspect.signature(factory)}",
+            remedy=f"{error}; {objective.factory} takes {signature}",
         )
