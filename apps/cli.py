@@ -20,10 +20,16 @@ EXIT_INTERRUPTED = 130
 
 
 def parse_arguments(description: str, *, dry_run: bool = False) -> argparse.Namespace:
-    """``--config FILE [key.path=value ...]``, and ``--dry-run`` where the app has one."""
+    """``--config FILE [--config FILE ...] [key.path=value ...]``, and ``--dry-run`` where the app has one."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the file")
+    parser.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="YAML file of the run; given again, each file is merged over the ones before it",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the files")
     if dry_run:
         parser.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
     return parser.parse_intermixed_args()

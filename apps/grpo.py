@@ -1,6 +1,6 @@
 """GRPO with rollouts and training side by side.
 
-    python -m apps.grpo --config FILE [key.path=value ...] [--dry-run]
+    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...] [--dry-run]
 
 Four loops share one replay buffer, and none waits for another beyond it:
 
@@ -45,7 +45,6 @@ from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.batch import deal_items, training_items
-from forgeasync.trainer.objectives import PpoClip
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.ledger import WeightLedger
 
@@ -265,7 +264,6 @@ class GrpoRun:
 
 async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: RunRecorder) -> GrpoRun:
     """Start and set up the procs of all roles, side by side."""
-    objective = PpoClip(clip_low=config.algorithm.clip_low, clip_high=config.algorithm.clip_high)
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
@@ -275,7 +273,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
                 config,
                 config.trainer,
                 prepared.facts,
-                objective=objective,
+                loss=config.algorithm,
                 seed=config.seed,
                 checkpoint=prepared.model_path,
                 lora=config.lora,

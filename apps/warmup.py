@@ -28,7 +28,7 @@ from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
 from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
 from forgeasync.data.worked_examples import guess, worked_example
-from forgeasync.trainer.objectives import Supervised
+from forgeasync.trainer.loss import Supervised
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 
 REPORT_EVERY = 20
@@ -98,7 +98,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
         fleet = Fleet(Path(scratch) / "logs")
         try:
             trainer = await fleet.start_trainer(
-                config, section, facts, objective=Supervised(), seed=warmup.seed, checkpoint=None
+                config, section, facts, loss=Supervised(), seed=warmup.seed, checkpoint=None
             )
             rng = random.Random(warmup.seed)
             order = TaskOrder(tasks, seed=warmup.seed)

@@ -44,6 +44,7 @@ from common import (
 from rich.console import Console
 
 from forgeasync.config.load import load_config
+from forgeasync.config.loss_schema import PpoClip
 from forgeasync.config.schema import ReasoningGymSource, RunConfig
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
@@ -181,6 +182,7 @@ def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -
     """The fields of ``trl_side.Spec`` in which both sides agree."""
     source, sampling, algorithm = gym_source(config), config.sampling, config.algorithm
     optimizer = config.trainer.optimizer
+    assert isinstance(algorithm.objective, PpoClip), "TRL's side clips as PPO does"
     assert optimizer.decay_steps is None, "trl_side trains with a constant rate after its warm-up"
     return {
         "model": str(REPOSITORY / config.model.path),
@@ -197,8 +199,8 @@ def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "max_response_tokens": sampling.max_response_tokens,
-        "clip_low": algorithm.clip_low,
-        "clip_high": algorithm.clip_high,
+        "clip_low": algorithm.objective.clip_low,
+        "clip_high": algorithm.objective.clip_high,
         **optimizer.model_dump(exclude={"decay_steps"}),
     }
 

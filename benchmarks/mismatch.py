@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from forgeasync.algorithms.objectives import ppo_clip
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import (
     GeneratorSection,
@@ -52,6 +52,7 @@ from forgeasync.config.schema import (
 from forgeasync.data.kept_tokens import all_kept
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
+from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 
@@ -157,7 +158,7 @@ def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
         ),
         facts=facts,
         temperature=SAMPLING.temperature,
-        objective=ppo_clip(),
+        loss=build_loss(LossSection()),
         seed=0,
         checkpoint=folder,
     )
@@ -203,7 +204,7 @@ def step(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float
         )
 
     hook = trainer._optimizer.register_step_pre_hook(keep)
-    result = trainer.train_step(rows, num_targets=sum(row.num_targets for row in rows))
+    result = trainer.train_step(rows)
     hook.remove()
     return result.metrics, torch.cat(gradients).double()
 

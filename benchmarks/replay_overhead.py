@@ -20,10 +20,11 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.algorithms.objectives import ppo_clip
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import OptimizerSection, TrainerSection
 from forgeasync.data.kept_tokens import KeptTokens, all_kept
+from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers
@@ -83,7 +84,7 @@ def measure(model: Path, rounds: int) -> dict[str, list[float]]:
         ),
         facts=facts,
         temperature=1.0,
-        objective=ppo_clip(),
+        loss=build_loss(LossSection()),
         seed=0,
         checkpoint=model,
     )
@@ -95,12 +96,11 @@ def measure(model: Path, rounds: int) -> dict[str, list[float]]:
         return [dataclasses.replace(row, expert_ids_LMK=ids) for row, ids in zip(rows, choices, strict=True)]
 
     rows_of = dict(zip(CONTENDERS, (without, routed(without), with_sets, routed(with_sets)), strict=True))
-    num_targets = sum(row.num_targets for row in with_sets)
     times_s: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for number in range(rounds + 1):
         start = number % len(CONTENDERS)
         for name in CONTENDERS[start:] + CONTENDERS[:start]:
-            step_s = trainer.train_step(rows_of[name], num_targets=num_targets).train_s
+            step_s = trainer.train_step(rows_of[name]).train_s
             if number:  # the first round warms up
                 times_s[name].append(step_s)
     return times_s

@@ -20,11 +20,11 @@ from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 import forgeasync.actors.fleet
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import Dtype, Interruption, RunConfig, TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.payload.run_folder import create_run_folder
-from forgeasync.trainer.objectives import PpoClip
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
@@ -66,9 +66,8 @@ class Bench:
         config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
         generators = await fleet.start_generators(config, facts, folder)
         self._generator = generators._replicas[0]
-        objective = PpoClip(clip_low=0.2, clip_high=0.28)
         self._trainer: TrainerMesh = await fleet.start_trainer(
-            config, config.trainer, facts, objective=objective, seed=0, checkpoint=folder
+            config, config.trainer, facts, loss=LossSection(), seed=0, checkpoint=folder
         )
         await open_store(fleet._spawn("weights", 1, gpus_per_proc=0))
         layout = await self._trainer.lay_out_weights(config.generator.dtype)

@@ -13,10 +13,10 @@ from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, RunConfig, SamplingSection
 from forgeasync.trainer.batch import TrainingItem, deal_items
-from forgeasync.trainer.objectives import PpoClip
 from forgeasync.weights.fetcher import FetchReport
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
@@ -64,7 +64,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
                     config,
                     config.trainer,
                     facts,
-                    objective=PpoClip(clip_low=0.2, clip_high=0.28),
+                    loss=LossSection(),
                     seed=0,
                     checkpoint=folder,
                     lora=config.lora,

@@ -126,6 +126,14 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
         activations.append(items["activations"])
     assert activations[0] < activations[1] < activations[2]
 
+    assert "reference model" not in trainer
+    penalty = "algorithm.kl={estimator: k3, coefficient: 0.01}"
+    penalized = trainer_memory(load_config(CONFIG_FILE, [penalty]), facts, counts)
+    assert {item.name: item.num_bytes for item in penalized}["reference model"] == 2 * owned
+    adapters = "lora={rank: 8, alpha: 16, targets: [q_proj]}"
+    adapted = trainer_memory(load_config(CONFIG_FILE, [penalty, adapters]), facts, counts)
+    assert "reference model" not in {item.name for item in adapted}
+
     generator = {item.name: item.num_bytes for item in generator_memory(config, facts, counts)}
     assert generator["KV cache"] == 32 * 2**30
     assert generator["weights"] == 2 * generator_parameters_per_rank(config, counts)

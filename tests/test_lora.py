@@ -141,7 +141,7 @@ def _train(folder: Path, sequences: list[TrainingSequence]) -> tuple[list[float]
     # Sampled by the policy itself, so that the objective starts at minus the mean advantage.
     row.behavior_logprobs_L[row.mask_L] = logprobs_T
     base, before = base_weights(trainer), adapters(trainer)
-    losses = [trainer.train_step([row], num_targets=row.num_targets).metrics["loss"] for _ in range(30)]
+    losses = [trainer.train_step([row]).metrics["loss"] for _ in range(30)]
     is_kept = all(torch.equal(base[name], tensor) for name, tensor in base_weights(trainer).items())
     moved = [name for name, tensor in adapters(trainer).items() if not torch.equal(tensor, before[name])]
     largest_b = max(float(t.abs().max()) for name, t in before.items() if "lora_B" in name)

@@ -34,12 +34,11 @@ def _step(
     trainer = make_trainer(folder, parallel, checkpointing=checkpointing, lora=lora)
     base = base_weights(trainer)
     rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
-    num_targets = sum(row.num_targets for of_rank in rows for row in of_rank)
     # More microbatches than one, and an uneven last one: nothing but padding on some rank.
     rows = [[*of_rank, pack_row([])] for of_rank in rows]
     gradients: dict[str, torch.Tensor] = {}
     trainer._optimizer.register_step_pre_hook(lambda *_: gradients.update(adapters(trainer, gradients=True)))
-    result = trainer.train_step(rows[trainer.data_rank], num_targets=num_targets)
+    result = trainer.train_step(rows[trainer.data_rank])
     is_base_kept = all(torch.equal(base[name], tensor) for name, tensor in base_weights(trainer).items())
     return result.metrics, gradients, adapters(trainer), is_base_kept
 
@@ -106,7 +105,7 @@ def _step_in(
     row = pack_row(sequences[:3])
     gradients: dict[str, torch.Tensor] = {}
     trainer._optimizer.register_step_pre_hook(lambda *_: gradients.update(adapters(trainer, gradients=True)))
-    loss = trainer.train_step([row], num_targets=row.num_targets).metrics["loss"]
+    loss = trainer.train_step([row]).metrics["loss"]
     trained, frozen = (
         {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad is is_trained}
         for is_trained in (True, False)

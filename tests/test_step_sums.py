@@ -22,7 +22,10 @@ def make_sequence(ages: list[int]) -> TrainingSequence:
 def _metrics(ages: list[list[int]], differences: list[float]) -> dict[str, float]:
     sums = StepSums(num_layers=1, device="cpu")
     sums.add_mismatch(
-        torch.tensor(differences), torch.zeros(len(differences)), pack_row([make_sequence(a) for a in ages])
+        torch.tensor(differences),
+        torch.zeros(len(differences)),
+        torch.ones(len(differences), dtype=torch.bool),
+        pack_row([make_sequence(a) for a in ages]),
     )
     return sums.metrics(len(differences), mesh=None)
 

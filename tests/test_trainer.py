@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms.objectives import ppo_clip
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import (
     ActivationCheckpointing,
@@ -22,6 +22,7 @@ from forgeasync.config.schema import (
 from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
+from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers
@@ -53,7 +54,7 @@ def make_trainer(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=temperature,
-        objective=ppo_clip(),
+        loss=build_loss(LossSection()),
         seed=0,
         checkpoint=folder,
     )
@@ -145,10 +146,9 @@ def _step(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     trainer = make_trainer(folder, parallel, checkpointing=checkpointing)
     rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
-    num_targets = sum(row.num_targets for of_rank in rows for row in of_rank)
     # More microbatches than one, and an uneven last one: nothing but padding on some rank.
     rows = [[*of_rank, pack_row([])] for of_rank in rows]
-    result = trainer.train_step(rows[trainer.data_rank], num_targets=num_targets)
+    result = trainer.train_step(rows[trainer.data_rank])
     weights = {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)}
     return result.metrics, weights
 
@@ -236,13 +236,11 @@ def _own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:
     mine_LMK = np.sort(torch.stack([ids[0] for ids in chosen], 1).numpy(), axis=-1)
     # With context parallelism this rank has seen its part of the row only, and will replay no other.
     ids_LMK = np.full((len(row.token_ids_L), *mine_LMK.shape[1:]), NO_RECORD, np.int16)
-    ids_LMK[trainer._own_part(row)] = mine_LMK
+    ids_LMK[trainer._forward.own_part(row)] = mine_LMK
     return ids_LMK
 
 
-def _gradients(
-    trainer: PolicyTrainer, rows: list[PackedRow], num_targets: int
-) -> tuple[dict[str, float], list[torch.Tensor]]:
+def _gradients(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float], list[torch.Tensor]]:
     gradients: list[torch.Tensor] = []
 
     def keep(*_: object) -> None:
@@ -252,7 +250,7 @@ def _gradients(
         )
 
     hook = trainer._optimizer.register_step_pre_hook(keep)
-    result = trainer.train_step(rows, num_targets=num_targets)
+    result = trainer.train_step(rows)
     hook.remove()
     return result.metrics, gradients
 
@@ -270,11 +268,10 @@ def _replay_own_choices(
         trainer = make_trainer(folder, parallel, checkpointing=checkpointing, compile=compile, dtype=dtype)
         unrecorded = [dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in sequences]
         rows = pack_rows(unrecorded, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
-        num_targets = sum(row.num_targets for of_rank in rows for row in of_rank)
         mine = rows[trainer.data_rank]
         if is_replayed:
             mine = [dataclasses.replace(row, expert_ids_LMK=_own_choices(trainer, row)) for row in mine]
-        outcomes.append(_gradients(trainer, mine, num_targets))
+        outcomes.append(_gradients(trainer, mine))
     (before, own), (after, replayed) = outcomes
     num_nonzero = sum(bool(gradient.any()) for gradient in own)
     is_equal = all(torch.equal(a, b) for a, b in zip(own, replayed, strict=True))

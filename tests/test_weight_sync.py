@@ -21,13 +21,13 @@ from forgeasync.actors.fleet import HOST_ID, Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import RunConfig, SamplingSection
 from forgeasync.data.group_payload import TokenTrace, decode_rollout
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, deal_items
-from forgeasync.trainer.objectives import PpoClip
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
@@ -119,7 +119,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
                     config,
                     config.trainer,
                     facts,
-                    objective=PpoClip(clip_low=0.2, clip_high=0.28),
+                    loss=LossSection(),
                     seed=0,
                     checkpoint=folder,
                 )

@@ -17,6 +17,7 @@ from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import (
     ParallelSection,
@@ -25,7 +26,6 @@ from forgeasync.config.schema import (
     TransportChoice,
     WeightsSection,
 )
-from forgeasync.trainer.objectives import PpoClip
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.fetcher import FetchReport
@@ -150,7 +150,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
                     config,
                     config.trainer,
                     facts,
-                    objective=PpoClip(clip_low=0.2, clip_high=0.28),
+                    loss=LossSection(),
                     seed=0,
                     checkpoint=folder,
                 )

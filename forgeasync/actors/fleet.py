@@ -26,7 +26,7 @@ from forgeasync.config.schema import (
 )
 from forgeasync.data.records import Records
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
-from forgeasync.trainer.objectives import ObjectiveChoice
+from forgeasync.trainer.loss import LossChoice
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.store import open_store
 from forgeasync.weights.transports.transport import choose_transport
@@ -115,12 +115,16 @@ class Fleet:
         section: TrainerSection,
         facts: ModelFacts,
         *,
-        objective: ObjectiveChoice,
+        loss: LossChoice,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None = None,
+        max_token_age: int | None = None,
     ) -> TrainerMesh:
-        """The trainer mesh, with its process group up and its model built."""
+        """The trainer mesh, with its process group up and its model built.
+
+        Tokens older than ``max_token_age`` versions are not trained on.
+        """
         num_procs = section.parallel.num_procs
         mesh = self._spawn("trainer", num_procs, gpus_per_proc=1)
         await setup_torch_elastic_env_async(mesh)
@@ -130,10 +134,11 @@ class Fleet:
             section=section,
             facts=facts,
             temperature=config.sampling.temperature,
-            objective=objective,
+            loss=loss,
             seed=seed,
             checkpoint=checkpoint,
             lora=lora,
+            max_token_age=max_token_age,
             host_id=self.trainer_host_id,
         )
         return trainer

@@ -25,7 +25,7 @@ from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import RemotePayloadReader
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, training_sequence
-from forgeasync.trainer.objectives import ObjectiveChoice, build_objective
+from forgeasync.trainer.loss import LossChoice, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import RankLayout
@@ -56,10 +56,11 @@ class TrainerActor(Actor):
         section: TrainerSection,
         facts: ModelFacts,
         temperature: float,
-        objective: ObjectiveChoice,
+        loss: LossChoice,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None,
+        max_token_age: int | None,
         host_id: str,
     ) -> int:
         """Join the process group and build the model; returns the data-parallel rank of this proc."""
@@ -81,10 +82,11 @@ class TrainerActor(Actor):
             section=section,
             facts=facts,
             temperature=temperature,
-            objective=build_objective(objective),
+            loss=build_loss(loss),
             seed=seed,
             checkpoint=checkpoint,
             lora=lora,
+            max_token_age=max_token_age,
         )
         return self._trainer.data_rank
 
@@ -94,13 +96,13 @@ class TrainerActor(Actor):
         self._generators = generators
 
     @endpoint
-    async def train_rows(self, rows: list[PackedRow], num_targets: int) -> StepResult:
-        """One optimizer step over this data rank's rows; ``num_targets`` counts those of all ranks."""
+    async def train_rows(self, rows: list[PackedRow]) -> StepResult:
+        """One optimizer step; these are this data rank's rows."""
         assert self._trainer is not None
-        return self._trainer.train_step(rows, num_targets=num_targets)
+        return self._trainer.train_step(rows)
 
     @endpoint
-    async def train_items(self, rows: list[list[TrainingItem]], num_targets: int) -> StepResult:
+    async def train_items(self, rows: list[list[TrainingItem]]) -> StepResult:
         """The same over rollouts by reference: their arrays are read here, once."""
         assert self._trainer is not None
         trained_version = self._trainer.policy_version
@@ -111,7 +113,7 @@ class TrainerActor(Actor):
             pack_row([await self._read(item, trained_version, prompts) for item in items]) for items in rows
         ]
         read_s = time.perf_counter() - start_s
-        result = self._trainer.train_step(packed, num_targets=num_targets)
+        result = self._trainer.train_step(packed)
         return dataclasses.replace(result, metrics=result.metrics | {"time/read_payloads_s": read_s})
 
     async def _read_payload(self, ref: PayloadRef, generator_rank: int) -> Arrays:

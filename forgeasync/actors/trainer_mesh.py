@@ -9,7 +9,7 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, TimeoutSection, TrainerSection, TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.trainer.batch import TrainingItem
-from forgeasync.trainer.objectives import ObjectiveChoice
+from forgeasync.trainer.loss import LossChoice
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import WeightLayout
@@ -32,10 +32,11 @@ class TrainerMesh:
         section: TrainerSection,
         facts: ModelFacts,
         temperature: float,
-        objective: ObjectiveChoice,
+        loss: LossChoice,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None,
+        max_token_age: int | None,
         host_id: str,
     ) -> None:
         """Build the model on every rank."""
@@ -44,7 +45,15 @@ class TrainerMesh:
                 await asyncio.gather(
                     *(
                         rank.setup.call_one(
-                            section, facts, temperature, objective, seed, checkpoint, lora, host_id
+                            section,
+                            facts,
+                            temperature,
+                            loss,
+                            seed,
+                            checkpoint,
+                            lora,
+                            max_token_age,
+                            host_id,
                         )
                         for rank in self._ranks
                     )
@@ -63,11 +72,10 @@ class TrainerMesh:
 
     async def train_rows(self, rows_by_data_rank: list[list[PackedRow]]) -> StepResult:
         """One optimizer step; as many rows for every data rank."""
-        num_targets = sum(row.num_targets for rows in rows_by_data_rank for row in rows)
         async with asyncio.timeout(self._timeouts.train_step_s):
             results = await asyncio.gather(
                 *(
-                    rank.train_rows.call_one(rows_by_data_rank[data_rank], num_targets)
+                    rank.train_rows.call_one(rows_by_data_rank[data_rank])
                     for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
                 )
             )
@@ -75,13 +83,10 @@ class TrainerMesh:
 
     async def train_items(self, rows_by_data_rank: list[list[list[TrainingItem]]]) -> StepResult:
         """The same over rollouts by reference; every rank reads the arrays of its own rows."""
-        num_targets = sum(
-            item.rollout.num_response_tokens for rows in rows_by_data_rank for items in rows for item in items
-        )
         async with asyncio.timeout(self._timeouts.train_step_s):
             results = await asyncio.gather(
                 *(
-                    rank.train_items.call_one(rows_by_data_rank[data_rank], num_targets)
+                    rank.train_items.call_one(rows_by_data_rank[data_rank])
                     for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
                 )
             )

@@ -1,7 +1,8 @@
 """Off-policy corrections: a weight for every token's loss, for data that another policy sampled.
 
-Each factory returns a callable over the keywords of ``forgeasync.algorithms.objectives``; it returns weights
-[T] (float32, detached, 0 where masked out) and metrics: sums over the masked tokens, to be divided by their
+Each factory returns a callable over the keywords of ``forgeasync.algorithms.objectives`` and ``ages_T`` (int,
+policy versions between sampling and training; None where nothing needs them); it returns weights [T]
+(float32, detached, 0 where masked out) and metrics: sums over the masked tokens, to be divided by their
 number. The ratio is current over behavior policy, of a token, of a sequence (product over its masked tokens)
 or of a sequence per token (geometric mean). Corrections combine by ``product``.
 
@@ -39,6 +40,7 @@ class Correction(Protocol):
         advantages_T: torch.Tensor,
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
+        ages_T: torch.Tensor | None = None,
     ) -> Weights: ...
 
 
@@ -81,6 +83,7 @@ def truncated_is(cap: float, level: Level | str = Level.TOKEN) -> Correction:
         advantages_T: torch.Tensor,
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
+        ages_T: torch.Tensor | None = None,
     ) -> Weights:
         ratio_T = ratios(logprobs_T, behavior_logprobs_T, mask_T, sequence_ids_T, level)
         weights_T = ratio_T.clamp(max=cap) * mask_T
@@ -106,6 +109,7 @@ def masked_is(low: float, high: float, level: Level | str = Level.TOKEN) -> Corr
         advantages_T: torch.Tensor,
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
+        ages_T: torch.Tensor | None = None,
     ) -> Weights:
         ratio_T = ratios(logprobs_T, behavior_logprobs_T, mask_T, sequence_ids_T, level)
         is_kept_T = mask_T & (ratio_T >= low) & (ratio_T <= high)
@@ -137,12 +141,40 @@ def off_policy_sequence_mask(threshold: float) -> Correction:
         advantages_T: torch.Tensor,
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
+        ages_T: torch.Tensor | None = None,
     ) -> Weights:
         gap_T = torch.where(mask_T, behavior_logprobs_T - logprobs_T.detach(), 0.0)
         gap_T = sequence_means(gap_T, mask_T, sequence_ids_T)
         is_dropped_T = mask_T & (advantages_T < 0) & (gap_T > threshold)
         weights_T = (mask_T & ~is_dropped_T).to(gap_T.dtype)
         return weights_T, {"correction/off_policy_masked_share": is_dropped_T.sum()}
+
+    return correction
+
+
+def age_weight(half_life: float) -> Correction:
+    """0.5 ** (age / half_life): an exponential discount of tokens by their age in policy versions.
+
+    A discount, not an importance weight. Source: the forgetting factor of recursive least squares (Haykin,
+    "Adaptive Filter Theory"), here 0.5 ** (1 / half_life) a version.
+
+    Raises:
+        ValueError: the half-life is not positive.
+    """
+    if half_life <= 0:
+        raise ValueError(f"age_weight: half_life = {half_life}; must be positive")
+
+    def correction(
+        *,
+        logprobs_T: torch.Tensor,
+        behavior_logprobs_T: torch.Tensor,
+        advantages_T: torch.Tensor,
+        mask_T: torch.Tensor,
+        sequence_ids_T: torch.Tensor,
+        ages_T: torch.Tensor | None = None,
+    ) -> Weights:
+        assert ages_T is not None, "weights by age need ages"
+        return torch.exp2(-ages_T.to(logprobs_T.dtype) / half_life) * mask_T, {}
 
     return correction
 
@@ -157,6 +189,7 @@ def product(*corrections: Correction) -> Correction:
         advantages_T: torch.Tensor,
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
+        ages_T: torch.Tensor | None = None,
     ) -> Weights:
         weights_T = mask_T.to(logprobs_T.dtype)
         metrics: dict[str, torch.Tensor] = {}
@@ -167,6 +200,7 @@ def product(*corrections: Correction) -> Correction:
                 advantages_T=advantages_T,
                 mask_T=mask_T,
                 sequence_ids_T=sequence_ids_T,
+                ages_T=ages_T,
             )
             weights_T = weights_T * factor_T
             metrics |= found

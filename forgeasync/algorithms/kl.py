@@ -8,6 +8,8 @@ Shape suffix: T packed tokens, float32. Gradients flow through ``logprobs_T``.
 
 import torch
 
+from forgeasync.algorithms.sequences import sequence_sums
+
 
 def k1(logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor) -> torch.Tensor:
     """log(current / reference): unbiased, and negative for half of the tokens."""
@@ -34,3 +36,19 @@ def unbiased_k3(
     """
     ratio_T = (logprobs_T - behavior_logprobs_T).exp()
     return ratio_T * k3(logprobs_T, ref_logprobs_T)
+
+
+def penalty_to_go(kl_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
+    """For every token [T] the sum of its own and all later masked values of its sequence; detached.
+
+    A penalty on the reward of every token lowers a token's return by this. The tokens of a sequence lie side
+    by side. Source: Hu, "REINFORCE++", 2025, its token-level penalty and advantage.
+    """
+    # In float64: differences of sums over a whole row.
+    masked_T = torch.where(mask_T, kl_T.detach(), 0.0).double()
+    before_T = masked_T.cumsum(0) - masked_T
+    is_first_T = torch.ones_like(mask_T)
+    is_first_T[1:] = sequence_ids_T[1:] != sequence_ids_T[:-1]
+    before_sequence_T = sequence_sums(before_T, is_first_T, sequence_ids_T)
+    sums_T = sequence_sums(masked_T, mask_T, sequence_ids_T)
+    return (sums_T - (before_T - before_sequence_T)).to(kl_T.dtype)

@@ -10,6 +10,7 @@ from forgeasync.config.buffer_checks import check_accounting, check_buffer
 from forgeasync.config.filter_checks import check_filters
 from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.lora_checks import check_lora, check_lora_sharding
+from forgeasync.config.loss_checks import check_loss
 from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
@@ -281,6 +282,7 @@ def _check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterato
 _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_lengths,
     _check_batch,
+    check_loss,
     _check_generator,
     check_interruption,
     check_buffer,

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from forgeasync.config.problems import Problem
-from forgeasync.config.schema import DataSection, RunConfig
+from forgeasync.config.schema import RunConfig
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -19,6 +19,8 @@ _EXPECTED = {
     "dict_type": "a mapping of keys",
     "tuple_type": "a list",
 }
+
+_SECTION_EXPECTED = ("model_type", "model_attributes_type", "dict_type")
 
 _FOUND = {
     int: "a whole number",
@@ -75,13 +77,16 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             return Problem(field=field, remedy=f"required key is missing{_meaning(location, values)}")
         case "extra_forbidden":
             return Problem(field=field, value=value, remedy=_unknown_key(location, values))
-        case "model_type" | "model_attributes_type":
+        case kind if kind in _SECTION_EXPECTED and _candidates(location, values):
             keys = ", ".join(_section(location, values).model_fields)
+            if len(_candidates(location, values)) > 1:
+                keys = f"kind (one of {_kinds(location, values)}) and those of its kind"
             return Problem(field=field, value=value, remedy=f"expected a section with the keys {keys}")
         case "union_tag_not_found":
-            return Problem(field=f"{field}.kind", remedy=f"required key is missing: one of {_kinds()}")
+            remedy = f"required key is missing: one of {_kinds(location, values)}"
+            return Problem(field=f"{field}.kind", remedy=remedy)
         case "union_tag_invalid":
-            remedy = f"expected one of {_kinds()}"
+            remedy = f"expected one of {_kinds(location, values)}"
             return Problem(field=f"{field}.kind", value=context["tag"], remedy=remedy)
         case "finite_number":
             return Problem(field=field, value=value, remedy="must be a finite number")
@@ -103,29 +108,39 @@ def _dotted(location: tuple[str | int, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
-def _kinds() -> str:
-    sources = _annotations(DataSection.model_fields["source"].annotation)
-    return ", ".join(repr(get_args(source.model_fields["kind"].annotation)[0]) for source in sources)
+def _kinds(location: tuple[str | int, ...], values: object) -> str:
+    """The kinds that a section at a location can be of."""
+    candidates = _candidates(location, values)
+    return ", ".join(
+        repr(kind) for member in candidates for kind in get_args(member.model_fields["kind"].annotation)
+    )
 
 
-def _annotations(annotation: object) -> list[type[BaseModel]]:
-    """The sections that a field may hold."""
-    members = get_args(annotation) or (annotation,)
-    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+def _members(annotation: object) -> list[type[BaseModel]]:
+    """The sections that a field may hold, by itself or as entries of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [member for part in get_args(annotation) for member in _members(part)]
+
+
+def _candidates(location: tuple[str | int, ...], values: object) -> list[type[BaseModel]]:
+    """The section classes that a location allows; the one that the file names first."""
+    candidates: list[type[BaseModel]] = [RunConfig]
+    node = values
+    for part in location:
+        if isinstance(part, str):
+            candidates = _members(candidates[0].model_fields[part].annotation)
+        is_there = isinstance(node, Mapping) and part in node
+        node = node[part] if is_there or isinstance(node, list) else None
+        kind = node["kind"] if isinstance(node, Mapping) and "kind" in node else None
+        if len(candidates) > 1:
+            candidates.sort(key=lambda member: kind not in get_args(member.model_fields["kind"].annotation))
+    return candidates
 
 
 def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]:
     """The section class at a location; of several kinds, the one that the file names."""
-    section: type[BaseModel] = RunConfig
-    node = values
-    for part in location:
-        node = node[part] if isinstance(node, Mapping) and part in node else None
-        candidates = _annotations(section.model_fields[str(part)].annotation)
-        kind = node["kind"] if isinstance(node, Mapping) and "kind" in node else None
-        if len(candidates) > 1:
-            candidates.sort(key=lambda member: kind not in get_args(member.model_fields["kind"].annotation))
-        section = candidates[0]
-    return section
+    return _candidates(location, values)[0]
 
 
 def _unknown_key(location: tuple[str | int, ...], values: object) -> str:

@@ -1,9 +1,13 @@
-"""From a YAML file and ``key.path=value`` overrides to a validated ``RunConfig``, and back.
+"""From YAML files and ``key.path=value`` overrides to a validated ``RunConfig``, and back.
+
+A later file is merged over the earlier ones, and overrides over all files. Where a section is of another
+``kind`` than before, it replaces the earlier one whole: keys of one kind mean nothing to another.
 
 Reading is omegaconf's: numbers such as 1e-4 are numbers, ``${other.key}`` refers to another key and ``\\${``
 is a literal. Validation is pydantic's, in its strict JSON mode: "3" is text, never the number 3.
 """
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -24,15 +28,16 @@ _MISSING = "???"
 _KEY_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML file, apply overrides in order and validate the result.
+def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML file, or several in order, apply overrides in order and validate the result.
 
     Raises:
         ConfigError: lists every problem found; cross-field rules are ``checks.check_config``'s.
     """
     problems: list[Problem] = []
-    config = _read_file(Path(path), problems)
-    for override in overrides:
+    config = _read_files([paths] if isinstance(paths, str | Path) else paths, problems)
+    # A kind comes before the keys that it decides about.
+    for override in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
         config = _apply_override(config, override, problems)
     if config is None:
         raise ConfigError(problems)
@@ -51,6 +56,36 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML text; ``load_config`` reads it back to an equal object."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
+
+
+def _read_files(paths: Sequence[str | Path], problems: list[Problem]) -> DictConfig | None:
+    """All files merged; None, with problems added, if one of them cannot be read."""
+    files = [_read_file(Path(path), problems) for path in paths]
+    readable = [file for file in files if file is not None]
+    if len(readable) < len(files):
+        return None
+    try:
+        return functools.reduce(_merge, readable)
+    except OmegaConfBaseException as error:
+        problems.append(_interpolation_problem(error))
+        return None
+
+
+def _merge(earlier: DictConfig, later: DictConfig) -> DictConfig:
+    """``later`` over ``earlier``; sections of another kind are replaced."""
+    kept = OmegaConf.to_container(earlier, resolve=False)
+    _drop_other_kinds(kept, OmegaConf.to_container(later, resolve=False))
+    return OmegaConf.merge(OmegaConf.create(kept), later)
+
+
+def _drop_other_kinds(earlier: object, later: object) -> None:
+    """Empty the sections of ``earlier`` that are of another kind in ``later``."""
+    if not (isinstance(earlier, dict) and isinstance(later, dict)):
+        return
+    if "kind" in earlier and "kind" in later and earlier["kind"] != later["kind"]:
+        earlier.clear()
+    for key in earlier.keys() & later.keys():
+        _drop_other_kinds(earlier[key], later[key])
 
 
 def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
@@ -89,7 +124,7 @@ def _apply_override(config: DictConfig | None, override: str, problems: list[Pro
         return config
     try:
         parsed = OmegaConf.from_dotlist([override])
-        return config if config is None else OmegaConf.merge(config, parsed)
+        return config if config is None else _merge(config, parsed)
     except yaml.YAMLError as error:
         remedy = f"not a valid YAML value: {_yaml_error(error)}; quote it if it is text"
         problems.append(Problem(field=key, value=text, remedy=remedy))

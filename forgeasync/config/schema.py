@@ -1,7 +1,7 @@
 """The typed schema of a run: every key a YAML file may hold, its type, its range and what it means.
 
 Rules that one field can decide alone are types and bounds here; rules across fields live in
-``forgeasync.config.checks``.
+``forgeasync.config.checks``. What the loss is made of is in ``forgeasync.config.loss_schema``.
 """
 
 from enum import StrEnum
@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from forgeasync.config.filter_schema import FilterSection
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.section import Section
 
 
@@ -188,8 +189,8 @@ GROUP_RELATIVE_ADVANTAGES = frozenset({AdvantageName.GRPO, AdvantageName.DR_GRPO
 """Advantages that compare a rollout with its own group: they need at least two rollouts a group."""
 
 
-class AlgorithmSection(Section):
-    """How rewards become gradients."""
+class AlgorithmSection(LossSection):
+    """How rewards become gradients: advantages here, the loss in ``forgeasync.config.loss_schema``."""
 
     advantage: AdvantageName = AdvantageName.GRPO
     group_size: int = Field(gt=0)
@@ -200,8 +201,6 @@ class AlgorithmSection(Section):
     """Applied to every scored group, one after the other; what they drop is counted."""
     max_filtered_in_a_row: int = Field(default=512, gt=0)
     """The run ends with an error once filters have dropped this many groups with none kept between."""
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(default=0.28, gt=0.0)
 
 
 class StaleGroups(StrEnum):

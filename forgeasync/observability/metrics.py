@@ -19,6 +19,9 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `off_policy/age_mean`                | versions between the weights that sampled a token and the weights |
 |                                      | that it was trained on (`policy_version` - 1), mean over tokens   |
 | `off_policy/age_max`                 | the same, for the oldest token                                    |
+| `off_policy/effective_sample_share`  | what the batch is worth under the current policy: (sum w)^2 /     |
+|                                      | (n * sum w^2) of the tokens' ratios current / behavior            |
+| `off_policy/rejected_token_share` *  | response tokens too old to be trained on; where there is a limit  |
 | `mismatch/logprob_abs_mean`          | abs(trainer logprob - sampler logprob), mean over tokens, in nats |
 | `mismatch/logprob_abs_max`           | the same, for the worst token                                     |
 | `mismatch/kl`                        | estimate of KL(sampler, trainer), mean over tokens, in nats       |
@@ -65,6 +68,10 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `time/read_payloads_s`               | part of `time/train_s`: reading and packing the batch's arrays    |
 | `loss`, `grad_norm`                  | before the step; the norm is the one before clipping              |
 | `learning_rate` *, `objective/<...>` * | what the trainer and the objective report besides               |
+| `correction/weight_mean`, `_max` *   | of the product of `algorithm.corrections`, over trained tokens    |
+| `correction/effective_sample_share` * | (sum w)^2 / (n * sum w^2) of these weights                       |
+| `correction/<...>_share` *           | trained tokens that a correction has cut or left out              |
+| `kl/<estimator>` *                   | of `algorithm.kl`: policy against the model the run starts from   |
 | `metrics/num_nonfinite`              | values of this line that were nan or infinite; they are null here |
 
 The evaluation before the first step is a line of its own (`MetricsWriter.write_initial_evaluation`), with

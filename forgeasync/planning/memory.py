@@ -90,7 +90,7 @@ def trainer_memory(config: RunConfig, facts: ModelFacts, counts: ParameterCounts
     chunk = min(config.trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
     slice_size = math.ceil(facts.vocab_size / parallel.tensor)
     logits = chunk * slice_size * (element + 3 * FLOAT32_BYTES)
-    return [
+    items = [
         MemoryItem(name="master weights", num_bytes=owned * FLOAT32_BYTES, how="float32, own shard"),
         MemoryItem(name="gradients", num_bytes=owned * FLOAT32_BYTES, how="float32, own shard"),
         MemoryItem(name="Adam state", num_bytes=2 * owned * FLOAT32_BYTES, how="2 x float32, own shard"),
@@ -111,6 +111,11 @@ def trainer_memory(config: RunConfig, facts: ModelFacts, counts: ParameterCounts
             how=f"a chunk of {chunk:,} tokens x {slice_size:,}, with float32 copies",
         ),
     ]
+    # With adapters the reference is the trained model without them.
+    if config.algorithm.kl is not None and config.lora is None:
+        how = f"for algorithm.kl: frozen, in {config.trainer.dtype.value}, own shard"
+        items.append(MemoryItem(name="reference model", num_bytes=owned * element, how=how))
+    return items
 
 
 def _activations(config: RunConfig, facts: ModelFacts) -> tuple[int, str]:

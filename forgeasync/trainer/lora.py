@@ -7,6 +7,7 @@ v_proj apart (its model builds both from one config), and adapt experts (it know
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,6 +103,21 @@ def adapted_parameter(name: str) -> tuple[str, str]:
 def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters of all adapters, in the order of the model."""
     return ((name, parameter) for name, parameter in model.named_parameters() if is_adapter(name))
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Until the context ends, the model is the one that the adapters adapt."""
+    # TorchTitan makes the classes of its adapted layers as it goes: the attribute is what they share.
+    adapted = [module for module in model.modules() if "_lora_scaling" in vars(module)]
+    scalings = [module._lora_scaling for module in adapted]
+    for module in adapted:
+        module._lora_scaling = 0.0
+    try:
+        yield
+    finally:
+        for module, scaling in zip(adapted, scalings, strict=True):
+            module._lora_scaling = scaling
 
 
 def store_base_in(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -82,11 +82,11 @@ class LoraExperts(TrainingDtypeExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._scaling = config.scaling
+        self._lora_scaling = config.scaling
         self.adapters = ModuleDict({name: adapter.build() for name, adapter in config.adapters.items()})
 
     def _project(self, name: str, x_RI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         base_RO = super()._project(name, x_RI, offsets_E)
         if name not in self.adapters:
             return base_RO
-        return base_RO + self._scaling * self.adapters[name](x_RI, offsets_E)
+        return base_RO + self._lora_scaling * self.adapters[name](x_RI, offsets_E)

@@ -109,21 +109,24 @@ class _TitanRun:
     training: TrainingConfig
 
 
-def build_parallel_model(
-    facts: ModelFacts, section: TrainerSection, *, lora: LoraSection | None, world_size: int, seed: int
-) -> tuple[Qwen3Model, ParallelDims]:
-    """Build, shard and randomly initialize the model on this rank; torch.distributed is up already.
-
-    Trained weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute. With ``lora`` those are
-    the adapters', and the rest is frozen and kept in ``section.dtype``.
-    """
+def build_parallel_dims(section: TrainerSection, *, world_size: int) -> ParallelDims:
+    """The device meshes of the trainer; torch.distributed is up already."""
     parallel = section.parallel
     if parallel.context > 1 and DEVICE_TYPE != "cpu":
         raise ValueError(
             f"trainer.parallel.context = {parallel.context}: TorchTitan 0.3.0 has no context parallelism for "
             "varlen attention, which packed rows use on an accelerator; must be 1 there"
         )
-    parallelism = ParallelismConfig(
+    parallelism = _parallelism(section)
+    parallel_dims = ParallelDims.from_config(parallelism, world_size)
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    parallel_dims.build_mesh()
+    return parallel_dims
+
+
+def _parallelism(section: TrainerSection) -> ParallelismConfig:
+    parallel = section.parallel
+    return ParallelismConfig(
         data_parallel_replicate_degree=parallel.data_replicate,
         data_parallel_shard_degree=parallel.data_shard,
         tensor_parallel_degree=parallel.tensor,
@@ -133,13 +136,26 @@ def build_parallel_model(
         # The default backend, spmd_types, fails under FSDP2 on torch 2.13.
         spmd_backend="partial_dtensor",
     )
+
+
+def build_parallel_model(
+    facts: ModelFacts,
+    section: TrainerSection,
+    *,
+    parallel_dims: ParallelDims,
+    lora: LoraSection | None = None,
+    seed: int = 0,
+    is_frozen: bool = False,
+) -> Qwen3Model:
+    """Build, shard and randomly initialize the model on this rank.
+
+    Trained weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute. With ``lora`` those are
+    the adapters', and the rest is frozen and kept in ``section.dtype``, as is all of it with ``is_frozen``.
+    """
+    parallelism = _parallelism(section)
     training = TrainingConfig(
         seq_len=section.tokens_per_row, mixed_precision_param=section.dtype.value, dtype="float32"
     )
-    parallel_dims = ParallelDims.from_config(parallelism, world_size)
-    dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    parallel_dims.build_mesh()
-
     model_config = titan_config(facts)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
     head = model_config.lm_head
@@ -150,15 +166,18 @@ def build_parallel_model(
         model_config = with_adapters(model_config, lora)
     with torch.device("meta"):
         model = model_config.build()
-    if lora is not None:
-        store_base_in(model, TORCH_DTYPE_MAP[section.dtype.value])
+    if is_frozen:
+        model.requires_grad_(False)
+    # Where all is trained, nothing changes.
+    store_base_in(model, TORCH_DTYPE_MAP[section.dtype.value])
+    checkpointing = ActivationCheckpointing.NONE if is_frozen else section.activation_checkpointing
     parallelize_qwen3(
         model,
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
         compile_config=CompileConfig(enable=section.compile, components=["model"]),
-        ac_config=_activation_checkpointing(section.activation_checkpointing),
+        ac_config=_activation_checkpointing(checkpointing),
         dump_folder="",
     )
     model.to_empty(device=DEVICE_TYPE)
@@ -169,8 +188,8 @@ def build_parallel_model(
     allow_gloo_reduction(model)
     # The head is called by itself, with the tokens whose log-probabilities are wanted.
     model._skip_lm_head = True
-    model.train()
-    return model, parallel_dims
+    model.train(not is_frozen)
+    return model
 
 
 def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:

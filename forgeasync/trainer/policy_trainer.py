@@ -4,34 +4,29 @@ Every rank of the mesh calls the same methods in the same order; the collectives
 they wait for each other in. No Monarch here: actors and tests alike build this class under an initialized
 torch.distributed.
 
-Shape suffixes: L packed row length, T its targets (the response tokens trained on), D model dim, M MoE
-layers, K top-k.
+Shape suffixes: L packed row length, T its targets (the response tokens trained on).
 """
 
 import dataclasses
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.objectives import Objective
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, OptimizerSection, TrainerSection
-from forgeasync.data.routing import NO_RECORD
-from forgeasync.trainer import hf_checkpoint, lora_checkpoint
-from forgeasync.trainer.head import Targets
+from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference
+from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.hf_names import hf_names
-from forgeasync.trainer.logprobs import SumRanks
-from forgeasync.trainer.model import attention_masks, build_parallel_model
+from forgeasync.trainer.loss import PolicyLoss, RowTokens
+from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.probe import Probe
-from forgeasync.trainer.replay_router import replay, replay_routers
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.trainer.step_sums import StepSums
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE
@@ -47,36 +42,40 @@ class PolicyTrainer:
         section: TrainerSection,
         facts: ModelFacts,
         temperature: float,
-        objective: Objective,
+        loss: PolicyLoss,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None = None,
+        max_token_age: int | None = None,
     ) -> None:
         """Build the model on this rank; without a ``checkpoint`` (Hugging Face folder) it stays random.
 
         With ``lora`` the model is frozen, and adapters of it are trained, published and saved instead.
+        Tokens older than ``max_token_age`` versions are left out of the loss and of what it is divided by.
         """
         self._section = section
         self._lora = lora
         self._facts = facts
-        self._temperature = temperature
-        self._objective = objective
+        self._loss = loss
+        self._max_token_age = max_token_age
         self.policy_version = 0
-        self.model, self._parallel_dims = build_parallel_model(
-            facts, section, lora=lora, world_size=dist.get_world_size(), seed=seed
-        )
+        dims = self._parallel_dims = build_parallel_dims(section, world_size=dist.get_world_size())
+        self.model = build_parallel_model(facts, section, parallel_dims=dims, lora=lora, seed=seed)
         if checkpoint is not None:
             hf_checkpoint.load(self.model, facts, checkpoint)
+        self._forward = RowForward(self.model, parallel_dims=dims, section=section, temperature=temperature)
+        self._reference: reference.ReferenceLogprobs | None = None
+        if loss.needs_reference and lora is not None:
+            self._reference = reference.base_model(self.model, self._forward)
+        elif loss.needs_reference:
+            assert checkpoint is not None, "a penalty is on moving away from a checkpoint"
+            self._reference = reference.frozen_copy(
+                facts, section, parallel_dims=dims, temperature=temperature, checkpoint=checkpoint
+            )
         self._optimizer = _build_optimizer(self._trained(), section)
-        self._routers = replay_routers(self.model)
         self._probe = Probe(section.replay_probe_share)
-        batch_mesh = self._parallel_dims.get_optional_mesh("batch")
         # Context-parallel ranks go through the same losses and metrics: they count once.
-        self._loss_mesh = batch_mesh
-        context_mesh = self._parallel_dims.get_optional_mesh("cp")
-        self._context_group = None if context_mesh is None else context_mesh.get_group()
-        self._context_rank = 0 if context_mesh is None else context_mesh.get_local_rank()
-        self._num_context_ranks = 1 if context_mesh is None else context_mesh.size()
+        batch_mesh = self._loss_mesh = dims.get_optional_mesh("batch")
         self.data_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
         self.num_data_ranks = 1 if batch_mesh is None else batch_mesh.size()
 
@@ -85,63 +84,22 @@ class PolicyTrainer:
 
         Over the row's kept sets, and through its recorded experts unless ``replay_routing`` is False.
         """
-        with self._replay(row if replay_routing else dataclasses.replace(row, expert_ids_LMK=None)):
-            return self._forward(row)
+        row = row if replay_routing else dataclasses.replace(row, expert_ids_LMK=None)
+        with self._forward.replay(row):
+            return self._forward.logprobs(row)
 
-    def _forward(self, row: PackedRow) -> torch.Tensor:
-        mine = self._own_part(row)
-        positions_BL = torch.from_numpy(row.positions_L)[None].to(DEVICE_TYPE)
-        hidden_BLD = self.model(
-            torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
-            positions=positions_BL[:, mine],
-            attention_masks=attention_masks(self.model, positions_BL, query_start=mine.start),
-        )
-        if isinstance(hidden_BLD, DTensor):
-            hidden_BLD = hidden_BLD.to_local()
-        # Targets of this rank's part: the same tokens counted within the part, and among all targets.
-        positions_T = row.mask_L[mine].nonzero()[0]
-        first = int(row.mask_L[: mine.start].sum())
-        kept = row.kept_tokens.slice(first, first + len(positions_T))
-        targets = Targets(
-            token_ids_T=torch.from_numpy(row.target_ids_L[mine][positions_T]).to(DEVICE_TYPE),
-            kept_offsets=torch.from_numpy(kept.offsets).to(DEVICE_TYPE),
-            kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
-        )
-        hidden_TD = hidden_BLD[0, torch.from_numpy(positions_T).to(DEVICE_TYPE)]
-        logprobs_T = self.model.lm_head(hidden_TD, targets, self._temperature)
-        if self._context_group is None:
-            return logprobs_T
-        # Objectives look at whole sequences: every rank of the row goes on with all of its targets.
-        before, after = first, row.num_targets - first - len(positions_T)
-        return SumRanks.apply(F.pad(logprobs_T, (before, after)), self._context_group)
-
-    def _own_part(self, row: PackedRow) -> slice:
-        """The positions of a row that this rank computes: with context parallelism, an equal part of them."""
-        width = len(row.token_ids_L) // self._num_context_ranks
-        return slice(self._context_rank * width, (self._context_rank + 1) * width)
-
-    def _replay(self, row: PackedRow) -> AbstractContextManager[None]:
-        if row.expert_ids_LMK is not None:
-            ids_LMK = row.expert_ids_LMK[self._own_part(row)]
-            return replay(self._routers, torch.from_numpy(ids_LMK)[None].to(DEVICE_TYPE))
-        if not self._section.compile and self._section.parallel.tensor == 1:
-            return nullcontext()
-        # A compiled layer keeps to one graph, and tensor-parallel ranks to one order of adding up gradients:
-        # without records they replay that there are none.
-        mine = self._own_part(row)
-        shape = (1, mine.stop - mine.start, len(self._routers), self._facts.top_k)
-        return replay(self._routers, torch.full(shape, NO_RECORD, device=DEVICE_TYPE))
-
-    def train_step(self, rows: Sequence[PackedRow], *, num_targets: int) -> StepResult:
+    def train_step(self, rows: Sequence[PackedRow]) -> StepResult:
         """One optimizer step over this rank's rows (one per microbatch, as many on every rank).
 
-        ``num_targets`` counts the trained positions of all ranks' rows: the loss is the mean over them,
-        so that neither packing nor the number of ranks changes the gradient.
+        The loss is that of all ranks' rows as one batch: neither packing nor the number of ranks changes
+        the gradient.
         """
         start_s = time.perf_counter()
-        sums = StepSums(num_layers=len(self._routers), device=DEVICE_TYPE)
-        for row in rows:
-            self._accumulate_gradients(row, num_targets, sums)
+        sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE)
+        masks = [self._mask(row) for row in rows]
+        total, num_trained, num_targets = self._count(rows, masks)
+        for row, mask_T in zip(rows, masks, strict=True):
+            self._accumulate_gradients(row, mask_T, total, sums)
         learning_rate = self._set_learning_rate()
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for _, parameter in self._trained()],
@@ -151,40 +109,72 @@ class PolicyTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.policy_version += 1
-        metrics = sums.metrics(num_targets, mesh=self._loss_mesh)
+        metrics = sums.metrics(num_trained, mesh=self._loss_mesh)
         metrics |= {"grad_norm": float(grad_norm), "learning_rate": learning_rate}
+        if self._max_token_age is not None:
+            metrics["off_policy/rejected_token_share"] = 1.0 - num_trained / max(1, num_targets)
         return StepResult(
             policy_version=self.policy_version,
-            num_targets=num_targets,
+            num_targets=num_trained,
             num_padding_tokens=sums.num_padding_tokens,
             train_s=time.perf_counter() - start_s,
             metrics=metrics,
         )
 
-    def _accumulate_gradients(self, row: PackedRow, num_targets: int, sums: StepSums) -> None:
-        behavior_T = torch.from_numpy(row.behavior_logprobs_L[row.mask_L]).to(DEVICE_TYPE)
-        mask_T = torch.ones_like(behavior_T, dtype=torch.bool)
+    def _mask(self, row: PackedRow) -> torch.Tensor:
+        """Which targets are trained on: bool [T]."""
+        ages_T = torch.from_numpy(row.ages_L[row.mask_L]).to(DEVICE_TYPE)
+        if self._max_token_age is None:
+            return torch.ones_like(ages_T, dtype=torch.bool)
+        return ages_T <= self._max_token_age
+
+    def _count(self, rows: Sequence[PackedRow], masks: Sequence[torch.Tensor]) -> tuple[float, int, int]:
+        """Over all data-parallel ranks: what the loss is divided by, trained tokens, and all targets."""
+        counts = torch.zeros(3, dtype=torch.float64, device=DEVICE_TYPE)
+        for row, mask_T in zip(rows, masks, strict=True):
+            sequence_ids_T = torch.from_numpy(row.sequence_ids_L[row.mask_L]).to(DEVICE_TYPE)
+            counts[0] += self._loss.count(mask_T, sequence_ids_T)
+            counts[1] += mask_T.sum()
+            counts[2] += row.num_targets
+        if self._loss_mesh is not None:
+            counts = dist_utils.dist_sum_tensor(counts, self._loss_mesh)
+        total, num_trained, num_targets = counts.tolist()
+        return total, int(num_trained), int(num_targets)
+
+    def _accumulate_gradients(
+        self, row: PackedRow, mask_T: torch.Tensor, total: float, sums: StepSums
+    ) -> None:
+        def targets(values_L: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values_L[row.mask_L]).to(DEVICE_TYPE)
+
+        behavior_T = targets(row.behavior_logprobs_L)
+        ref_logprobs_T = None if self._reference is None else self._reference(row)
         # The backward pass recomputes checkpointed layers: it has to find the same experts there.
-        with self._replay(row):
-            logprobs_T = self._forward(row)
-            losses_T, objective_sums = self._objective(
-                logprobs_T=logprobs_T,
+        with self._forward.replay(row):
+            tokens = RowTokens(
+                logprobs_T=self._forward.logprobs(row),
                 behavior_logprobs_T=behavior_T,
-                advantages_T=torch.from_numpy(row.advantages_L[row.mask_L]).to(DEVICE_TYPE),
+                advantages_T=targets(row.advantages_L),
                 mask_T=mask_T,
-                sequence_ids_T=torch.from_numpy(row.sequence_ids_L[row.mask_L]).to(DEVICE_TYPE),
+                sequence_ids_T=targets(row.sequence_ids_L),
+                ages_T=targets(row.ages_L),
+                ref_logprobs_T=ref_logprobs_T,
             )
-            loss = losses_T.sum() / num_targets
+            result = self._loss(tokens, total=total)
             if row.expert_ids_LMK is not None:
-                sums.add_routing([router.replay_counts for router in self._routers])
-            loss.backward()
-        sums.add({"loss": loss.detach() * num_targets, **objective_sums})
-        sums.add_mismatch(logprobs_T.detach(), behavior_T, row)
+                sums.add_routing([router.replay_counts for router in self._forward.routers])
+            result.loss.backward()
+        logprobs_T = tokens.logprobs_T.detach()
+        sums.add_loss(result.loss.detach())
+        sums.add(result.sums)
+        if result.weights_T is not None:
+            sums.add_correction(result.weights_T[mask_T])
+        sums.add_mismatch(logprobs_T, behavior_T, mask_T, row)
         sums.add_coverage(row)
         if self._probe.is_due():
             with torch.no_grad():
                 unreplayed_T = self.logprobs(row, replay_routing=False)
-            sums.add_probe("with_replay", logprobs_T.detach() - behavior_T)
+            sums.add_probe("with_replay", logprobs_T - behavior_T)
             sums.add_probe("without_replay", unreplayed_T - behavior_T)
 
     def _set_learning_rate(self) -> float:

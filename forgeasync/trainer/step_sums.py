@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import utils as dist_utils
 
+from forgeasync.algorithms.corrections import MAX_LOG_RATIO
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 
@@ -28,26 +29,42 @@ class StepSums:
         self._coverage = torch.zeros(3, dtype=torch.float64)
         # Per probe: sum of abs(logprob difference), sum of k3, tokens.
         self._probes: dict[str, torch.Tensor] = {}
+        self._ratios = _WeightSums(device)
+        self._corrections: _WeightSums | None = None
+        self._loss = torch.zeros((), device=device)
 
     @property
     def num_padding_tokens(self) -> int:
         """Over the mesh, once ``metrics`` was called."""
         return int(self._coverage[2])
 
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add a row's share of the batch's loss."""
+        self._loss = self._loss + loss
+
+    def add_correction(self, weights_T: torch.Tensor) -> None:
+        """Add the weights that corrections gave a row's trained tokens."""
+        if self._corrections is None:
+            self._corrections = _WeightSums(self._device)
+        self._corrections.add(weights_T)
+
     def add(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Add a row's sums by name."""
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, torch.zeros((), device=self._device)) + value
 
-    def add_mismatch(self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, row: PackedRow) -> None:
-        """How far the trainer's log-probabilities are from the sampler's.
+    def add_mismatch(
+        self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, mask_T: torch.Tensor, row: PackedRow
+    ) -> None:
+        """How far the trainer's log-probabilities are from the sampler's, on the tokens masked in.
 
         Fresh tokens are those of responses sampled from end to end under the very weights that train now:
         there the difference is numerics alone. A response that crossed an update is not fresh behind it
         either: what it attends to was computed under older weights.
         """
-        difference_T = logprobs_T - behavior_T
-        is_fresh_T = torch.from_numpy(_is_fresh(row)).to(self._device)
+        difference_T = (logprobs_T - behavior_T)[mask_T]
+        is_fresh_T = torch.from_numpy(_is_fresh(row)).to(self._device)[mask_T]
+        self._ratios.add(difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
         if len(difference_T):
             self._largest = torch.maximum(self._largest, difference_T.abs().max())
         self.add(
@@ -83,11 +100,20 @@ class StepSums:
         )
         self._probes[name] = self._probes.get(name, torch.zeros(3, device=self._device)) + added
 
-    def metrics(self, num_targets: int, *, mesh: DeviceMesh | None) -> dict[str, float]:
-        """Means over the ``num_targets`` tokens of all ranks; collective over the mesh."""
+    def metrics(self, num_trained: int, *, mesh: DeviceMesh | None) -> dict[str, float]:
+        """Means over the ``num_trained`` tokens of all ranks; collective over the mesh."""
+        count = max(1, num_trained)
         metrics = {
-            name: dist_utils.dist_sum(value.float(), mesh) / num_targets for name, value in self._sums.items()
+            name: dist_utils.dist_sum(value.float(), mesh) / count for name, value in self._sums.items()
         }
+        metrics["loss"] = dist_utils.dist_sum(self._loss, mesh)
+        metrics["off_policy/effective_sample_share"] = self._ratios.effective_share(count, mesh=mesh)
+        if self._corrections is not None:
+            metrics |= {
+                "correction/weight_mean": self._corrections.mean(count, mesh=mesh),
+                "correction/weight_max": self._corrections.largest(mesh=mesh),
+                "correction/effective_sample_share": self._corrections.effective_share(count, mesh=mesh),
+            }
         fresh_share = metrics.pop("mismatch/num_fresh")
         if fresh_share:
             metrics["mismatch/fresh_logprob_abs_mean"] /= fresh_share
@@ -119,6 +145,34 @@ class StepSums:
             for layer, (decisions, other) in enumerate(self._routing_M2.tolist()):
                 metrics[f"routing/disagreement_share_layer_{layer:02d}"] = other / max(1.0, decisions)
         return metrics
+
+
+class _WeightSums:
+    """Mean and maximum of n samples' weights w, and the share of the samples that they are worth.
+
+    That is (sum w)^2 / (n * sum w^2): Kong, "A Note on Importance Sampling Using Standardized Weights", 1992.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._largest = torch.zeros((), device=device)
+
+    def add(self, weights_T: torch.Tensor) -> None:
+        doubles_T = weights_T.double()
+        self._sums = self._sums + torch.stack([doubles_T.sum(), doubles_T.square().sum()])
+        if len(weights_T):
+            self._largest = torch.maximum(self._largest, weights_T.max())
+
+    def mean(self, count: int, *, mesh: DeviceMesh | None) -> float:
+        return dist_utils.dist_sum(self._sums[0], mesh) / count
+
+    def largest(self, *, mesh: DeviceMesh | None) -> float:
+        return dist_utils.dist_max(self._largest, mesh)
+
+    def effective_share(self, count: int, *, mesh: DeviceMesh | None) -> float:
+        total, squares = (dist_utils.dist_sum(part, mesh) for part in self._sums)
+        # Where every weight is 0 nothing is left of the batch.
+        return total**2 / (count * squares) if squares else 0.0
 
 
 def _is_fresh(row: PackedRow) -> np.ndarray:

@@ -1,0 +1,84 @@
+"""A packed row through a model: log-probabilities of its targets, over recorded experts and kept sets.
+
+Shape suffixes: L packed row length, T its targets (the response tokens trained on), D model dim, M MoE
+layers, K top-k.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.qwen3 import Qwen3Model
+
+from forgeasync.config.schema import TrainerSection
+from forgeasync.data.routing import NO_RECORD
+from forgeasync.trainer.head import Targets
+from forgeasync.trainer.logprobs import SumRanks
+from forgeasync.trainer.model import attention_masks
+from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.replay_router import replay, replay_routers
+from forgeasync.trainer.titan_cpu import DEVICE_TYPE
+
+
+class RowForward:
+    """Runs rows through one model of this rank's mesh; the ranks of a row call it together."""
+
+    def __init__(
+        self, model: Qwen3Model, *, parallel_dims: ParallelDims, section: TrainerSection, temperature: float
+    ) -> None:
+        self._model = model
+        self._temperature = temperature
+        self.routers = replay_routers(model)
+        # A compiled layer keeps to one graph, and tensor-parallel ranks to one order of adding up gradients:
+        # without records they replay that there are none.
+        self._always_replays = section.compile or section.parallel.tensor > 1
+        context_mesh = parallel_dims.get_optional_mesh("cp")
+        self._context_group = None if context_mesh is None else context_mesh.get_group()
+        self._context_rank = 0 if context_mesh is None else context_mesh.get_local_rank()
+        self._num_context_ranks = 1 if context_mesh is None else context_mesh.size()
+
+    def replay(self, row: PackedRow) -> AbstractContextManager[None]:
+        """While it lasts, the row's recorded experts are taken; a backward pass belongs into it too."""
+        if row.expert_ids_LMK is not None:
+            ids_LMK = row.expert_ids_LMK[self.own_part(row)]
+            return replay(self.routers, torch.from_numpy(ids_LMK)[None].to(DEVICE_TYPE))
+        if not self._always_replays:
+            return nullcontext()
+        mine = self.own_part(row)
+        shape = (1, mine.stop - mine.start, len(self.routers), self.routers[0].top_k)
+        return replay(self.routers, torch.full(shape, NO_RECORD, device=DEVICE_TYPE))
+
+    def own_part(self, row: PackedRow) -> slice:
+        """The positions of a row that this rank computes: with context parallelism, an equal part of them."""
+        width = len(row.token_ids_L) // self._num_context_ranks
+        return slice(self._context_rank * width, (self._context_rank + 1) * width)
+
+    def logprobs(self, row: PackedRow) -> torch.Tensor:
+        """Float32 [T], over the row's kept sets, with gradients; call it inside of ``replay``."""
+        mine = self.own_part(row)
+        positions_BL = torch.from_numpy(row.positions_L)[None].to(DEVICE_TYPE)
+        hidden_BLD = self._model(
+            torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
+            positions=positions_BL[:, mine],
+            attention_masks=attention_masks(self._model, positions_BL, query_start=mine.start),
+        )
+        if isinstance(hidden_BLD, DTensor):
+            hidden_BLD = hidden_BLD.to_local()
+        # Targets of this rank's part: the same tokens counted within the part, and among all targets.
+        positions_T = row.mask_L[mine].nonzero()[0]
+        first = int(row.mask_L[: mine.start].sum())
+        kept = row.kept_tokens.slice(first, first + len(positions_T))
+        targets = Targets(
+            token_ids_T=torch.from_numpy(row.target_ids_L[mine][positions_T]).to(DEVICE_TYPE),
+            kept_offsets=torch.from_numpy(kept.offsets).to(DEVICE_TYPE),
+            kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
+        )
+        hidden_TD = hidden_BLD[0, torch.from_numpy(positions_T).to(DEVICE_TYPE)]
+        logprobs_T = self._model.lm_head(hidden_TD, targets, self._temperature)
+        if self._context_group is None:
+            return logprobs_T
+        # Objectives look at whole sequences: every rank of the row goes on with all of its targets.
+        before, after = first, row.num_targets - first - len(positions_T)
+        return SumRanks.apply(F.pad(logprobs_T, (before, after)), self._context_group)
