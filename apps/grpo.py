@@ -34,7 +34,7 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.replay_buffer import Batch, DropReason, Start
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.model_facts import model_config_file
-from forgeasync.config.schema import Interruption, RunConfig
+from forgeasync.config.schema import AgeOf, Interruption, RunConfig
 from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
@@ -163,7 +163,7 @@ class GrpoRun:
             wait_s = time.perf_counter() - start_s
 
             rows = deal_items(
-                training_items(batch.groups, batch.weights, config.algorithm.advantage),
+                training_items(batch.groups, batch.weights, config.algorithm),
                 tokens_per_row=config.trainer.tokens_per_row,
                 num_ranks=self.trainer.num_data_ranks,
             )
@@ -277,6 +277,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
                 seed=config.seed,
                 checkpoint=prepared.model_path,
                 lora=config.lora,
+                max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
             )
         )
     await trainer.result().connect(generators.result())

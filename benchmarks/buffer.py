@@ -1,7 +1,7 @@
 """What the replay buffer costs: events a second of the state machine, groups a second through the actor, and
 what accounting does to composition and speed.
 
-    python -m benchmarks.buffer
+    python benchmarks/buffer.py
 
 One group's way from submission to training is seven events: submitted, started, progressed, finished, scored,
 taken and committed (its share of a batch). The state machine is measured with different numbers of rollouts
@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import machine_facts, write_json
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.fleet import Fleet
 from forgeasync.buffer.replay_buffer import ReplayBuffer
@@ -48,9 +48,8 @@ GROUPS_PER_ROUND = 4_000
 ROUNDS = 5
 ACTOR_GROUPS = 600
 ACTOR_CALLERS = 64
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tiny_moe_cpu.yaml"
+CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 
-RESULTS = Path(__file__).resolve().parent / "results" / "buffer.json"
 
 DROP = StaleGroups.DROP
 BUFFERS = {
@@ -286,7 +285,7 @@ def main() -> None:
             table.add_row(*row)
         console.print(table)
     results = {"events": events, "actor_groups_per_s": groups_per_s, "simulated": simulated}
-    write_json(RESULTS, {"machine": machine_facts(), **results})
+    write_json(RESULTS / "buffer.json", {"machine": machine_facts(), **results})
 
 
 if __name__ == "__main__":

@@ -94,6 +94,22 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["algorithm.group_size = 1", "algorithm.filters.0", "starve"],
         ),
         (
+            ["algorithm.pass_at_k=2"],
+            ["algorithm.pass_at_k = 2", "needs algorithm.advantage = 'group_pass_at_k'"],
+        ),
+        (
+            ["algorithm.advantage=group_pass_at_k", "algorithm.pass_at_k=5"],
+            ["algorithm.pass_at_k = 5", "from 1 to 4"],
+        ),
+        (
+            [
+                "algorithm.advantage=group_pass_at_k",
+                "algorithm.pass_at_k=3",
+                "algorithm.filters=[{kind: overlong_filter}]",
+            ],
+            ["algorithm.pass_at_k = 3", "from 1 to 2"],
+        ),
+        (
             ["algorithm.filters=[{kind: resample_on_correct, num_kept: 4}]"],
             ["algorithm.filters.0.num_kept = 4", "less than algorithm.group_size (4)"],
         ),

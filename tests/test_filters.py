@@ -199,7 +199,7 @@ def test_sections_become_the_filters_they_name() -> None:
             {"kind": "overlong_filter"},
             {"kind": "resample_on_correct", "num_kept": 3, "min_positive_reward": 2.0, "smoothing": 1e-9},
             {"kind": "dynamic_sampling", "min_std": 0.6},
-            {"kind": "overlong_penalty", "max_length": 10, "buffer": 5},
+            {"kind": "overlong_penalty", "max_length": 10, "buffer_share": 0.5},
         ]
     )
     facts = group(
@@ -218,7 +218,7 @@ def test_sections_become_the_filters_they_name() -> None:
         {"kind": "none"},
         {"kind": "dynamic_sampling", "min_std": -1.0},
         {"kind": "dynamic_sampling", "buffer": 1},
-        {"kind": "overlong_penalty", "max_length": 10},
+        {"kind": "overlong_penalty", "max_length": 10, "buffer_share": 0.0},
         {"kind": "resample_on_correct", "num_kept": 1},
         {"kind": "resample_on_correct", "num_kept": 4, "smoothing": 0.0},
     ],
@@ -232,18 +232,16 @@ def test_filters_are_checked_against_the_run() -> None:
     sections = SECTIONS.validate_python(
         [
             {"kind": "dynamic_sampling"},
-            {"kind": "overlong_penalty", "max_length": 100, "buffer": 101},
-            {"kind": "overlong_penalty", "max_length": 148, "buffer": 20},
-            {"kind": "overlong_penalty", "max_length": 147, "buffer": 20},
+            {"kind": "overlong_penalty", "max_length": 160, "buffer_share": 0.2},
+            {"kind": "overlong_penalty", "max_length": 159, "buffer_share": 0.2},
             {"kind": "resample_on_correct", "num_kept": 8},
             {"kind": "resample_on_correct", "num_kept": 7},
         ]
     )
     problems = check_filters(sections, field="algorithm.filters", group_size=8, max_response_tokens=128)
     assert [problem.field for problem in problems] == [
-        "algorithm.filters.1.buffer",
-        "algorithm.filters.2.max_length",
-        "algorithm.filters.4.num_kept",
+        "algorithm.filters.1.max_length",
+        "algorithm.filters.3.num_kept",
     ]
 
 

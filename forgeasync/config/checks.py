@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forgeasync.config.buffer_checks import check_accounting, check_buffer
-from forgeasync.config.filter_checks import check_filters
+from forgeasync.config.filter_checks import check_groups
 from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.lora_checks import check_lora, check_lora_sharding
 from forgeasync.config.loss_checks import check_loss
@@ -83,15 +83,6 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
             value=config.evaluation.num_problems,
             remedy=f"must be at most data.num_held_out = {config.data.num_held_out}",
         )
-
-
-def _check_filters(config: RunConfig) -> Iterator[Problem]:
-    yield from check_filters(
-        config.algorithm.filters,
-        field="algorithm.filters",
-        group_size=config.algorithm.group_size,
-        max_response_tokens=config.sampling.max_response_tokens,
-    )
 
 
 def _check_generator(config: RunConfig) -> Iterator[Problem]:
@@ -287,7 +278,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_interruption,
     check_buffer,
     check_accounting,
-    _check_filters,
+    check_groups,
     _check_mesh,
     _check_schedules,
     _check_compile,

@@ -10,6 +10,18 @@ from forgeasync.config.filter_schema import (
     ResampleOnCorrectSection,
 )
 from forgeasync.config.problems import Problem
+from forgeasync.config.schema import AdvantageName, RunConfig
+
+
+def check_groups(config: RunConfig) -> Iterator[Problem]:
+    """What becomes of a scored group: its filters, and an advantage that needs so many rollouts of it."""
+    yield from check_filters(
+        config.algorithm.filters,
+        field="algorithm.filters",
+        group_size=config.algorithm.group_size,
+        max_response_tokens=config.sampling.max_response_tokens,
+    )
+    yield from _check_pass_at_k(config)
 
 
 def check_filters(
@@ -39,16 +51,37 @@ def _check_penalty(
     section: OverlongPenaltySection, field: str, max_response_tokens: int
 ) -> Iterator[Problem]:
     start = section.max_length - section.buffer
-    if start < 0:
-        yield Problem(
-            field=f"{field}.buffer",
-            value=section.buffer,
-            remedy=f"must be at most max_length ({section.max_length})",
-        )
-    elif start >= max_response_tokens:
+    if start >= max_response_tokens:
         yield Problem(
             field=f"{field}.max_length",
             value=section.max_length,
             remedy=f"the penalty starts after {start} tokens, but responses are cut at "
-            f"sampling.max_response_tokens = {max_response_tokens}; max_length - buffer must be less",
+            f"sampling.max_response_tokens = {max_response_tokens}; max_length * (1 - buffer_share) must "
+            "be less",
+        )
+
+
+def _check_pass_at_k(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.advantage is not AdvantageName.GROUP_PASS_AT_K:
+        if algorithm.pass_at_k is not None:
+            yield Problem(
+                field="algorithm.pass_at_k",
+                value=algorithm.pass_at_k,
+                remedy=f"needs algorithm.advantage = {AdvantageName.GROUP_PASS_AT_K.value!r}",
+            )
+        return
+    # Filters leave a group with fewer rollouts than were sampled.
+    smallest = algorithm.group_size
+    for section in algorithm.filters:
+        if isinstance(section, OverlongFilterSection):
+            smallest = min(smallest, 2)
+        elif isinstance(section, ResampleOnCorrectSection):
+            smallest = min(smallest, section.num_kept)
+    if algorithm.pass_at_k is None or algorithm.pass_at_k > smallest:
+        yield Problem(
+            field="algorithm.pass_at_k",
+            value=algorithm.pass_at_k,
+            remedy=f"must be from 1 to {smallest}, the fewest rollouts of a group that algorithm.group_size "
+            "and algorithm.filters leave",
         )

@@ -21,8 +21,13 @@ class OverlongPenaltySection(Section):
     kind: Literal["overlong_penalty"]
     max_length: int = Field(gt=0)
     """Response tokens from which on the whole penalty of 1 is taken off."""
-    buffer: int = Field(gt=0)
-    """Tokens before ``max_length`` over which the penalty grows from 0; at most ``max_length``."""
+    buffer_share: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Of ``max_length``, its last part, over which the penalty grows from 0. DAPO's is 4,096 of 20,480."""
+
+    @property
+    def buffer(self) -> int:
+        """Tokens before ``max_length`` over which the penalty grows."""
+        return max(1, round(self.max_length * self.buffer_share))
 
 
 class OverlongFilterSection(Section):

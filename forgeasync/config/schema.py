@@ -183,9 +183,13 @@ class AdvantageName(StrEnum):
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
     REINFORCE_PP = "reinforce_pp"
+    GROUP_PASS_AT_K = "group_pass_at_k"
+    """For the best of ``pass_at_k`` samples instead of the mean."""
 
 
-GROUP_RELATIVE_ADVANTAGES = frozenset({AdvantageName.GRPO, AdvantageName.DR_GRPO, AdvantageName.RLOO})
+GROUP_RELATIVE_ADVANTAGES = frozenset(
+    {AdvantageName.GRPO, AdvantageName.DR_GRPO, AdvantageName.RLOO, AdvantageName.GROUP_PASS_AT_K}
+)
 """Advantages that compare a rollout with its own group: they need at least two rollouts a group."""
 
 
@@ -193,6 +197,8 @@ class AlgorithmSection(LossSection):
     """How rewards become gradients: advantages here, the loss in ``forgeasync.config.loss_schema``."""
 
     advantage: AdvantageName = AdvantageName.GRPO
+    pass_at_k: int | None = Field(default=None, gt=0)
+    """Of advantage group_pass_at_k."""
     group_size: int = Field(gt=0)
     """Rollouts per prompt."""
     groups_per_step: int = Field(gt=0)

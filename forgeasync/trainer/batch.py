@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from forgeasync.algorithms import advantages
-from forgeasync.config.schema import AdvantageName, RoutingReplay
+from forgeasync.config.schema import AdvantageName, AlgorithmSection, RoutingReplay
 from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.data.routing import NO_RECORD
@@ -30,28 +30,33 @@ class TrainingItem:
         return self.rollout.num_prompt_tokens + self.rollout.num_response_tokens
 
 
-def group_advantages(groups: Sequence[Group], name: AdvantageName) -> list[torch.Tensor]:
+def group_advantages(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[torch.Tensor]:
     """The advantages of each group's rollouts, float32 [G] each."""
     rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
-    match name:
+    match algorithm.advantage:
         case AdvantageName.GRPO:
             return [advantages.grpo(rewards_G) for rewards_G in rewards]
         case AdvantageName.DR_GRPO:
             return [advantages.dr_grpo(rewards_G) for rewards_G in rewards]
         case AdvantageName.RLOO:
             return [advantages.rloo(rewards_G) for rewards_G in rewards]
+        case AdvantageName.GROUP_PASS_AT_K:
+            assert algorithm.pass_at_k is not None, "checked with the config"
+            return [advantages.group_pass_at_k(rewards_G, algorithm.pass_at_k) for rewards_G in rewards]
         case AdvantageName.REINFORCE_PP:
             whole_N = advantages.reinforce_pp(torch.cat(rewards))
             return list(whole_N.split([len(rewards_G) for rewards_G in rewards]))
 
 
 def training_items(
-    groups: Sequence[Group], weights: Sequence[float], name: AdvantageName
+    groups: Sequence[Group], weights: Sequence[float], algorithm: AlgorithmSection
 ) -> list[TrainingItem]:
     """One item per rollout; a group's weight multiplies its advantages."""
     return [
         TrainingItem(rollout=rollout, advantage=weight * float(advantage))
-        for group, weight, advantages_G in zip(groups, weights, group_advantages(groups, name), strict=True)
+        for group, weight, advantages_G in zip(
+            groups, weights, group_advantages(groups, algorithm), strict=True
+        )
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
     ]
 
