@@ -110,6 +110,20 @@ async def _seeded(folder: Path) -> list[list[list[int]]]:
     return [alone, again, other]
 
 
+async def _seeded_in_chunks(folder: Path, max_num_batched_tokens: int) -> list[list[int]]:
+    """Two groups at once, with seeds; their prompts are computed in chunks of the budget."""
+    section = GENERATOR.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})
+    engine = await start_engine(folder, section, WeightsSection())
+    groups = await asyncio.gather(
+        *(
+            engine.generate(prompt_ids_P=long_prompt(), num_samples=2, sampling=SHORT, seed=seed)
+            for seed in (7, 8)
+        )
+    )
+    engine.shutdown()
+    return [rollout.response_ids_T.tolist() for group in groups for rollout in group]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """What came out of all scenarios."""
@@ -118,6 +132,8 @@ class Observed:
     salted: Prefixed
     shared: Prefixed
     seeded: list[list[list[int]]]
+    whole_prompts: list[list[int]]
+    chunked_prompts: list[list[int]]
 
 
 def _observe(folders: list[Path], revealing: Path) -> Observed:
@@ -126,6 +142,8 @@ def _observe(folders: list[Path], revealing: Path) -> Observed:
         salted=asyncio.run(_prefix(folders, across_versions=False)),
         shared=asyncio.run(_prefix(folders, across_versions=True)),
         seeded=asyncio.run(_seeded(folders[0])),
+        whole_prompts=asyncio.run(_seeded_in_chunks(folders[0], 1024)),
+        chunked_prompts=asyncio.run(_seeded_in_chunks(folders[0], 50)),
     )
 
 
@@ -208,3 +226,8 @@ def test_samples_of_a_seed_are_reproducible_and_differ(observed: Observed) -> No
     alone, again, other = observed.seeded
     assert alone == again
     assert len({tuple(sample) for sample in alone + other}) == 6
+
+
+def test_a_prompt_in_chunks_draws_what_it_draws_whole(observed: Observed) -> None:
+    assert observed.chunked_prompts == observed.whole_prompts
+    assert len({tuple(tokens) for tokens in observed.whole_prompts}) == 4

@@ -21,7 +21,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from forgeasync.sampler.cpu_seeds import SeededCPUModelRunner
 
 
 def request_records(config: VllmConfig, *, routing: bool, kept_tokens: bool) -> None:
@@ -39,7 +40,7 @@ class _Batch:
     num_computed_tokens_np: np.ndarray
 
 
-class RecordingCPUModelRunner(CPUModelRunner):
+class RecordingCPUModelRunner(SeededCPUModelRunner):
     """A CPU model runner whose outputs carry routed experts and sampling masks, where asked for."""
 
     _connector: AuxOutputWorkerConnector | None = None
