@@ -46,19 +46,29 @@ class Variant:
 
 
 def at_most(max_off_policy_steps: int) -> tuple[str, ...]:
-    """Overrides for a bound on age with nothing else in its way: neither the buffer nor the payload store."""
+    """Overrides for data as old as the bound allows.
+
+    The generator is the faster side, and neither the buffer, the load control nor the payload store keeps it
+    from running ahead: after the first steps every batch is of the age of the bound.
+    """
     return (
         f"max_off_policy_steps={max_off_policy_steps}",
         "buffer.max_groups=null",
+        "buffer.adapt_load=false",
         "payload.capacity_gib=0.5",
+        "generator.max_num_seqs=1024",
+        "generator.max_num_batched_tokens=4096",
     )
 
 
+UNCORRECTED = "algorithm.objective={kind: reinforce}"
+"""No ratio at all: every token counts as if the current policy had sampled it."""
 VARIANTS = (
     Variant(name="synchronous", overrides=at_most(0)),
     Variant(name="age 1", overrides=at_most(1)),
     Variant(name="age 8", overrides=at_most(8)),
     Variant(name="age 32", overrides=at_most(32)),
+    Variant(name="age 32 uncorrected", overrides=(*at_most(32), UNCORRECTED)),
 )
 """The first is what the others are compared with."""
 
