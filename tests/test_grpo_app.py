@@ -111,6 +111,39 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
 
 
+def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, _, err = finish(
+        start(
+            config_file,
+            f"run_dir={run_dir}",
+            "max_steps=5",
+            "max_off_policy_steps=1",
+            "buffer={stale_groups: drop, order: completion, max_in_flight: 6}",
+            "weights.interruption=cancel_stale",
+            "algorithm.filters=[{kind: dynamic_sampling}]",
+            "algorithm.objective={kind: reinforce}",
+            "algorithm.corrections=[{kind: truncated_is, cap: 2.0}]",
+        )
+    )
+    assert code == 0, err
+    _, *steps = read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert max(line["off_policy/age_max"] for line in steps) <= 1
+    filtered = [line["filtered/num_groups_all_equal"] for line in steps]
+    assert filtered == sorted(filtered) and filtered[-1] > 0
+    assert sum(line["dropped/filtered"] for line in steps) == filtered[-1]
+    for line in steps:
+        assert line["buffer/num_in_flight"] <= 6
+        assert 0 < line["correction/effective_sample_share"] <= 1 + 1e-6
+        assert 0 < line["off_policy/effective_sample_share"] <= 1 + 1e-6
+        assert 0 <= line["load/trainer_wait_share"] <= 1
+    # What the run still had under way when it ended: nothing else is held.
+    held = steps[-1]["payload/num_bytes_held"] + steps[-1]["payload/num_bytes_reserved"]
+    num_under_way = steps[-1]["buffer/num_in_flight"] + steps[-1]["buffer/num_complete"]
+    assert (held == 0) == (num_under_way == 0)
+
+
 def test_a_killed_generator_ends_the_run_with_an_error(config_file: Path, tmp_path: Path) -> None:
     process = start(config_file, f"run_dir={tmp_path / 'run'}", NEVER_ENDING, "max_off_policy_steps=1")
     wait_for_step(tmp_path / "run", process)

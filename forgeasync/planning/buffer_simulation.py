@@ -203,13 +203,13 @@ class BufferSimulation:
         self._fill_slots()
 
     def _rollout(self, begun: float, length: int) -> StoredRollout:
-        """Version v was served from ``_swap_times[v]`` on; token i is sampled at ``begun + i``."""
+        """Version v was served from ``_swap_times[v]`` on; token i is sampled at ``begun + i + 1``."""
         first = bisect.bisect_right(self._swap_times, begun) - 1
         spans: list[VersionSpan] = []
         start = 0
         for version in range(first, len(self._swap_times)):
             is_last = version + 1 == len(self._swap_times)
-            end = length if is_last else min(length, math.ceil(self._swap_times[version + 1] - begun))
+            end = length if is_last else min(length, math.floor(self._swap_times[version + 1] - begun))
             if end > start:
                 spans.append(VersionSpan(version=version, start=start, end=end))
                 start = end
@@ -252,8 +252,14 @@ class BufferSimulation:
 
     def _serve(self, version: int) -> None:
         for group_id, running in self._groups.items():
-            num_tokens = sum(math.ceil(self._now - begun) for begun in running.begun.values())
-            num_running = self._run.group_size - len(running.rollouts)
+            num_tokens = sum(
+                min(running.lengths[index], math.floor(self._now - begun))
+                for index, begun in running.begun.items()
+            )
+            # Those that end this very moment sample nothing more.
+            num_running = self._run.group_size - sum(
+                begun + running.lengths[index] <= self._now for index, begun in running.begun.items()
+            )
             self._buffer.progressed(
                 GroupProgress(
                     group_id=group_id, version=version, num_running=num_running, num_tokens=num_tokens
