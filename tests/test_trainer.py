@@ -40,9 +40,11 @@ def make_trainer(
     checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
     compile: bool = False,
     dtype: Dtype = Dtype.FLOAT32,
+    probe_share: float = 0.0,
 ) -> PolicyTrainer:
     section = TrainerSection(
         parallel=parallel,
+        replay_probe_share=probe_share,
         tokens_per_row=TOKENS_PER_ROW,
         activation_checkpointing=checkpointing,
         compile=compile,
@@ -218,6 +220,37 @@ def test_a_step_is_the_same_under_every_layout(
         assert rank_weights.keys() == weights.keys()
         for name, expected in weights.items():
             torch.testing.assert_close(rank_weights[name], expected, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def _probed_steps(
+    folder: Path, parallel: ParallelSection, sequences: list[TrainingSequence], probe_share: float
+) -> tuple[list[float], dict[str, torch.Tensor], list[tuple[int, ...]]]:
+    """Gradient norms of three steps, the weights after them, and the shapes of what is published."""
+    trainer = make_trainer(folder, parallel, probe_share=probe_share)
+    rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
+    norms = [trainer.train_step(rows[trainer.data_rank]).metrics["grad_norm"] for _ in range(3)]
+    shapes = [tuple(_local(weight.tensor).shape) for weight in trainer.named_weights()]
+    return (
+        norms,
+        {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)},
+        shapes,
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_probing_changes_nothing(folder: Path, sequences: list[TrainingSequence]) -> None:
+    parallel = ParallelSection(num_procs=2, expert=2)
+    for plain, probed in zip(
+        run_ranks(2, _probed_steps, folder, parallel, sequences, 0.0),
+        run_ranks(2, _probed_steps, folder, parallel, sequences, 1.0),
+        strict=True,
+    ):
+        assert probed[0] == plain[0]
+        assert all(torch.equal(probed[1][name], tensor) for name, tensor in plain[1].items())
+        assert probed[2] == plain[2], "whole parameters are left where shards belong"
 
 
 def _own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:

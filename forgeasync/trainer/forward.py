@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3 import Qwen3Model
@@ -77,8 +78,22 @@ class RowForward:
         )
         hidden_TD = hidden_BLD[0, torch.from_numpy(positions_T).to(DEVICE_TYPE)]
         logprobs_T = self._model.lm_head(hidden_TD, targets, self._temperature)
+        if not torch.is_grad_enabled():
+            self._reshard()
         if self._context_group is None:
             return logprobs_T
         # Objectives look at whole sequences: every rank of the row goes on with all of its targets.
         before, after = first, row.num_targets - first - len(positions_T)
         return SumRanks.apply(F.pad(logprobs_T, (before, after)), self._context_group)
+
+    def _reshard(self) -> None:
+        """Free what FSDP2 keeps gathered (root, last norm and head) for a backward pass that does not come.
+
+        Otherwise whole parameters would stand in for the shards that are stepped and published, and go stale.
+        The public ``reshard`` of torch 2.13 does nothing here: called by itself, the head leaves its group,
+        which the last norm belongs to, in the middle of a forward pass.
+        """
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    group._to_sharded()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 
 from forgeasync.config.model_facts import ModelFacts
@@ -41,15 +40,7 @@ def frozen_copy(
     hf_checkpoint.load(model, facts, checkpoint)
     forward = RowForward(model, parallel_dims=parallel_dims, section=section, temperature=temperature)
 
-    def logprobs(row: PackedRow) -> torch.Tensor:
-        logprobs_T = _unrecorded(forward, row)
-        # FSDP2 keeps its root gathered for a backward pass that does not come.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return logprobs_T
-
-    return logprobs
+    return lambda row: _unrecorded(forward, row)
 
 
 def base_model(model: torch.nn.Module, forward: RowForward) -> ReferenceLogprobs:
