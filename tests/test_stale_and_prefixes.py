@@ -58,6 +58,8 @@ async def _cancel(folder: Path) -> Cancelled:
 
     unnamed, *groups = [group(None), *(group(group_id) for group_id in range(3))]
     await let_decode(engine, 3)
+    with pytest.raises(ValueError, match="group_id = 1: is being sampled already"):
+        await group(1)
     # All eight places are taken.
     waiting = group(3)
     await let_decode(engine, 3)

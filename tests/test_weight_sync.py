@@ -76,11 +76,16 @@ async def _free(generators: GeneratorRouter, samples: list[Sampled]) -> None:
     await generators.free_payloads(sampled.rollout for sampled in samples)
 
 
+_group_ids = itertools.count()
+
+
 async def _sample_group(
     generators: GeneratorRouter, num_prompt_tokens: int, num_samples: int, sampling: SamplingSection
 ) -> list[Sampled]:
     prompt = np.arange(3, 3 + num_prompt_tokens, dtype=np.int32)
-    answer = await generators.sample_group(0, prompt, num_samples=num_samples, sampling=sampling)
+    answer = await generators.sample_group(
+        next(_group_ids), prompt, num_samples=num_samples, sampling=sampling
+    )
     assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
     reader = PayloadReader(HOST_ID)
     return [

@@ -5,6 +5,7 @@ transport.
 """
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,11 +102,14 @@ def _random_rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> l
     return [[pack_row([sequence()])] for _ in range(num_ranks)]
 
 
+_group_ids = itertools.count()
+
+
 async def _load(generators: GeneratorRouter, is_done: asyncio.Event, spans: list[tuple[int, ...]]) -> None:
     """Keeps a generator busy, and notes the versions that every response went through."""
     while not is_done.is_set():
         answer = await generators.sample_group(
-            0,
+            next(_group_ids),
             np.arange(3, 9, dtype=np.int32),
             num_samples=8,
             sampling=SamplingSection(max_response_tokens=100),

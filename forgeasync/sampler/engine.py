@@ -174,6 +174,7 @@ class SamplerEngine:
 
         Raises:
             GroupCancelled: ``cancel`` was called with the group's id.
+            ValueError: another group of this id is being sampled.
         """
         with self._busy(), self._groups.running(group_id) as (key, group):
             tasks = [

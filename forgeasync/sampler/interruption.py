@@ -42,11 +42,18 @@ class Groups:
 
     @contextmanager
     def running(self, group_id: int | None) -> Iterator[tuple[int, RunningGroup]]:
-        """A group from its first request to its last; None: one that nobody asks about."""
+        """A group from its first request to its last; None: one that nobody asks about.
+
+        Raises:
+            ValueError: another group of this id is being sampled.
+        """
         if group_id is None:
             self._num_unnamed += 1
             group_id = -self._num_unnamed
-        assert group_id not in self._groups
+        if group_id in self._groups:
+            raise ValueError(
+                f"group_id = {group_id}: is being sampled already; groups in flight need ids of their own"
+            )
         group = RunningGroup()
         self._groups[group_id] = group
         try:
