@@ -39,7 +39,7 @@ class Generators:
         self.freed: list[StoredRollout] = []
 
     async def sample_group(
-        self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection
+        self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         self.prompts[group_id] = tuple(prompt_ids_P.tolist())
         if group_id in REFUSED:

@@ -40,6 +40,7 @@ def make_trainer(
     checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
     compile: bool = False,
     dtype: Dtype = Dtype.FLOAT32,
+    probe_share: float = 0.02,
 ) -> PolicyTrainer:
     section = TrainerSection(
         parallel=parallel,
@@ -47,6 +48,7 @@ def make_trainer(
         activation_checkpointing=checkpointing,
         compile=compile,
         dtype=dtype,
+        replay_probe_share=probe_share,
         # A large step, so that a wrong gradient shows in the weights.
         optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
     )
@@ -325,6 +327,29 @@ def test_the_step_does_something(
     moved = [name for name, tensor in single[1].items() if not torch.equal(tensor, before[name])]
     # Every parameter has a gradient, gates included.
     assert len(moved) == len(before)
+
+
+def _two_probed_steps(
+    folder: Path, sequences: list[TrainingSequence], probe_share: float
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    trainer = make_trainer(folder, ParallelSection(num_procs=2, expert=2), probe_share=probe_share)
+    rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
+    metrics = [trainer.train_step(rows[trainer.data_rank]).metrics for _ in range(2)]
+    return metrics, {weight.names[0]: whole(weight.tensor).clone() for weight in trainer.named_weights()}
+
+
+def test_probes_change_no_bit_of_training(folder: Path, sequences: list[TrainingSequence]) -> None:
+    """A forward pass without a backward pass leaves FSDP2's last layers gathered: they must not stay so."""
+    metrics, weights = run_ranks(2, _two_probed_steps, folder, sequences, 0.0)[0]
+    probed_metrics, probed_weights = run_ranks(2, _two_probed_steps, folder, sequences, 1.0)[0]
+    for expected, probed in zip(metrics, probed_metrics, strict=True):
+        assert probed["loss"] == expected["loss"] and probed["grad_norm"] == expected["grad_norm"]
+        assert "mismatch/without_replay_kl" in probed and "mismatch/without_replay_kl" not in expected
+    assert all(torch.equal(probed_weights[name], weights[name]) for name in weights)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _round_trip(folder: Path, out: Path) -> None:

@@ -102,6 +102,9 @@ class GeneratorSection(Section):
     """KV cache of one engine process."""
     compile: bool = False
     """torch.compile and (on GPUs) CUDA graphs; off means eager."""
+    batch_invariant: bool = False
+    """A response's tokens and log-probabilities do not depend on what else is decoded, to the last bit, at
+    some cost in speed: a synchronous run then has the same losses every time, interrupted or not."""
 
 
 class ParallelSection(Section):

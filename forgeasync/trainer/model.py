@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -190,6 +191,15 @@ def build_parallel_model(
     model._skip_lm_head = True
     model.train(not is_frozen)
     return model
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """After a forward pass without a backward pass: until then FSDP2 keeps the last layers gathered, which
+    hides from them what the optimizer does to their shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:
