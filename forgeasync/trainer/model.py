@@ -199,6 +199,8 @@ def reshard(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Otherwise it refuses for those very layers. They are gathered once more in a backward pass then.
+            module.set_reshard_after_forward(True, recurse=False)
             module.reshard()
 
 
