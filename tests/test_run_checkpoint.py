@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from forgeasync.checkpoint.folders import checkpoint_name, list_checkpoints, sweep_partial
+from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.config.loss_schema import LossSection
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.lora import adapter_parameters
 from forgeasync.trainer.loss import build_loss
@@ -144,7 +144,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("fsdp2", "fsdp2"), ("fsdp2", "tp2"), ("fsdp2-ep2", "single"), ("tp2-ep2", "fsdp2"), ("single", "tp2-ep2")],
+    [
+        ("fsdp2", "fsdp2"),
+        ("fsdp2", "tp2"),
+        ("fsdp2-ep2", "single"),
+        ("tp2-ep2", "fsdp2"),
+        ("single", "tp2-ep2"),
+    ],
 )
 def test_resumed_under_another_layout(
     model: Path, sequences: list[TrainingSequence], tmp_path: Path, before: str, after: str
@@ -176,7 +182,9 @@ class SlowWriter(FileSystemWriter):
 
 def _write_for_ever(model: Path, parent: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{parent / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{parent / 'store'}", rank=0, world_size=1
+    )
     trainer = make_trainer(model, SINGLE)
     trainer.policy_version = 1
     trainer.begin_checkpoint(parent / checkpoint_name(1), run_state=b"{}", keep=1)

@@ -1,8 +1,8 @@
 """Folders of checkpoints: how they are named, and how one comes into being all at once.
 
-    <checkpoints>/step-00000040/trainer/    model, optimizer and random state, by torch.distributed.checkpoint
-                  step-00000040/run.json    what the controller has to know (``forgeasync.checkpoint.run_state``)
-                  step-00000060.tmp/        being written, or left behind by a run that died in doing so
+    step-00000040/trainer/    model, optimizer and random state, by torch.distributed.checkpoint
+    step-00000040/run.json    what the controller has to know (``forgeasync.checkpoint.run_state``)
+    step-00000060.tmp/        being written, or left behind by a run that died in doing so
 
 The rename is the last thing that happens, after every file and folder was flushed to the disk: a folder
 without ``.tmp`` is whole.

@@ -360,6 +360,17 @@ class LoraSection(Section):
     projection every expert gets an adapter of its own."""
 
 
+class CheckpointSection(Section):
+    """Checkpoints that a run can be resumed from: ``--resume latest``."""
+
+    every_steps: int | None = Field(default=None, gt=0)
+    """One is written after every this many steps, beside training; null: none."""
+    keep: int = Field(default=2, gt=0)
+    """The newest ones that are kept."""
+    folder: str | None = None
+    """Where they lie; null: ``checkpoints`` in the run's folder. All trainer procs have to see it."""
+
+
 class EvaluationSection(Section):
     """Accuracy on held-out problems, sampled with the training distribution."""
 
@@ -438,6 +449,7 @@ class RunConfig(Section):
     payload: PayloadSection = PayloadSection()
     weights: WeightsSection = WeightsSection()
     lora: LoraSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()

@@ -5,7 +5,7 @@ for that copy. A second thread writes the copies, over a gloo group of its own, 
 those of training cannot meet. Rank 0 then shows the checkpoint (``forgeasync.checkpoint.folders``).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -80,7 +80,9 @@ def load(state: State, folder: Path) -> None:
         del state[name]
     problem = _difference(state, saved)
     if problem is not None:
-        raise ValueError(f"--resume: {folder} is a checkpoint of another model or of other adapters: {problem}")
+        raise ValueError(
+            f"--resume: {folder} is a checkpoint of another model or of other adapters: {problem}"
+        )
     dcp.load(state, storage_reader=reader)
 
 
@@ -148,8 +150,3 @@ class CheckpointWriter:
         if self._written is not None:
             written, self._written = self._written, None
             written.result()
-
-
-def num_bytes(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Of a checkpoint that trains float32 parameters of these shapes: themselves and two moments."""
-    return sum(3 * 4 * torch.Size(shape).numel() for shape in shapes)
