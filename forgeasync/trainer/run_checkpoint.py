@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer, by torch.distributed.checkpoint: written beside training, read under any layout.
+"""Checkpoints of the trainer, by torch.distributed.checkpoint: written beside training, read by any layout.
 
 Every rank copies its shards to host memory in a thread while the next forward pass runs; the optimizer waits
 for that copy. A second thread writes the copies, over a gloo group of its own, so that its collectives and
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forgeasync.checkpoint.folders import TRAINER_FOLDER, partial_folder, prune, publish
@@ -83,7 +84,15 @@ def load(state: State, folder: Path) -> None:
         raise ValueError(
             f"--resume: {folder} is a checkpoint of another model or of other adapters: {problem}"
         )
-    dcp.load(state, storage_reader=reader)
+    try:
+        dcp.load(state, storage_reader=reader)
+    except CheckpointException as error:
+        raise ValueError(f"--resume: {folder} cannot be read: {_first_failure(error)}") from error
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """Of any rank. DCP's own exception is no ``Exception``: it would end an actor's proc instead of its call."""
+    return next(iter(error.failures.values()))[0]
 
 
 def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) -> str | None:
@@ -130,7 +139,10 @@ class CheckpointWriter:
 
     def _write(self, staged: Future[State], folder: Path, run_state: bytes, keep: int) -> None:
         storage = self._open_storage(partial_folder(folder) / TRAINER_FOLDER)
-        dcp.save(staged.result(), storage_writer=storage, process_group=self._group)
+        try:
+            dcp.save(staged.result(), storage_writer=storage, process_group=self._group)
+        except CheckpointException as error:
+            raise OSError(f"checkpoint {folder} could not be written: {_first_failure(error)}") from error
         # Here rank 0 knows that every rank has written its files.
         if dist.get_rank() == 0:
             publish(folder, run_state)
