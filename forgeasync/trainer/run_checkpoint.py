@@ -91,7 +91,7 @@ def load(state: State, folder: Path) -> None:
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """Of any rank. DCP's own exception is no ``Exception``: it would end an actor's proc instead of its call."""
+    """Of any rank. DCP's exception is no ``Exception``: it would end an actor's proc, not its call."""
     return next(iter(error.failures.values()))[0]
 
 
