@@ -265,9 +265,13 @@ def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: 
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert written <= checkpoint_bytes(config, facts) < 1.5 * written
     assert list(check_room(config, facts, tmp_path / "not" / "yet")) == []
-    # A model that no disk holds: embedding and head take 2 * 3 * 4 * 64 * 10**12 bytes.
+    # A model that no disk holds, with 2 * 64 * 10**12 parameters in embedding and head.
     (problem,) = check_room(config, dataclasses.replace(facts, vocab_size=10**12), tmp_path)
-    assert problem.field == "checkpoint.folder" and "1.43e+06 GiB" in problem.remedy and "GiB free" in problem.remedy
+    assert (
+        problem.field == "checkpoint.folder"
+        and "1.43e+06 GiB" in problem.remedy
+        and "GiB free" in problem.remedy
+    )
 
 
 def _write_one(model: Path, parent: Path) -> None:
