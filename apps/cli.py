@@ -19,8 +19,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
-def parse_arguments(description: str, *, dry_run: bool = False) -> argparse.Namespace:
-    """``--config FILE [--config FILE ...] [key.path=value ...]``, and ``--dry-run`` where the app has one."""
+def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = False) -> argparse.Namespace:
+    """``--config FILE [--config FILE ...] [key.path=value ...]``, and what else the app has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--config",
@@ -32,6 +32,12 @@ def parse_arguments(description: str, *, dry_run: bool = False) -> argparse.Name
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the files")
     if dry_run:
         parser.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
+    if resume:
+        parser.add_argument(
+            "--resume",
+            metavar="latest|FOLDER",
+            help="go on with the run in run_dir from its newest checkpoint, or from the one in a folder",
+        )
     return parser.parse_intermixed_args()
 
 

@@ -1,6 +1,6 @@
 """GRPO with rollouts and training side by side.
 
-    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...] [--dry-run]
+    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...] [--dry-run | --resume latest]
 
 Four loops share one replay buffer, and none waits for another beyond it:
 
@@ -9,21 +9,24 @@ Four loops share one replay buffer, and none waits for another beyond it:
     train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
     serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
-With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run
-one after the other. With k > 0 generation runs ahead by at most k versions.
+The serving loops are in apps/serving.py, resuming from checkpoints in apps/resume.py. With
+max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run one
+after the other. With k > 0 generation runs ahead by at most k versions.
 """
 
 import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
+from pathlib import Path
 
 from rich.console import Console
 
 from apps.cli import exit_code, parse_arguments
 from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
+from apps.resume import open_files
+from apps.serving import WeightServing
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
@@ -32,24 +35,21 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.replay_buffer import Batch, DropReason, Start
-from forgeasync.config.load import dump_config, load_config
+from forgeasync.checkpoint.folders import checkpoint_name
+from forgeasync.checkpoint.run_state import RunState
+from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import model_config_file
 from forgeasync.config.schema import AgeOf, Interruption, RunConfig
 from forgeasync.config.sizes import largest_group_payload_bytes
+from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
-from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.batch import deal_items, training_items
-from forgeasync.weights.board import WeightBoard
-from forgeasync.weights.ledger import WeightLedger
-
-MAX_FAILED_FETCHES = 5
-"""In a row, of one generator; each has tried every bad block several times."""
 
 REPORT_COLUMNS = 120
 """Width of the dry run's table, also in a pipe."""
@@ -68,14 +68,20 @@ class GrpoRun:
         scorer: ScorerActor,
         buffer: BufferActor,
         recorder: RunRecorder,
+        checkpoints: Path,
     ) -> None:
+        """``checkpoints`` is the folder that they are written to."""
         self.config = config
         self.prepared = prepared
         self.trainer = trainer
         self.generators = generators
         self.scorer = scorer
         self.recorder = recorder
-        self.order = TaskOrder(prepared.train, seed=config.seed)
+        self.checkpoints = checkpoints
+        resumed = prepared.resumed
+        self.first_version = 0 if resumed is None else resumed.state.step
+        position = 0 if resumed is None else resumed.state.buffer.num_submitted
+        self.order = TaskOrder(prepared.train, seed=config.seed, position=position)
         self.buffer = buffer
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.payloads = AsyncPayloadBudget(
@@ -84,15 +90,14 @@ class GrpoRun:
         )
         # Bounded by the buffer: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
-        self.weights = WeightBoard(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
-        self.served_versions = [0] * generators.num_replicas
-        self.served = asyncio.Condition()
+        self.serving = WeightServing(
+            config.weights, trainer=trainer, generators=generators, buffer=buffer, recorder=recorder
+        )
 
     async def run(self, fleet: Fleet) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or proc ends the run and is raised."""
         async with asyncio.TaskGroup() as loops:
-            serving = [self.serve(replica) for replica in range(self.generators.num_replicas)]
-            others = (fleet.watch(), *serving, self.catch_up(), self.collect(), self.score())
+            others = (fleet.watch(), *self.serving.loops(), self.collect(), self.score())
             background = [loops.create_task(loop) for loop in others]
             await self.train()
             for task in background:
@@ -100,6 +105,7 @@ class GrpoRun:
 
     async def collect(self) -> None:
         """Start a group whenever the buffer lets one start and the payload store has room for it."""
+        await self.serving.until_served(self.first_version)
         await self.submit(self.config.algorithm.groups_per_step)
         async with asyncio.TaskGroup() as groups:
             while True:
@@ -119,6 +125,7 @@ class GrpoRun:
             self.prepared.prompts.encode(start.task.prompt),
             num_samples=self.config.algorithm.group_size,
             sampling=self.config.sampling,
+            seed=sampling_seed(self.config.seed, start.draw_id),
         )
         if isinstance(answer, RefusedGroup):
             self.recorder.warn(answer.problem)
@@ -126,7 +133,7 @@ class GrpoRun:
         elif isinstance(answer, CancelledGroup):
             await self.give_up(start.group_id, DropReason.CANCELLED)
         else:
-            group = Group(group_id=start.group_id, task=start.task, rollouts=answer)
+            group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=answer)
             await self.payloads.settle(group.group_id, group.num_payload_bytes)
             await self.buffer.finished.call_one(group)
             await self.sampled.put(group)
@@ -153,11 +160,13 @@ class GrpoRun:
                 await self.give_up(group.group_id, DropReason.FILTERED)
 
     async def train(self) -> None:
-        """Evaluate, then take a batch, step, publish, and record what happened, ``max_steps`` times."""
+        """Evaluate, then take a batch, step, publish, and record what happened, up to ``max_steps``."""
         config = self.config
-        version = 0
-        self.recorder.record_initial(*await self.evaluate(version), await self.generators.stats())
-        for step in range(1, config.max_steps + 1):
+        if self.first_version:
+            await self.serving.publish()
+        else:
+            self.recorder.record_initial(*await self.evaluate(0), await self.generators.stats())
+        for step in range(self.first_version + 1, config.max_steps + 1):
             start_s = time.perf_counter()
             batch = await self.buffer.take.call_one()
             wait_s = time.perf_counter() - start_s
@@ -174,7 +183,7 @@ class GrpoRun:
 
             publish_start_s = time.perf_counter()
             version = result.policy_version
-            await self.weights.publish(self.trainer.stage_weights)
+            await self.serving.publish()
             publish_s = time.perf_counter() - publish_start_s
 
             accuracy, eval_s = None, 0.0
@@ -196,9 +205,29 @@ class GrpoRun:
                 buffer=await self.buffer.report.call_one(),
                 filtering=self.filtering,
                 payloads=self.payloads,
-                weights=self.weights.ledger,
+                weights=self.serving.ledger,
                 accuracy=accuracy,
             )
+            if config.checkpoint.every_steps is not None and step % config.checkpoint.every_steps == 0:
+                await self.checkpoint(step)
+        await self.trainer.finish_checkpoint()
+
+    async def checkpoint(self, step: int) -> None:
+        """Have the trainer begin to write a checkpoint; training goes on meanwhile."""
+        start_s = time.perf_counter()
+        state = RunState(
+            step=step,
+            elapsed_s=self.recorder.elapsed_s,
+            model=self.prepared.facts,
+            config=self.config.model_dump(mode="json"),
+            buffer=await self.buffer.snapshot.call_one(),
+        )
+        await self.trainer.begin_checkpoint(
+            self.checkpoints / checkpoint_name(step),
+            run_state=state.encode(),
+            keep=self.config.checkpoint.keep,
+        )
+        self.recorder.record_checkpoint(time.perf_counter() - start_s)
 
     async def commit(self, batch: Batch, *, trainer_wait_share: float) -> None:
         """A batch was trained on: free it, and let go of what is too old now."""
@@ -214,44 +243,10 @@ class GrpoRun:
         for group in groups:
             await self.payloads.release(group.group_id)
 
-    async def serve(self, replica: int) -> None:
-        """Have one generator fetch the newest weights and swap them in, whenever there are newer ones."""
-        num_failed = 0
-        while num_failed < MAX_FAILED_FETCHES:
-            async with self.weights.lease(replica, newer_than=self.served_versions[replica]) as manifest:
-                fetched = await self.generators.begin_update(replica, manifest)
-            # The generator has a copy of its own now: the trainer may write over the one it has read.
-            self.recorder.record_fetch(fetched)
-            num_failed = 0 if fetched.is_complete else num_failed + 1
-            if fetched.is_complete:
-                swap = await self.generators.finish_update(replica)
-                self.recorder.record_swap(swap)
-                # First: with it groups that run on become younger than their start says.
-                await self.buffer.progressed.call_one(swap.progress)
-                await self.set_served(replica, manifest.version)
-        raise RuntimeError(
-            f"generator {replica}: {num_failed} fetches in a row did not arrive as their manifests say; "
-            "a lease that is too short (weights.lease_timeout_s) or faulty memory does this"
-        )
-
-    async def set_served(self, replica: int, version: int) -> None:
-        """A generator samples under ``version`` from now on."""
-        async with self.served:
-            self.served_versions[replica] = version
-            self.served.notify_all()
-        await self.buffer.set_served_version.call_one(min(self.served_versions))
-
-    async def catch_up(self) -> None:
-        """Publish what had to be skipped while generators were reading both staging buffers."""
-        while True:
-            await self.weights.until_owed()
-            await self.weights.publish(self.trainer.stage_weights)
-
     async def evaluate(self, version: int) -> tuple[float, float]:
         """Held-out accuracy of ``version``, and the seconds it took; training stands still meanwhile."""
         start_s = time.perf_counter()
-        async with self.served:
-            await self.served.wait_for(lambda: min(self.served_versions) == version)
+        await self.serving.until_served(version)
         accuracy = await evaluate(
             self.prepared.held_out,
             generators=self.generators,
@@ -262,12 +257,17 @@ class GrpoRun:
         return accuracy, time.perf_counter() - start_s
 
 
-async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: RunRecorder) -> GrpoRun:
+async def start(
+    config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: RunRecorder, checkpoints: Path
+) -> GrpoRun:
     """Start and set up the procs of all roles, side by side."""
+    resumed = prepared.resumed
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
-        buffer = starting.create_task(fleet.start_buffer(config))
+        buffer = starting.create_task(
+            fleet.start_buffer(config, None if resumed is None else resumed.state.buffer)
+        )
         trainer = starting.create_task(
             fleet.start_trainer(
                 config,
@@ -278,6 +278,7 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
                 checkpoint=prepared.model_path,
                 lora=config.lora,
                 max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
+                resume_from=None if resumed is None else resumed.folder,
             )
         )
     await trainer.result().connect(generators.result())
@@ -290,23 +291,27 @@ async def start(config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: R
         scorer=scorer.result(),
         buffer=buffer.result(),
         recorder=recorder,
+        checkpoints=checkpoints,
     )
 
 
 async def train(config: RunConfig, prepared: Prepared) -> None:
     """Start every proc, run the loops, export the trained model, stop every proc."""
-    run_dir = RunDir.create(config, dump_config(config), datetime.now())
+    files = open_files(config, prepared.resumed)
+    run_dir = files.run_dir
     separate_native_output(run_dir.log("controller"))
     configure_controller_logging(run_dir.log("controller"))
-    with StepConsole(config.max_steps) as console, RunRecorder(config, run_dir, console) as recorder:
+    resumed = None if prepared.resumed is None else prepared.resumed.state
+    with StepConsole(config.max_steps) as console, RunRecorder(config, run_dir, console, resumed) as recorder:
         num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
-        console.message(f"run directory {run_dir.path}")
+        for message in (f"run directory {run_dir.path}", *files.messages):
+            console.message(message)
         console.message(
             f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
         )
         fleet = Fleet(run_dir.logs.resolve())
         try:
-            run = await start(config, prepared, fleet, recorder)
+            run = await start(config, prepared, fleet, recorder, files.checkpoints)
             await run.run(fleet)
             final = run_dir.checkpoints.resolve() / "final"
             await run.trainer.save_hf(final, source=prepared.model_path)
@@ -327,14 +332,14 @@ def show_plan(config: RunConfig) -> None:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    arguments = parse_arguments("Asynchronous GRPO.", dry_run=True)
+    arguments = parse_arguments("Asynchronous GRPO.", dry_run=True, resume=True)
 
     def run() -> None:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             show_plan(config)
         else:
-            asyncio.run(train(config, prepare(config)))
+            asyncio.run(train(config, prepare(config, arguments.resume)))
 
     return exit_code(run)
 

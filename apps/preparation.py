@@ -6,8 +6,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from apps.resume import Resumed, check_checkpoint_folder, find_checkpoint, planned_folder
+from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.config.checks import check_config, check_without_model
+from forgeasync.config.checks import check_config, check_run_dir, check_without_model
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
 from forgeasync.config.schema import RunConfig
@@ -27,21 +29,24 @@ class Prepared:
     prompts: PromptEncoder
     train: list[Task]
     held_out: list[Task]
+    resumed: Resumed | None
+    """The checkpoint to go on from; None: a new run."""
 
 
-def check(config: RunConfig) -> ModelFacts:
-    """Check the config against itself and its model's shape.
+def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
+    """Check the config against itself, its model's shape and what runs before it have left.
 
     Raises:
         ConfigError: lists every problem.
     """
-    problems = check_without_model(config)
+    left_behind = [] if is_resumed else [*check_run_dir(config), *check_checkpoint_folder(config)]
+    problems = [*check_without_model(config), *left_behind]
     try:
         facts = read_model_facts(config.model.path)
     except ConfigError as error:
         # What is wrong with the rest of the config is worth knowing along with the missing model.
         raise ConfigError([*error.problems, *problems]) from None
-    raise_if_any(check_config(config, facts))
+    raise_if_any([*check_config(config, facts), *left_behind])
     return facts
 
 
@@ -59,14 +64,17 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     """Check everything and load what the controller itself needs: tokenizer and problems.
+
+    ``resume`` is "latest" or the folder of a checkpoint.
 
     Raises:
         ConfigError: lists every problem found.
     """
-    facts = check(config)
-    raise_if_any(_check_shared_memory(config, facts))
+    facts = check(config, is_resumed=resume is not None)
+    resumed = None if resume is None else find_checkpoint(config, facts, resume)
+    raise_if_any([*_check_shared_memory(config, facts), *check_room(config, facts, planned_folder(config))])
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     try:
@@ -88,4 +96,5 @@ def prepare(config: RunConfig) -> Prepared:
         prompts=prompts,
         train=source.train,
         held_out=source.held_out[: config.evaluation.num_problems],
+        resumed=resumed,
     )

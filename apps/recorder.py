@@ -8,6 +8,7 @@ from typing import Self
 
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.replay_buffer import Batch
+from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics
@@ -46,12 +47,17 @@ class StepTimes:
 class RunRecorder:
     """One line of metrics and a few rollouts a step. A context manager: files are complete when it ends."""
 
-    def __init__(self, config: RunConfig, run_dir: RunDir, console: StepConsole) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: RunDir, console: StepConsole, resumed: RunState | None
+    ) -> None:
+        """With ``resumed`` the clock goes on from there."""
         self._console = console
         tensorboard = run_dir.tensorboard if config.logging.tensorboard else None
-        self._metrics = MetricsWriter(run_dir.metrics, tensorboard_dir=tensorboard)
+        first_step = None if resumed is None else resumed.step + 1
+        self._metrics = MetricsWriter(run_dir.metrics, tensorboard_dir=tensorboard, first_step=first_step)
         self._rollouts = RolloutWriter(run_dir.rollouts, per_step=config.logging.rollouts_per_step)
-        self._start_s = time.perf_counter()
+        self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
+        self._checkpoint_s: float | None = None
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
         self._scored: list[float] = []
@@ -64,6 +70,15 @@ class RunRecorder:
         self._metrics.write_initial_evaluation(accuracy=accuracy, eval_s=eval_s)
         self._num_generated_before = _num_generated(engines)
         self._start_s = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        """On the run's clock."""
+        return time.perf_counter() - self._start_s
+
+    def record_checkpoint(self, checkpoint_s: float) -> None:
+        """Training stood still for so long until a checkpoint was begun; goes into the next step's line."""
+        self._checkpoint_s = checkpoint_s
 
     def warn(self, problem: str) -> None:
         """Something was refused; it is counted in the metrics of its step, and named here."""
@@ -109,7 +124,7 @@ class RunRecorder:
             step=step,
             policy_version=result.policy_version,
             groups=batch.groups,
-            elapsed_s=time.perf_counter() - self._start_s,
+            elapsed_s=self.elapsed_s,
             step_s=times.step_s,
             wait_for_batch_s=times.wait_for_batch_s,
             train_s=times.train_s,
@@ -136,6 +151,9 @@ class RunRecorder:
         if self._scored:
             metrics["reward/scored_mean"] = sum(self._scored) / len(self._scored)
         metrics["accounting/weight_max"] = max(batch.weights)
+        if self._checkpoint_s is not None:
+            metrics["time/checkpoint_s"] = self._checkpoint_s
+            self._checkpoint_s = None
         self._metrics.write(metrics)
         self._rollouts.write(step, batch.groups)
         self._console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))

@@ -82,7 +82,9 @@ def make_group(group_id: int, version: int) -> Group:
         text="",
         finish_reason=FinishReason.STOP,
     )
-    return Group(group_id=group_id, task=make_task(group_id), rollouts=(rollout,) * GROUP_SIZE)
+    return Group(
+        group_id=group_id, draw_id=group_id, task=make_task(group_id), rollouts=(rollout,) * GROUP_SIZE
+    )
 
 
 class FullBuffer:

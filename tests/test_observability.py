@@ -64,12 +64,14 @@ def make_groups() -> list[Group]:
     return [
         Group(
             group_id=7,
+            draw_id=7,
             task=tasks[0],
             rollouts=(make_rollout((4, 0, 2)), make_rollout((3, 0, 1), (4, 1, 4))),
             rewards=(1.0, 0.0),
         ),
         Group(
             group_id=8,
+            draw_id=8,
             task=tasks[1],
             rollouts=(make_rollout((2, 0, 4)), make_rollout((4, 0, 6), truncated=True)),
             rewards=(0.0, 0.0),
@@ -178,7 +180,7 @@ def test_every_required_key_is_documented() -> None:
 
 def test_unscored_group_is_refused() -> None:
     group = make_groups()[0]
-    unscored = Group(group_id=9, task=group.task, rollouts=group.rollouts)
+    unscored = Group(group_id=9, draw_id=9, task=group.task, rollouts=group.rollouts)
     with pytest.raises(ValueError, match="group 9"):
         metrics_module._reward_metrics([unscored])
 

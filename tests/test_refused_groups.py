@@ -39,7 +39,13 @@ class Generators:
         self.freed: list[StoredRollout] = []
 
     async def sample_group(
-        self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection
+        self,
+        group_id: int,
+        prompt_ids_P: np.ndarray,
+        *,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         self.prompts[group_id] = tuple(prompt_ids_P.tolist())
         if group_id in REFUSED:
@@ -100,6 +106,7 @@ async def _first_batch(config: RunConfig, generators: Generators, recorder: Reco
             scorer=Scorer(),
             buffer=await fleet.start_buffer(config),
             recorder=recorder,
+            checkpoints=log_dir,
         )
         loops = [asyncio.create_task(loop) for loop in (run.collect(), run.score())]
         batch = await asyncio.wait_for(run.buffer.take.call_one(), 20)
@@ -161,6 +168,7 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
                 scorer=Scorer(),
                 buffer=await fleet.start_buffer(config),
                 recorder=Recorder(),
+                checkpoints=tmp_path,
             )
             collecting = asyncio.create_task(run.collect())
             with pytest.raises(AllFiltered, match="6 groups in a row"):

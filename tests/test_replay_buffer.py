@@ -2,12 +2,15 @@
 
 import pickle
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.replay_buffer import DropReason
+from forgeasync.buffer.snapshot import BufferSnapshot
+from forgeasync.buffer.submissions import ATTEMPT_STRIDE
 from forgeasync.config.schema import (
     AccountingPolicy,
     AccountingSection,
@@ -408,3 +411,30 @@ def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
             sizes.append(len(pickle.dumps(world.buffer)))
     assert world.buffer.num_dropped[DropReason.STALE] > 10
     assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:
+    world = make_world(2, 2, longest_first=False)
+    assert started(world) == [0, 1, 2, 3, 4, 5]
+    complete(world, 0, 1, 2)
+    assert taken(world) == [0, 1]
+    world.fail(3, DropReason.BAD_RECORD)
+    snapshot = msgspec.json.decode(msgspec.json.encode(world.buffer.snapshot()), type=BufferSnapshot)
+    assert [one.task.task_id for one in snapshot.complete] == ["2"]
+    assert [one.task.task_id for one in snapshot.started] == ["4", "5"]
+    assert [(one.task.task_id, one.attempt) for one in snapshot.pending] == [("6", 0), ("7", 0), ("3", 1)]
+
+    again = make_world(2, 2, longest_first=False)
+    again.buffer.restore(snapshot)
+    starts = []
+    while (start := again.buffer.start()) is not None:
+        starts.append(start)
+    # Version 1 is served: three batches of two may be under way, and the first was trained on.
+    assert [start.task.task_id for start in starts] == ["2", "3", "4", "5", "6", "7"]
+    assert [start.group_id for start in starts] == [6, 7, 8, 9, 10, 11]
+    assert [start.draw_id % ATTEMPT_STRIDE for start in starts] == [2, 3, 4, 5, 6, 7]
+    assert starts[1].draw_id > ATTEMPT_STRIDE, "another attempt draws anew"
+    again.buffer.submit(make_task(8))
+    metrics = again.buffer.metrics()
+    assert metrics["buffer/num_restarted"] == 3 and metrics["buffer/num_reissued"] == 1
+    assert again.buffer.num_trained == 2 and again.buffer.num_submitted == 9

@@ -13,6 +13,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.replay_buffer import Batch, Committed, DropReason, ReplayBuffer, Start
+from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
@@ -36,17 +37,19 @@ class BufferActor(Actor):
         redirect_process_output(log_dir / f"buffer-{current_rank().rank}.log")
 
     @concurrent_endpoint
-    async def setup(self, config: RunConfig) -> None:
-        self._buffer = AsyncReplayBuffer(
-            ReplayBuffer(
-                groups_per_step=config.algorithm.groups_per_step,
-                group_size=config.algorithm.group_size,
-                max_off_policy_steps=config.max_off_policy_steps,
-                num_groups_in_run=config.max_steps * config.algorithm.groups_per_step,
-                section=config.buffer,
-                accounting=config.accounting,
-            )
+    async def setup(self, config: RunConfig, resumed: BufferSnapshot | None) -> None:
+        """An empty buffer, or one that continues from a snapshot."""
+        state = ReplayBuffer(
+            groups_per_step=config.algorithm.groups_per_step,
+            group_size=config.algorithm.group_size,
+            max_off_policy_steps=config.max_off_policy_steps,
+            num_groups_in_run=config.max_steps * config.algorithm.groups_per_step,
+            section=config.buffer,
+            accounting=config.accounting,
         )
+        if resumed is not None:
+            state.restore(resumed)
+        self._buffer = AsyncReplayBuffer(state)
 
     @concurrent_endpoint
     async def submit(self, tasks: Sequence[Task]) -> None:
@@ -92,6 +95,11 @@ class BufferActor(Actor):
     async def committed(self, trainer_wait_share: float) -> Committed:
         """The batch was trained on."""
         return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
+
+    @concurrent_endpoint
+    async def snapshot(self) -> BufferSnapshot:
+        """What a buffer needs to continue from here."""
+        return self._buffer.snapshot()
 
     @concurrent_endpoint
     async def report(self) -> BufferReport:

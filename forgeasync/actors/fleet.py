@@ -15,6 +15,7 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import (
     Dtype,
@@ -120,8 +121,9 @@ class Fleet:
         checkpoint: Path | None,
         lora: LoraSection | None = None,
         max_token_age: int | None = None,
+        resume_from: Path | None = None,
     ) -> TrainerMesh:
-        """The trainer mesh, with its process group up and its model built.
+        """The trainer mesh, with its process group up and its model built, or ``resume_from`` a checkpoint.
 
         Tokens older than ``max_token_age`` versions are not trained on.
         """
@@ -140,6 +142,7 @@ class Fleet:
             lora=lora,
             max_token_age=max_token_age,
             host_id=self.trainer_host_id,
+            resume_from=resume_from,
         )
         return trainer
 
@@ -180,11 +183,11 @@ class Fleet:
             await actor.setup.call_one(config.data, config.seed)
         return actor
 
-    async def start_buffer(self, config: RunConfig) -> BufferActor:
-        """The replay buffer; its endpoints are called with ``call_one``."""
+    async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None = None) -> BufferActor:
+        """The replay buffer, empty or as it was; its endpoints are called with ``call_one``."""
         actor = self._spawn("buffer", 1, gpus_per_proc=0).spawn("buffer", BufferActor, self.log_dir)
         async with asyncio.timeout(config.timeouts.setup_s):
-            await actor.setup.call_one(config)
+            await actor.setup.call_one(config, resumed)
         return actor
 
     async def close(self) -> None:

@@ -108,13 +108,22 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def sample_group(
-        self, group_id: int, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection
+        self,
+        group_id: int,
+        prompt_ids_P: np.ndarray,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int | None,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays."""
         assert self._engine is not None
         try:
             rollouts = await self._engine.generate(
-                prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, group_id=group_id
+                prompt_ids_P=prompt_ids_P,
+                num_samples=num_samples,
+                sampling=sampling,
+                seed=seed,
+                group_id=group_id,
             )
         except GroupCancelled:
             return CancelledGroup()

@@ -29,16 +29,24 @@ class GeneratorRouter:
         self._timeouts = timeouts
 
     async def sample_group(
-        self, group_id: int, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection
+        self,
+        group_id: int,
+        prompt_ids_P: np.ndarray,
+        *,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int | None = None,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
+
+        A seed makes them reproducible.
 
         Raises:
             TimeoutError: no answer within ``timeouts.generate_s``.
         """
         async with self._least_busy(num_samples) as rank:
             return await self._replicas[rank].sample_group.call_one(
-                group_id, prompt_ids_P, num_samples, sampling
+                group_id, prompt_ids_P, num_samples, sampling, seed
             )
 
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:

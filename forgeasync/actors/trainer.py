@@ -62,8 +62,13 @@ class TrainerActor(Actor):
         lora: LoraSection | None,
         max_token_age: int | None,
         host_id: str,
+        resume_from: Path | None,
     ) -> int:
-        """Join the process group and build the model; returns the data-parallel rank of this proc."""
+        """Join the process group and build the model; returns the data-parallel rank of this proc.
+
+        Raises:
+            ValueError: ``resume_from`` is a checkpoint of another model.
+        """
         # TorchTitan takes seconds to import: only the procs that train pay for it.
         from forgeasync.trainer.policy_trainer import PolicyTrainer
         from forgeasync.trainer.titan_cpu import DEVICE_TYPE
@@ -88,6 +93,8 @@ class TrainerActor(Actor):
             lora=lora,
             max_token_age=max_token_age,
         )
+        if resume_from is not None:
+            self._trainer.resume(resume_from)
         return self._trainer.data_rank
 
     @endpoint
@@ -167,6 +174,18 @@ class TrainerActor(Actor):
         if self._puts_into_store:
             await put(staged.rank, slot, self._publisher.buffers.bytes(slot))
         return dataclasses.replace(staged, copy_s=time.perf_counter() - start_s)
+
+    @endpoint
+    async def begin_checkpoint(self, folder: Path, run_state: bytes, keep: int) -> None:
+        """Start to write a checkpoint beside training."""
+        assert self._trainer is not None
+        self._trainer.begin_checkpoint(folder, run_state=run_state, keep=keep)
+
+    @endpoint
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint begun last is on the disk."""
+        assert self._trainer is not None
+        self._trainer.finish_checkpoint()
 
     @endpoint
     async def save_hf(self, folder: Path, source: Path) -> None:

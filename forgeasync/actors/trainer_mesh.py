@@ -38,8 +38,9 @@ class TrainerMesh:
         lora: LoraSection | None,
         max_token_age: int | None,
         host_id: str,
+        resume_from: Path | None,
     ) -> None:
-        """Build the model on every rank."""
+        """Build the model on every rank; with ``resume_from`` it goes on from that checkpoint."""
         async with asyncio.timeout(self._timeouts.setup_s):
             self._data_ranks = list(
                 await asyncio.gather(
@@ -54,6 +55,7 @@ class TrainerMesh:
                             lora,
                             max_token_age,
                             host_id,
+                            resume_from,
                         )
                         for rank in self._ranks
                     )
@@ -120,6 +122,18 @@ class TrainerMesh:
             checksums=tuple(shard.checksums for shard in shards),
             copy_s=max(shard.copy_s for shard in shards),
         )
+
+    async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        """Start to write a checkpoint beside training; waits for the one before."""
+        async with asyncio.timeout(self._timeouts.train_step_s):
+            await asyncio.gather(
+                *(rank.begin_checkpoint.call_one(folder, run_state, keep) for rank in self._ranks)
+            )
+
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint begun last is on the disk."""
+        async with asyncio.timeout(self._timeouts.train_step_s):
+            await asyncio.gather(*(rank.finish_checkpoint.call_one() for rank in self._ranks))
 
     async def save_hf(self, folder: Path, *, source: Path) -> None:
         """Write the weights as a Hugging Face folder."""

@@ -13,9 +13,10 @@ metrics show it.
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from forgeasync.buffer.snapshot import Deficit
 from forgeasync.config.schema import AccountingPolicy, AccountingSection, Replacement
 from forgeasync.data.task import Task
 
@@ -73,6 +74,25 @@ class AccountingLedger:
         if self._carries_deficits:
             self._deficits[stratum_of(task, lengths)] += 1
         self._composition.add(task.source, submitted=lengths, trained=(), weight=0.0)
+
+    @property
+    def deficits(self) -> tuple[Deficit, ...]:
+        """What is left to make up for."""
+        return tuple(
+            Deficit(source=stratum.source, length_bucket=stratum.length_bucket, weight=float(weight))
+            for stratum, weight in self._deficits.items()
+            if weight
+        )
+
+    @property
+    def num_censored(self) -> int:
+        """Groups lost before all their lengths were known."""
+        return self._num_censored
+
+    def restore(self, deficits: Iterable[Deficit], num_censored: int) -> None:
+        """Continue with what another ledger had left to make up for."""
+        self._deficits.update({Stratum(one.source, one.length_bucket): one.weight for one in deficits})
+        self._num_censored = num_censored
 
     def metrics(self) -> dict[str, float]:
         """Under their names in metrics.jsonl."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from forgeasync.buffer.replay_buffer import Batch, Committed, DropReason, ReplayBuffer, Start
+from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
@@ -73,6 +74,10 @@ class AsyncReplayBuffer:
         committed = self.state.committed(trainer_wait_share=trainer_wait_share)
         await self._notify()
         return committed
+
+    def snapshot(self) -> BufferSnapshot:
+        """What a buffer needs to continue from here."""
+        return self.state.snapshot()
 
     async def _when_ready(self, attempt: Callable[[], T | None]) -> T:
         async with self._changed:

@@ -23,6 +23,7 @@ from forgeasync.buffer.accounting import AccountingLedger
 from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
+from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.buffer.submissions import Submission, Submissions
 from forgeasync.config.schema import (
     AccountingPolicy,
@@ -58,6 +59,8 @@ class Start:
     """Decision: sample a group for this prompt."""
 
     group_id: int
+    draw_id: int
+    """As of the ``Group`` that comes of it."""
     task: Task
 
 
@@ -144,6 +147,7 @@ class ReplayBuffer:
         self._was_bound = False
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
         self.num_reissued = 0
+        self.num_restarted = 0
         self.num_trained = 0
 
     # ---- events
@@ -233,7 +237,7 @@ class ReplayBuffer:
         self._entries[group_id] = _Entry(submission=submission, deadline=deadline)
         self._due.setdefault(deadline, set()).add(group_id)
         self._window.start(group_id)
-        return Start(group_id=group_id, task=submission.task)
+        return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
 
     @property
     def num_wanted(self) -> int:
@@ -241,12 +245,16 @@ class ReplayBuffer:
         return max(0, self._groups_per_step - len(self._submissions))
 
     def take(self) -> Batch | None:
-        """The groups of the next optimizer step, oldest first; None while not ready."""
+        """The groups of the next optimizer step, by their prompts' places in the data's order; None while
+        not ready.
+        """
         assert not self._batch, "the batch before it was committed"
         if len(self._ready) < self._groups_per_step or not self._leaves_rest_feasible():
             return None
         self._was_bound = self._is_bound()
-        ids = sorted(self._ready.pop(self._groups_per_step))
+        # The sums of a step depend on the order, down to their last bits: it must not depend on timing.
+        ids = self._ready.pop(self._groups_per_step)
+        ids.sort(key=lambda group_id: self._entries[group_id].submission.draw_id)
         self._batch = [self._entries[group_id] for group_id in ids]
         groups, weights = [], []
         for group_id, entry in zip(ids, self._batch, strict=True):
@@ -262,6 +270,39 @@ class ReplayBuffer:
         self._leave_window(ids)
         self._num_ready_after_batch = len(self._ready)
         return Batch(trainer_version=self._trainer_version, groups=tuple(groups), weights=tuple(weights))
+
+    # ---- a run that is resumed
+
+    def snapshot(self) -> BufferSnapshot:
+        """What a buffer needs to continue from here; between two batches."""
+        assert not self._batch, "the batch was committed"
+        entries = [self._entries[group_id] for group_id in sorted(self._entries)]
+        return BufferSnapshot(
+            trainer_version=self._trainer_version,
+            num_submitted=self._submissions.num_submitted,
+            next_group_id=self._next_group_id,
+            started=tuple(entry.submission for entry in entries if entry.group is None),
+            complete=tuple(entry.submission for entry in entries if entry.group is not None),
+            pending=self._submissions.pending(),
+            num_reissued=self.num_reissued,
+            num_restarted=self.num_restarted,
+            deficits=self._ledger.deficits,
+            num_censored=self._ledger.num_censored,
+        )
+
+    def restore(self, snapshot: BufferSnapshot) -> None:
+        """Continue from a snapshot; generators serve its version before anything starts."""
+        assert not self._trainer_version and not self._entries, "before the first step"
+        started = (*snapshot.started, *snapshot.complete)
+        self._submissions.restore(
+            started=started, pending=snapshot.pending, num_submitted=snapshot.num_submitted
+        )
+        self._ledger.restore(snapshot.deficits, snapshot.num_censored)
+        self._trainer_version = self._served_version = snapshot.trainer_version
+        self._next_group_id = snapshot.next_group_id
+        self._num_admitted = self.num_trained = snapshot.trainer_version * self._groups_per_step
+        self.num_reissued = snapshot.num_reissued
+        self.num_restarted = snapshot.num_restarted + len(started)
 
     # ---- state
 
@@ -292,6 +333,7 @@ class ReplayBuffer:
             "buffer/num_in_flight": self.num_in_flight,
             "buffer/num_complete": self.num_complete,
             "buffer/num_reissued": self.num_reissued,
+            "buffer/num_restarted": self.num_restarted,
             "load/bound": self._load.bound,
             "load/trainer_waits": float(self._load.waiting_side is WaitingSide.TRAINER),
             "load/generators_wait": float(self._load.waiting_side is WaitingSide.GENERATORS),

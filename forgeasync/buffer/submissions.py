@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from forgeasync.data.task import Task
@@ -15,6 +16,9 @@ MAX_PROMPTS_IN_HISTORY = 200_000
 
 FIRST = -1
 """Cohort of what is submitted again: it starts before everything else."""
+
+ATTEMPT_STRIDE = 10**9
+"""Draw ids of one attempt lie between two multiples of this: no run submits as many prompts."""
 
 
 class LengthHistory:
@@ -52,6 +56,11 @@ class Submission:
     """Of the responses of the first lost attempt that was sampled to its end: what was submitted, as far as
     lengths go, whatever comes of it."""
 
+    @property
+    def draw_id(self) -> int:
+        """What random draws for the prompt's group follow from; the same in a run that is resumed."""
+        return self.attempt * ATTEMPT_STRIDE + self.submission_id
+
 
 class Submissions:
     """Pending prompts, cohort after cohort of ``cohort_size``; within one, longest expected first.
@@ -88,6 +97,23 @@ class Submissions:
             first_lengths=submission.first_lengths or lengths,
         )
         self._push(again, cohort=FIRST)
+
+    def restore(
+        self, *, started: Iterable[Submission], pending: Iterable[Submission], num_submitted: int
+    ) -> None:
+        """Continue as another object left off; what it had ``started`` starts first, in the data's order."""
+        assert not self._heap and not self._num_submitted, "before anything is submitted"
+        for submission in started:
+            self._push(submission, cohort=FIRST)
+        for submission in pending:
+            is_new = submission.attempt == 0
+            self._push(submission, cohort=submission.submission_id // self._cohort_size if is_new else FIRST)
+        self._num_submitted = num_submitted
+
+    def pending(self) -> tuple[Submission, ...]:
+        """What waits to be started, in the data's order."""
+        waiting = (entry[-1] for entry in self._heap)
+        return tuple(sorted(waiting, key=lambda submission: submission.draw_id))
 
     def pop(self) -> Submission:
         """The prompt to start next."""

@@ -175,12 +175,14 @@ def _check_warmup(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_run_dir(config: RunConfig) -> Iterator[Problem]:
+def check_run_dir(config: RunConfig) -> Iterator[Problem]:
+    """Whether a new run would write into the files of another."""
     if config.run_dir is not None and (Path(config.run_dir) / "metrics.jsonl").exists():
         yield Problem(
             field="run_dir",
             value=config.run_dir,
-            remedy="already holds the metrics.jsonl of a run; give another folder or move that run away",
+            remedy="already holds the metrics.jsonl of a run; give another folder, move that run away or go "
+            "on with it (--resume latest)",
         )
 
 
@@ -284,7 +286,6 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_compile,
     check_lora,
     _check_warmup,
-    _check_run_dir,
 )
 
 _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (

@@ -102,6 +102,9 @@ class GeneratorSection(Section):
     """KV cache of one engine process."""
     compile: bool = False
     """torch.compile and (on GPUs) CUDA graphs; off means eager."""
+    batch_invariant: bool = False
+    """A response's tokens and log-probabilities do not depend on what else is decoded, to the last bit, at
+    some cost in speed: a synchronous run then has the same losses every time, interrupted or not."""
 
 
 class ParallelSection(Section):
@@ -357,6 +360,17 @@ class LoraSection(Section):
     projection every expert gets an adapter of its own."""
 
 
+class CheckpointSection(Section):
+    """Checkpoints that a run can be resumed from: ``--resume latest``."""
+
+    every_steps: int | None = Field(default=None, gt=0)
+    """One is written after every this many steps, beside training; null: none."""
+    keep: int = Field(default=2, gt=0)
+    """The newest ones that are kept."""
+    folder: str | None = None
+    """Where they lie; null: ``checkpoints`` in the run's folder. All trainer procs have to see it."""
+
+
 class EvaluationSection(Section):
     """Accuracy on held-out problems, sampled with the training distribution."""
 
@@ -435,6 +449,7 @@ class RunConfig(Section):
     payload: PayloadSection = PayloadSection()
     weights: WeightsSection = WeightsSection()
     lora: LoraSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()

@@ -82,10 +82,12 @@ class StoredRollout:
 class Group:
     """All rollouts of one prompt; ``rewards`` is None until they are scored.
 
-    ``group_id`` counts admissions: group i was the i-th that the buffer let start.
+    ``group_id`` counts admissions: group i was the i-th that the buffer let start. ``draw_id`` is what random
+    draws for it follow from: its prompt's place in the data's order, and how often that was tried.
     """
 
     group_id: int
+    draw_id: int
     task: Task
     rollouts: tuple[StoredRollout, ...]
     rewards: tuple[float, ...] | None = None

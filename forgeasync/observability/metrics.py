@@ -34,6 +34,8 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `filtered/num_rollouts`              | rollouts that filters left out so far                             |
 | `buffer/num_in_flight`, `_complete`  | groups being sampled or scored, and waiting for training          |
 | `buffer/num_reissued`                | prompts so far that came again for a lost group                   |
+| `buffer/num_restarted`               | prompts so far whose groups were lost when a run was interrupted  |
+| `time/checkpoint_s` *                | training stood still for the checkpoint of the step before        |
 | `load/bound`                         | most groups that may be under way now                             |
 | `load/trainer_wait_share`            | of `time/step_s`, waiting for the batch                           |
 | `load/trainer_waits`, `_generators_wait` | 1 where that side waits for the other                         |
@@ -213,9 +215,14 @@ class _JsonLines:
 class MetricsWriter:
     """Appends to metrics.jsonl and, where ``tensorboard_dir`` is given, to TensorBoard event files."""
 
-    def __init__(self, metrics_path: Path, *, tensorboard_dir: Path | None) -> None:
+    def __init__(
+        self, metrics_path: Path, *, tensorboard_dir: Path | None, first_step: int | None = None
+    ) -> None:
+        """``first_step`` is that of a run that is resumed: TensorBoard hides what it saw from then on."""
         self._lines = _JsonLines(metrics_path)
-        self._events = None if tensorboard_dir is None else SummaryWriter(str(tensorboard_dir))
+        self._events: SummaryWriter | None = None
+        if tensorboard_dir is not None:
+            self._events = SummaryWriter(str(tensorboard_dir), purge_step=first_step)
 
     def write(self, metrics: Mapping[str, float | int]) -> None:
         """Record one step. Raises KeyError naming the required keys that are missing."""

@@ -45,10 +45,22 @@ class RunDir:
                 f"run_dir: {run_dir.path} already holds a run (metrics.jsonl); name another folder"
             ) from None
         run_dir.config.write_text(config_yaml, encoding="utf-8")
-        run_dir.rollouts.touch()
-        for folder in (run_dir.checkpoints, run_dir.logs, run_dir.tensorboard):
-            folder.mkdir(exist_ok=True)
+        run_dir._fill_up()
         return run_dir
+
+    @classmethod
+    def reopen(cls, path: Path) -> "RunDir":
+        """The folder of a run that is resumed; whatever it lacks is made, as of a run without a step."""
+        run_dir = cls(path=path)
+        path.mkdir(parents=True, exist_ok=True)
+        run_dir.metrics.touch()
+        run_dir._fill_up()
+        return run_dir
+
+    def _fill_up(self) -> None:
+        self.rollouts.touch()
+        for folder in (self.checkpoints, self.logs, self.tensorboard):
+            folder.mkdir(exist_ok=True)
 
     @property
     def config(self) -> Path:

@@ -101,7 +101,7 @@ class Outcome:
 class _Running:
     """A group in the generator. ``begun`` and ``ends`` are times, of the rollouts that have a slot so far."""
 
-    task: Task
+    start: Start
     lengths: list[int]
     begun: dict[int, float] = field(default_factory=dict)
     rollouts: dict[int, StoredRollout] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class BufferSimulation:
         if task.task_id not in self._seen:
             self._seen.add(task.task_id)
             self._outcome.submitted.update((task.source, length_bucket(length)) for length in lengths)
-        self._groups[start.group_id] = _Running(task, lengths)
+        self._groups[start.group_id] = _Running(start, lengths)
         self._queue.extend((start.group_id, index) for index in range(self._run.group_size))
         self._fill_slots()
 
@@ -197,7 +197,8 @@ class BufferSimulation:
         if len(running.rollouts) == self._run.group_size:
             del self._groups[group_id]
             rollouts = tuple(running.rollouts[one] for one in range(self._run.group_size))
-            group = Group(group_id=group_id, task=running.task, rollouts=rollouts)
+            start = running.start
+            group = Group(group_id=group_id, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
             self._buffer.finished(group)
             self._buffer.scored(group_id, [0.0] * self._run.group_size, range(self._run.group_size))
         self._fill_slots()

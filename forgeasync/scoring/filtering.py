@@ -17,7 +17,7 @@ class AllFiltered(RuntimeError):
 
 
 class GroupFiltering:
-    """The filters of a run. What they draw follows from the seed and the group's id."""
+    """The filters of a run. What they draw follows from the seed and the group's draw id."""
 
     def __init__(self, algorithm: AlgorithmSection, *, seed: int) -> None:
         self._filter = build_filters(algorithm.filters)
@@ -37,7 +37,7 @@ class GroupFiltering:
             lengths=tuple(rollout.num_response_tokens for rollout in group.rollouts),
             is_truncated=tuple(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts),
         )
-        filtered = self._filter(facts, np.random.default_rng([self._seed, group.group_id]))
+        filtered = self._filter(facts, np.random.default_rng([self._seed, group.draw_id]))
         self._num_rollouts += filtered.num_dropped
         if filtered.reason is None:
             self._watch.kept()

@@ -20,13 +20,14 @@ from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, OptimizerSection, TrainerSection
-from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference
+from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
 from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.hf_names import hf_names
 from forgeasync.trainer.loss import PolicyLoss, RowTokens
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.probe import Probe
+from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.trainer.step_sums import StepSums
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE
@@ -47,6 +48,7 @@ class PolicyTrainer:
         checkpoint: Path | None,
         lora: LoraSection | None = None,
         max_token_age: int | None = None,
+        checkpoints: CheckpointWriter | None = None,
     ) -> None:
         """Build the model on this rank; without a ``checkpoint`` (Hugging Face folder) it stays random.
 
@@ -74,6 +76,7 @@ class PolicyTrainer:
             )
         self._optimizer = _build_optimizer(self._trained(), section)
         self._probe = Probe(section.replay_probe_share)
+        self._checkpoints = checkpoints or CheckpointWriter()
         # Context-parallel ranks go through the same losses and metrics: they count once.
         batch_mesh = self._loss_mesh = dims.get_optional_mesh("batch")
         self.data_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
@@ -106,6 +109,7 @@ class PolicyTrainer:
             self._section.optimizer.max_grad_norm,
             ep_enabled=self._parallel_dims.ep_enabled,
         )
+        self._checkpoints.until_staged()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.policy_version += 1
@@ -195,6 +199,40 @@ class PolicyTrainer:
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        """Start to write a checkpoint beside training (collective); older ones than ``keep`` are removed.
+
+        Waits for the one before. What goes wrong is raised by a later step.
+        """
+        self._checkpoints.begin(self._checkpoint_state(), folder, run_state=run_state, keep=keep)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint begun last is on the disk."""
+        self._checkpoints.finish()
+
+    def resume(self, folder: Path) -> None:
+        """Go on from a checkpoint, which may be of another parallel layout; collective.
+
+        Raises:
+            ValueError: it is a checkpoint of another model or of other adapters.
+        """
+        state = self._checkpoint_state()
+        run_checkpoint.load(state, folder)
+        self.policy_version = int(state["policy_version"])
+        self._probe.owed = float(state["probe_owed"])
+        run_checkpoint.set_random_state(
+            {name: tensor for name, tensor in state.items() if name.startswith(run_checkpoint.RNG)}
+        )
+
+    def _checkpoint_state(self) -> run_checkpoint.State:
+        # The schedule's position is the version.
+        return {
+            **run_checkpoint.training_state(self.model, self._optimizer),
+            **run_checkpoint.random_state(),
+            "policy_version": torch.tensor(self.policy_version),
+            "probe_owed": torch.tensor(self._probe.owed, dtype=torch.float64),
+        }
 
     def save_hf(self, folder: Path, *, source: Path) -> None:
         """Write a Hugging Face folder (collective); config and tokenizer are copied from ``source``.

@@ -6,12 +6,13 @@ class Probe:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._owed = 0.0
+        self.owed = 0.0
+        """All that its choices depend on."""
 
     def is_due(self) -> bool:
         """Whether the next row is one of them."""
-        self._owed += self._share
-        if self._owed < 1.0:
+        self.owed += self._share
+        if self.owed < 1.0:
             return False
-        self._owed -= 1.0
+        self.owed -= 1.0
         return True

@@ -24,6 +24,7 @@ class Sampling:
     """A group in the generator: the versions of the tokens of each rollout so far."""
 
     task: Task
+    draw_id: int
     versions: list[list[int]] = field(default_factory=lambda: [[] for _ in range(GROUP_SIZE)])
     ended: set[int] = field(default_factory=set)
 
@@ -92,7 +93,7 @@ class BufferWorld:
             start = self.buffer.start()
             if start is None:
                 return
-            self.sampling[start.group_id] = Sampling(start.task)
+            self.sampling[start.group_id] = Sampling(start.task, start.draw_id)
 
     def decode(self, group_id: int, num_tokens: int = 1) -> None:
         """Every rollout of a group that has not ended gets more tokens."""
@@ -109,7 +110,9 @@ class BufferWorld:
     def finish(self, group_id: int) -> None:
         self.decode(group_id)
         sampling = self.sampling.pop(group_id)
-        group = Group(group_id=group_id, task=sampling.task, rollouts=sampling.rollouts())
+        group = Group(
+            group_id=group_id, draw_id=sampling.draw_id, task=sampling.task, rollouts=sampling.rollouts()
+        )
         self.buffer.finished(group)
         self.sampled[group_id] = group
 

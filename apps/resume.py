@@ -1,0 +1,120 @@
+"""Going on from a checkpoint: which one, whether it may be, and the files of the run it belongs to."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from forgeasync.checkpoint.folders import RUN_FILE, list_checkpoints, step_of, sweep_partial
+from forgeasync.checkpoint.run_state import RunState, check_resumable, read_run_state
+from forgeasync.config.load import dump_config
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.problems import ConfigError, Problem, raise_if_any
+from forgeasync.config.schema import RunConfig
+from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir
+from forgeasync.observability.truncation import cut_after, put_aside
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The checkpoint that a run goes on from."""
+
+    folder: Path
+    state: RunState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """Where a run writes; ``messages`` say what was done to files that were there before."""
+
+    run_dir: RunDir
+    checkpoints: Path
+    messages: tuple[str, ...]
+
+
+def planned_folder(config: RunConfig) -> Path:
+    """Where checkpoints will lie, or a folder above it where the run's folder has no name yet."""
+    if config.checkpoint.folder is not None:
+        return Path(config.checkpoint.folder)
+    return RUNS_FOLDER if config.run_dir is None else RunDir(path=Path(config.run_dir)).checkpoints
+
+
+def check_checkpoint_folder(config: RunConfig) -> Iterator[Problem]:
+    """Whether a new run would remove the checkpoints of another, as too old ones of its own."""
+    if list_checkpoints(planned_folder(config)):
+        yield Problem(
+            field="checkpoint.folder",
+            value=str(planned_folder(config)),
+            remedy="holds checkpoints of another run; name another folder or go on with it (--resume latest)",
+        )
+
+
+def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resumed:
+    """The checkpoint that ``--resume`` names, checked against the run.
+
+    Raises:
+        ConfigError: there is none, or the run cannot go on from it.
+    """
+    if config.run_dir is None:
+        remedy = "must name the run to go on with, as --resume is given"
+        raise ConfigError([Problem(field="run_dir", remedy=remedy)])
+    folder = Path(choice)
+    if choice == LATEST:
+        parent = planned_folder(config)
+        checkpoints = list_checkpoints(parent)
+        if not checkpoints:
+            remedy = f"{parent} has no checkpoint (step-...); leave --resume away or name another run_dir"
+            raise ConfigError([Problem(field="--resume", value=choice, remedy=remedy)])
+        folder = checkpoints[-1]
+    elif step_of(folder) is None or not (folder / RUN_FILE).is_file():
+        remedy = f"must be {LATEST!r} or the folder of a checkpoint, such as runs/x/checkpoints/step-00000040"
+        raise ConfigError([Problem(field="--resume", value=choice, remedy=remedy)])
+    try:
+        state = read_run_state(folder)
+    except ValueError as error:
+        raise ConfigError([Problem(field="--resume", value=choice, remedy=str(error))]) from None
+    raise_if_any(check_resumable(state, folder, config, facts))
+    return Resumed(folder=folder.resolve(), state=state)
+
+
+def open_files(config: RunConfig, resumed: Resumed | None) -> RunFiles:
+    """Make or reopen the run's folder; remove checkpoints that were never finished.
+
+    Raises:
+        ValueError: another run has begun in the folder meanwhile.
+    """
+    messages: list[str] = []
+    if resumed is None:
+        run_dir = RunDir.create(config, dump_config(config), datetime.now())
+    else:
+        assert config.run_dir is not None
+        run_dir = RunDir.reopen(Path(config.run_dir))
+        messages += _rewind(config, run_dir, resumed)
+    folder = config.checkpoint.folder
+    checkpoints = run_dir.checkpoints if folder is None else Path(folder)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    swept = sweep_partial(checkpoints)
+    if swept:
+        messages.append(f"removed {len(swept)} unfinished checkpoints: {', '.join(swept)}")
+    return RunFiles(run_dir=run_dir, checkpoints=checkpoints.resolve(), messages=tuple(messages))
+
+
+def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[str]:
+    """Make the files those of a run that has just made the checkpoint's step; what was done, in words."""
+    step = resumed.state.step
+    yield f"resuming after step {step} from {resumed.folder}"
+    for file in (run_dir.metrics, run_dir.rollouts):
+        cut = cut_after(file, step)
+        if cut is not None:
+            yield f"{cut.num_lines} lines of {file.name} after step {step} moved to {cut.file.name}"
+    checkpoints = list_checkpoints(planned_folder(config))
+    later = [folder for folder in checkpoints if (step_of(folder) or 0) > step]
+    for path in (*later, run_dir.checkpoints / "final", run_dir.checkpoints / "final.partial"):
+        if path.exists():
+            yield f"{path.name} moved to {put_aside(path).name}"
+    config_yaml = dump_config(config)
+    if run_dir.config.exists() and run_dir.config.read_text(encoding="utf-8") != config_yaml:
+        yield f"the config differs: the one before moved to {put_aside(run_dir.config).name}"
+    run_dir.config.write_text(config_yaml, encoding="utf-8")

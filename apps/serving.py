@@ -1,0 +1,95 @@
+"""New weights on their way from the trainer to the generators: the serving loops of a run.
+
+Each generator has a loop of its own that fetches and swaps in the newest version whenever there is one newer
+than its own; one more loop publishes what had to be skipped. Training waits for none of them.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+
+from apps.recorder import RunRecorder
+from forgeasync.actors.buffer import BufferActor
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.schema import WeightsSection
+from forgeasync.weights.board import WeightBoard
+from forgeasync.weights.ledger import WeightLedger
+
+MAX_FAILED_FETCHES = 5
+"""In a row, of one generator; each has tried every bad block several times."""
+
+
+class WeightServing:
+    """Who serves which version. Generators start under version 0, the model that they have loaded."""
+
+    def __init__(
+        self,
+        section: WeightsSection,
+        *,
+        trainer: TrainerMesh,
+        generators: GeneratorRouter,
+        buffer: BufferActor,
+        recorder: RunRecorder,
+    ) -> None:
+        self._trainer = trainer
+        self._generators = generators
+        self._buffer = buffer
+        self._recorder = recorder
+        self._board = WeightBoard(WeightLedger(lease_timeout_s=section.lease_timeout_s))
+        self._served_versions = [0] * generators.num_replicas
+        self._served = asyncio.Condition()
+
+    @property
+    def ledger(self) -> WeightLedger:
+        return self._board.ledger
+
+    def loops(self) -> list[Coroutine[None, None, None]]:
+        """To be run side by side for as long as the run lasts."""
+        replicas = range(self._generators.num_replicas)
+        return [*(self._serve(replica) for replica in replicas), self._catch_up()]
+
+    async def publish(self) -> None:
+        """Have the trainer's current weights staged for the generators."""
+        await self._board.publish(self._trainer.stage_weights)
+
+    async def until_served(self, version: int) -> None:
+        """Wait until every generator samples under ``version``."""
+        async with self._served:
+            await self._served.wait_for(lambda: min(self._served_versions) == version)
+
+    async def _serve(self, replica: int) -> None:
+        """Have one generator fetch the newest weights and swap them in, whenever there are newer ones."""
+        num_failed = 0
+        while num_failed < MAX_FAILED_FETCHES:
+            newest = self._board.lease(replica, newer_than=self._served_versions[replica])
+            async with newest as manifest:
+                fetched = await self._generators.begin_update(replica, manifest)
+            # The generator has a copy of its own now: the trainer may write over the one it has read.
+            self._recorder.record_fetch(fetched)
+            num_failed = 0 if fetched.is_complete else num_failed + 1
+            if fetched.is_complete:
+                swap = await self._generators.finish_update(replica)
+                self._recorder.record_swap(swap)
+                # First: with it groups that run on become younger than their start says.
+                await self._buffer.progressed.call_one(swap.progress)
+                await self._set_served(replica, manifest.version)
+        raise RuntimeError(
+            f"generator {replica}: {num_failed} fetches in a row did not arrive as their manifests say; "
+            "a lease that is too short (weights.lease_timeout_s) or faulty memory does this"
+        )
+
+    async def _set_served(self, replica: int, version: int) -> None:
+        """A generator samples under ``version`` from now on."""
+        async with self._served:
+            self._served_versions[replica] = version
+            self._served.notify_all()
+        served = min(self._served_versions)
+        # Below the version of a run that is resumed, others still load it.
+        if served:
+            await self._buffer.set_served_version.call_one(served)
+
+    async def _catch_up(self) -> None:
+        """Publish what had to be skipped while generators were reading both staging buffers."""
+        while True:
+            await self._board.until_owed()
+            await self.publish()

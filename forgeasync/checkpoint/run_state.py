@@ -1,0 +1,86 @@
+"""What the controller of a run has to know to go on from a checkpoint, and whether it may.
+
+Of the config only what the past of the run follows from must stay as it was: the data and their order, random
+seeds, the model's shape and its adapters. Everything else may change on resuming: parallel layout and dtypes,
+learning rate and schedule, the loss, batch sizes, age limits and buffer, generators, max_steps.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from forgeasync.buffer.snapshot import BufferSnapshot
+from forgeasync.checkpoint.folders import RUN_FILE
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.problems import Problem
+from forgeasync.config.schema import RunConfig
+
+UNCHANGEABLE = {
+    "seed": "the order of the data and all random draws follow from it",
+    "data": "the place in the data's order would mean other problems",
+    "lora": "the checkpoint holds what this setting trains",
+}
+"""Sections and fields that a resumed run has to keep, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The controller's part of a checkpoint."""
+
+    step: int
+    """Steps made; the version of the policy too."""
+    elapsed_s: float
+    model: ModelFacts
+    config: dict[str, object]
+    buffer: BufferSnapshot
+
+    def encode(self) -> bytes:
+        """As the text of ``run.json``."""
+        return msgspec.json.format(msgspec.json.encode(self))
+
+
+def read_run_state(folder: Path) -> RunState:
+    """The controller's part of the checkpoint in ``folder``.
+
+    Raises:
+        ValueError: the file is damaged, or of another version of this package.
+    """
+    try:
+        return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=RunState)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"--resume: {folder / RUN_FILE} cannot be read: {error}") from None
+
+
+def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """What keeps a run with this config and model from going on from the checkpoint."""
+    for field, saved, now in _differences(asdict(state.model), asdict(facts)):
+        yield Problem(
+            field="--resume",
+            value=str(folder),
+            remedy=f"is a checkpoint of another model: {field} is {saved} there, {now} at "
+            f"model.path = {config.model.path!r}",
+        )
+    current = config.model_dump(mode="json")
+    for field, reason in UNCHANGEABLE.items():
+        for path, saved, now in _differences({field: state.config.get(field)}, {field: current[field]}):
+            yield Problem(field=path, value=now, remedy=f"must be {saved!r} as in {folder}: {reason}")
+    if config.max_steps <= state.step:
+        yield Problem(
+            field="max_steps",
+            value=config.max_steps,
+            remedy=f"must be more than {state.step}, the steps that {folder} has behind it",
+        )
+
+
+def _differences(
+    saved: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """Dotted names of what differs, with both values; sections are gone into where both are there."""
+    for key in sorted(saved.keys() | now.keys()):
+        one, other = saved.get(key), now.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _differences(one, other, f"{prefix}{key}.")
+        elif one != other:
+            yield f"{prefix}{key}", one, other

@@ -1,0 +1,164 @@
+"""Checkpoints of the trainer, by torch.distributed.checkpoint: written beside training, read by any layout.
+
+Every rank copies its shards to host memory in a thread while the next forward pass runs; the optimizer waits
+for that copy. A second thread writes the copies, over a gloo group of its own, so that its collectives and
+those of training cannot meet. Rank 0 then shows the checkpoint (``forgeasync.checkpoint.folders``).
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from forgeasync.checkpoint.folders import TRAINER_FOLDER, partial_folder, prune, publish
+from forgeasync.trainer.titan_cpu import DEVICE_TYPE
+
+State = dict[str, torch.Tensor]
+"""Tensors by their names in a checkpoint."""
+
+RNG = "rng."
+"""Beginning of the names of random states: each rank has its own, and another layout none of them."""
+
+
+def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> State:
+    """What is trained, with its moments, and the model's own running state; shares the trainer's memory."""
+    state: State = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            state[f"model.{name}"] = parameter.detach()
+            for key, tensor in _moments(optimizer, parameter).items():
+                state[f"optimizer.{name}.{key}"] = tensor
+    persistent = model.state_dict().keys()
+    state |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
+    return state
+
+
+def _moments(optimizer: torch.optim.AdamW, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """As AdamW makes them at its first step, if it has not made one yet."""
+    moments = optimizer.state[parameter]
+    if not moments:
+        moments["step"] = torch.tensor(0.0)
+        moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        moments["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return moments
+
+
+def random_state() -> State:
+    """Of this rank."""
+    prefix = f"{RNG}{dist.get_world_size()}.{dist.get_rank()}"
+    state = {f"{prefix}.cpu": torch.get_rng_state()}
+    if DEVICE_TYPE != "cpu":
+        state[f"{prefix}.{DEVICE_TYPE}"] = torch.get_device_module(DEVICE_TYPE).get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Take over what ``random_state`` gave; nothing of it: the random state stays."""
+    for name, tensor in state.items():
+        device = name.rpartition(".")[2]
+        if device == "cpu":
+            torch.set_rng_state(tensor)
+        else:
+            torch.get_device_module(device).set_rng_state(tensor)
+
+
+def load(state: State, folder: Path) -> None:
+    """Fill the tensors of ``state`` from a checkpoint that ranks of any number wrote; collective.
+
+    Random states that the checkpoint does not have are taken out of ``state``.
+
+    Raises:
+        ValueError: the checkpoint is of another model or of other adapters; names a tensor and both shapes.
+    """
+    reader = dcp.FileSystemReader(folder / TRAINER_FOLDER)
+    saved = reader.read_metadata().state_dict_metadata
+    for name in [name for name in state if name.startswith(RNG) and name not in saved]:
+        del state[name]
+    problem = _difference(state, saved)
+    if problem is not None:
+        raise ValueError(
+            f"--resume: {folder} is a checkpoint of another model or of other adapters: {problem}"
+        )
+    try:
+        dcp.load(state, storage_reader=reader)
+    except CheckpointException as error:
+        raise ValueError(f"--resume: {folder} cannot be read: {_first_failure(error)}") from error
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """Of any rank. DCP's exception is no ``Exception``: it would end an actor's proc, not its call."""
+    return next(iter(error.failures.values()))[0]
+
+
+def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) -> str | None:
+    saved_names = {name for name in saved if not name.startswith(RNG)}
+    for name in sorted(saved_names - state.keys()):
+        return f"it has {name!r}, the run has no such tensor"
+    for name, tensor in state.items():
+        entry = saved.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            return f"it lacks {name!r}"
+        if entry.size != tensor.shape:
+            return f"{name!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} in the run"
+    return None
+
+
+@torch.no_grad()
+def _copy_to_host(state: State) -> State:
+    """Shards stay shards."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one rank, one at a time; every rank calls the same methods in the same order."""
+
+    def __init__(self, open_storage: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter) -> None:
+        """``open_storage`` gives what files are written with; by default they are flushed one by one."""
+        self._open_storage = open_storage
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
+        self._group: dist.ProcessGroup | None = None
+        self._staged: Future[State] | None = None
+        self._written: Future[None] | None = None
+
+    def begin(self, state: State, folder: Path, *, run_state: bytes, keep: int) -> None:
+        """Start to write ``state``; collective. Waits for the checkpoint before, if that is not written yet.
+
+        Nothing may change the tensors before ``until_staged`` has returned.
+        """
+        self.finish()
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        self._staged = self._copying.submit(_copy_to_host, state)
+        self._written = self._writing.submit(self._write, self._staged, folder, run_state, keep)
+
+    def _write(self, staged: Future[State], folder: Path, run_state: bytes, keep: int) -> None:
+        storage = self._open_storage(partial_folder(folder) / TRAINER_FOLDER)
+        try:
+            dcp.save(staged.result(), storage_writer=storage, process_group=self._group)
+        except CheckpointException as error:
+            raise OSError(f"checkpoint {folder} could not be written: {_first_failure(error)}") from error
+        # Here rank 0 knows that every rank has written its files.
+        if dist.get_rank() == 0:
+            publish(folder, run_state)
+            prune(folder.parent, keep=keep)
+
+    def until_staged(self) -> None:
+        """Wait until the tensors may change again; raises what went wrong with the writing meanwhile."""
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
+        if self._written is not None and self._written.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is written; raises what went wrong."""
+        self._staged = None
+        if self._written is not None:
+            written, self._written = self._written, None
+            written.result()
