@@ -334,7 +334,8 @@ def main() -> int:
         if arguments.dry_run:
             show_plan(config)
         else:
-            asyncio.run(train(config, prepare(config)))
+            prepared = prepare(config)
+            asyncio.run(train(prepared.config, prepared))
 
     return exit_code(run)
 

@@ -11,7 +11,7 @@ from forgeasync.config.filter_checks import check_groups
 from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.lora_checks import check_lora, check_lora_sharding
 from forgeasync.config.loss_checks import check_loss
-from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
+from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
 from forgeasync.config.sizes import ROW_ALIGNMENT, kv_bytes_per_token, largest_group_payload_bytes
@@ -123,16 +123,6 @@ def _check_mesh(config: RunConfig) -> Iterator[Problem]:
             remedy=f"tensor * context = {product} must divide {ROW_ALIGNMENT}, the multiple that packed rows "
             "are padded to",
         )
-    if parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
-        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
-        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
-        # not redistribute from S(1) to P(sum)".
-        yield Problem(
-            field="trainer.parallel.sequence",
-            value=parallel.sequence,
-            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
-            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
-        )
 
 
 def _check_schedules(config: RunConfig) -> Iterator[Problem]:
@@ -185,9 +175,6 @@ def _check_run_dir(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    if facts.model_type != SUPPORTED_MODEL_TYPE:
-        remedy = f"is of model_type {facts.model_type!r}; only {SUPPORTED_MODEL_TYPE!r} is supported"
-        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
     if facts.top_k > facts.num_experts:
         yield Problem(
             field="model.path",
@@ -225,7 +212,13 @@ def _check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterat
                 value=parallel.tensor,
                 remedy=f"must divide the model's {name} = {size}",
             )
-    if facts.num_experts % parallel.expert:
+    if parallel.expert > 1 and not facts.num_experts:
+        yield Problem(
+            field="trainer.parallel.expert",
+            value=parallel.expert,
+            remedy=f"must be 1: a model of model_type {facts.model_type!r} has no experts",
+        )
+    elif facts.num_experts % parallel.expert:
         yield Problem(
             field="trainer.parallel.expert",
             value=parallel.expert,
@@ -238,6 +231,26 @@ def _check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterat
             remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
             "(without expert parallelism it splits every expert)",
         )
+    if facts.dense_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the model's intermediate_size = {facts.dense_hidden_size}",
+        )
+
+
+def _check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    parallel = config.trainer.parallel
+    if facts.num_experts and parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
+        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
+        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
+        # not redistribute from S(1) to P(sum)".
+        yield Problem(
+            field="trainer.parallel.sequence",
+            value=parallel.sequence,
+            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
+            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
+        )
 
 
 def _check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
@@ -245,6 +258,7 @@ def _check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterato
     sizes = (
         ("num_attention_heads", facts.num_heads),
         ("moe_intermediate_size", facts.expert_hidden_size),
+        ("intermediate_size", facts.dense_hidden_size),
     )
     for name, size in sizes:
         if size % tensor:
@@ -290,6 +304,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
     _check_model_shape,
     _check_trainer_divides_model,
+    _check_sequence_parallelism,
     _check_generator_fits_model,
     check_lora_sharding,
     _check_payload,

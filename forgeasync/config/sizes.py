@@ -53,7 +53,7 @@ def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     per_token = 4
     if trainer.routing_replay is not RoutingReplay.OFF:
         bytes_per_id = 1 if facts.num_experts <= 256 else 2
-        per_token += facts.num_layers * facts.top_k * bytes_per_id + 1
+        per_token += facts.num_moe_layers * facts.top_k * bytes_per_id + 1
     per_response_token = 4
     if trainer.keep_sampling_mask and sampling.cuts_vocabulary:
         largest_set = sampling.top_k or facts.vocab_size

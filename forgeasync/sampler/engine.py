@@ -93,7 +93,10 @@ class SamplerEngine:
         self._records = records
         self._vocab_size = model.get_vocab_size()
         self._joiner = SequenceJoiner(
-            tokenizer=llm.get_tokenizer(), vocab_size=self._vocab_size, num_experts=model.get_num_experts()
+            tokenizer=llm.get_tokenizer(),
+            vocab_size=self._vocab_size,
+            num_experts=model.get_num_experts(),
+            num_dense_layers=records.num_dense_layers,
         )
         self._gate = AdmissionGate()
         self._groups = Groups()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.models.common.decoder import Decoder
 
 from forgeasync.config.schema import TrainerSection
 from forgeasync.data.routing import NO_RECORD
@@ -26,14 +26,14 @@ class RowForward:
     """Runs rows through one model of this rank's mesh; the ranks of a row call it together."""
 
     def __init__(
-        self, model: Qwen3Model, *, parallel_dims: ParallelDims, section: TrainerSection, temperature: float
+        self, model: Decoder, *, parallel_dims: ParallelDims, section: TrainerSection, temperature: float
     ) -> None:
         self._model = model
         self._temperature = temperature
         self.routers = replay_routers(model)
         # A compiled layer keeps to one graph, and tensor-parallel ranks to one order of adding up gradients:
         # without records they replay that there are none.
-        self._always_replays = section.compile or section.parallel.tensor > 1
+        self._always_replays = bool(self.routers) and (section.compile or section.parallel.tensor > 1)
         context_mesh = parallel_dims.get_optional_mesh("cp")
         self._context_group = None if context_mesh is None else context_mesh.get_group()
         self._context_rank = 0 if context_mesh is None else context_mesh.get_local_rank()

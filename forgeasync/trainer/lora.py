@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.attention import QKVLinear
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.qwen3 import Qwen3Model
 
 from forgeasync.config.schema import LoraSection
 from forgeasync.trainer.experts import TrainingDtypeExperts
@@ -47,7 +47,7 @@ class SeparateQKVLinear(QKVLinear):
         self.wv = config.wv.build()
 
 
-def with_adapters(model: Qwen3Model.Config, lora: LoraSection) -> Qwen3Model.Config:
+def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
     """The config of the same model, frozen and with adapters; its shardings are set already."""
     for layer in model.layers:
         qkv = layer.attention.qkv_linear
