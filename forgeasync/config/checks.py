@@ -9,10 +9,11 @@ from pathlib import Path
 from forgeasync.config.buffer_checks import check_accounting, check_buffer
 from forgeasync.config.filter_checks import check_groups
 from forgeasync.config.interruption_checks import check_interruption
-from forgeasync.config.lora_checks import check_lora, check_lora_sharding
+from forgeasync.config.lora_checks import check_lora, check_lora_family, check_lora_sharding
 from forgeasync.config.loss_checks import check_loss
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
+from forgeasync.config.routing_checks import check_router_bias, check_sequence_parallelism
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
 from forgeasync.config.sizes import ROW_ALIGNMENT, kv_bytes_per_token, largest_group_payload_bytes
 
@@ -239,20 +240,6 @@ def _check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterat
         )
 
 
-def _check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    parallel = config.trainer.parallel
-    if facts.num_experts and parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
-        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
-        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
-        # not redistribute from S(1) to P(sum)".
-        yield Problem(
-            field="trainer.parallel.sequence",
-            value=parallel.sequence,
-            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
-            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
-        )
-
-
 def _check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     tensor = config.generator.tensor_parallel
     sizes = (
@@ -304,8 +291,10 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
     _check_model_shape,
     _check_trainer_divides_model,
-    _check_sequence_parallelism,
+    check_sequence_parallelism,
+    check_router_bias,
     _check_generator_fits_model,
+    check_lora_family,
     check_lora_sharding,
     _check_payload,
 )

@@ -24,6 +24,9 @@ from forgeasync.trainer.lora_experts import GroupedAdapter, LoraExperts, adapter
 ATTENTION_MODULES = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
 """TorchTitan's name of a linear layer by the last part of its Hugging Face name."""
 
+NETWORK_MODULES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""The same of a feed-forward network without experts."""
+
 EXPERT_PARAMETERS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
 """TorchTitan's name of a projection of all experts by the last part of its Hugging Face name."""
 
@@ -54,9 +57,12 @@ def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
         layer.attention.qkv_linear = SeparateQKVLinear.Config(
             head_dim=qkv.head_dim, wq=qkv.wq, wkv=qkv.wkv, wk=replace(qkv.wkv), wv=replace(qkv.wkv)
         )
-        routed = layer.moe.routed_experts
-        routed.inner_experts = _experts_with_adapters(routed.inner_experts, lora)
-    modules = [module for target, module in ATTENTION_MODULES.items() if target in lora.targets]
+        if layer.moe is not None:
+            routed = layer.moe.routed_experts
+            routed.inner_experts = _experts_with_adapters(routed.inner_experts, lora)
+    # Experts are no linear layers: the converter leaves them alone.
+    linear = ATTENTION_MODULES | NETWORK_MODULES
+    modules = [module for target, module in linear.items() if target in lora.targets]
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=modules).build()
     return converter.convert(model)
 

@@ -77,7 +77,12 @@ def _qwen3(**options: object) -> PretrainedConfig:
 
 
 def _qwen3_moe(**options: object) -> PretrainedConfig:
-    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
     return Qwen3MoeConfig(**(_COMMON | experts | {"num_hidden_layers": 2, "head_dim": 32} | options))
 
 
