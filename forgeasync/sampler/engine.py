@@ -29,6 +29,7 @@ from vllm.v1.executor import Executor
 from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
+from forgeasync.sampler.cpu_latent import expand_latents
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 from forgeasync.sampler.interruption import (
     GROUP_ARGUMENT,
@@ -124,6 +125,8 @@ class SamplerEngine:
     ) -> "SamplerEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves."""
         is_cpu = current_platform.is_cpu()
+        if is_cpu:
+            expand_latents()
         args = AsyncEngineArgs(
             model=str(model_path),
             dtype=generator.dtype.value,
