@@ -29,7 +29,7 @@ from vllm.v1.executor import Executor
 from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection, WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
-from forgeasync.sampler.cpu_latent import expand_latents
+from forgeasync.sampler.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 from forgeasync.sampler.interruption import (
     GROUP_ARGUMENT,
@@ -154,6 +154,7 @@ class SamplerEngine:
             # Imports the CPU build's model runner, which other builds need not have.
             from forgeasync.sampler.cpu_capture import request_records
 
+            rotate_in_torch(vllm_config)
             request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
         with _in_process_core(salt_with_version=not weights.prefix_cache_across_versions):
             llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
