@@ -28,6 +28,27 @@ from tests.support.processes import run_ranks
 
 TOKENS_PER_ROW = 128
 
+MAX_FILE_BYTES = 40_000
+
+SPEED = 0.01
+
+ROUTED = frozenset(variant for variant in VARIANTS if variant.startswith(("deepseek", "qwen3_moe")))
+
+ROUTER_BIAS = {
+    variant: RouterBias.UPDATED if variant.startswith("deepseek") else RouterBias.FROZEN
+    for variant in VARIANTS
+}
+
+LAYOUTS: tuple[tuple[tuple[str, ...], ParallelSection], ...] = (
+    (("qwen3_tied", "llama3_rope", "deepseek_v3"), ParallelSection(num_procs=2)),
+    (("qwen3_tied", "llama3_rope"), ParallelSection(num_procs=2, tensor=2)),
+    (("qwen3_tied", "deepseek_v3"), ParallelSection(num_procs=2, tensor=2, sequence=False)),
+    (("deepseek_v3", "deepseek_v3_one_group"), ParallelSection(num_procs=2, tensor=2, expert=2)),
+    (("llama3_rope", "deepseek_v3"), ParallelSection(num_procs=2, context=2)),
+)
+
+STEPPED = frozenset(variant for variants, _ in LAYOUTS for variant in variants)
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -45,7 +66,7 @@ def make_trainer(
         parallel=parallel,
         tokens_per_row=TOKENS_PER_ROW,
         router_bias=router_bias,
-        router_bias_speed=0.01,
+        router_bias_speed=SPEED,
         # A large step, so that a wrong gradient shows in the weights.
         optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
     )
@@ -59,70 +80,169 @@ def make_trainer(
     )
 
 
-def make_sequences(num_sequences: int, vocab_size: int) -> list[TrainingSequence]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step says of itself, and the weights after it."""
+
+    metrics: dict[str, float]
+    weights: dict[str, torch.Tensor]
+
+
+def _step(
+    folder: Path, parallel: ParallelSection, sequences: list[TrainingSequence], router_bias: RouterBias
+) -> Step:
+    trainer = make_trainer(folder, parallel, router_bias=router_bias)
+    rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
+    result = trainer.train_step(rows[trainer.data_rank])
+    weights = hf_checkpoint.full_tensors(trainer.model, trainer._facts)
+    return Step(metrics=result.metrics, weights={name: tensor.clone() for name, tensor in weights})
+
+
+@pytest.fixture(scope="module")
+def sequences(folders: dict[str, Path]) -> list[TrainingSequence]:
+    """The last is as long as positions go: rotary scaling shows in late ones."""
+    vocab_size = read_model_facts(str(folders["llama"])).vocab_size
     rng = np.random.default_rng(0)
-    sequences = []
-    for _ in range(num_sequences):
-        response = rng.integers(0, vocab_size, rng.integers(3, 60)).astype(np.int32)
-        sequences.append(
-            TrainingSequence(
-                prompt_ids_P=rng.integers(0, vocab_size, rng.integers(1, 20)).astype(np.int32),
-                response_ids_T=response,
-                behavior_logprobs_T=(-3.0 + 0.3 * rng.standard_normal(len(response))).astype(np.float32),
-                ages_T=np.zeros(len(response), np.int32),
-                advantage=float(rng.standard_normal()),
-            )
+    lengths = [*((int(rng.integers(1, 20)), int(rng.integers(3, 60))) for _ in range(7)), (1, 127)]
+    return [
+        TrainingSequence(
+            prompt_ids_P=rng.integers(0, vocab_size, num_prompt).astype(np.int32),
+            response_ids_T=rng.integers(0, vocab_size, num_response).astype(np.int32),
+            behavior_logprobs_T=(-3.0 + 0.3 * rng.standard_normal(num_response)).astype(np.float32),
+            ages_T=np.zeros(num_response, np.int32),
+            advantage=float(rng.standard_normal()),
         )
-    return sequences
+        for num_prompt, num_response in lengths
+    ]
 
 
-def _logprobs(folders: dict[str, Path], sequences: list[TrainingSequence]) -> dict[str, torch.Tensor]:
+Alone = tuple[dict[str, torch.Tensor], dict[str, Step], Step]
+
+
+def _alone(folders: dict[str, Path], sequences: list[TrainingSequence]) -> Alone:
     with torch.no_grad():
-        return {
+        logprobs = {
             variant: make_trainer(folder, ParallelSection()).logprobs(pack_row(sequences))
             for variant, folder in folders.items()
         }
+    steps = {
+        variant: _step(folder, ParallelSection(), sequences, ROUTER_BIAS[variant])
+        for variant, folder in folders.items()
+        if variant in STEPPED
+    }
+    frozen = _step(folders["deepseek_v3"], ParallelSection(), sequences, RouterBias.FROZEN)
+    return logprobs, steps, frozen
 
 
-def test_logprobs_are_those_of_transformers(folders: dict[str, Path]) -> None:
-    facts = read_model_facts(str(folders["llama"]))
-    sequences = make_sequences(3, facts.vocab_size)
-    # One as long as positions go: rotary scaling shows in late ones.
-    rng = np.random.default_rng(1)
-    ids = rng.integers(0, facts.vocab_size, 150).astype(np.int32)
-    long = dataclasses.replace(
-        sequences[0],
-        prompt_ids_P=ids[:1],
-        response_ids_T=ids[1:],
-        behavior_logprobs_T=np.zeros(149, np.float32),
-        ages_T=np.zeros(149, np.int32),
-    )
-    sequences.append(long)
-    found = run_ranks(1, _logprobs, folders, sequences)[0]
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path], sequences: list[TrainingSequence]) -> Alone:
+    return run_ranks(1, _alone, folders, sequences)[0]
+
+
+def _pair(folders: dict[str, Path], sequences: list[TrainingSequence], out: Path) -> list[dict[str, Step]]:
+    for variant, folder in folders.items():
+        trainer = make_trainer(folder, ParallelSection(num_procs=2))
+        hf_checkpoint.save(
+            trainer.model, trainer._facts, out / variant, source=folder, max_file_bytes=MAX_FILE_BYTES
+        )
+    return [
+        {variant: _step(folders[variant], parallel, sequences, ROUTER_BIAS[variant]) for variant in variants}
+        for variants, parallel in LAYOUTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exported")
+
+
+@pytest.fixture(scope="module")
+def pair(
+    folders: dict[str, Path], sequences: list[TrainingSequence], exported: Path
+) -> list[list[dict[str, Step]]]:
+    """By rank and layout; the models lie in ``exported`` afterwards."""
+    return run_ranks(2, _pair, folders, sequences, exported)
+
+
+def test_logprobs_are_those_of_transformers(
+    folders: dict[str, Path], sequences: list[TrainingSequence], alone: Alone
+) -> None:
     for variant, folder in folders.items():
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         rows = []
         for sequence in sequences:
-            ids = torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
+            ids, num_prompt = _ids(sequence), len(sequence.prompt_ids_P)
             with torch.no_grad():
                 logprobs = torch.log_softmax(reference(ids[None]).logits[0].double(), -1)
-            num_prompt = len(sequence.prompt_ids_P)
             rows.append(logprobs[num_prompt - 1 : -1].gather(1, ids[num_prompt:, None])[:, 0])
         expected = torch.cat(rows)
-        torch.testing.assert_close(found[variant].double(), expected, atol=1e-4, rtol=0, msg=variant)
+        torch.testing.assert_close(alone[0][variant].double(), expected, atol=1e-4, rtol=0, msg=variant)
         assert expected.std() > 0.3, f"{variant}: a nearly uniform model would hide mistakes"
 
 
-def _round_trips(folders: dict[str, Path], out: Path, parallel: ParallelSection) -> None:
-    for variant, folder in folders.items():
-        trainer = make_trainer(folder, parallel)
-        hf_checkpoint.save(trainer.model, trainer._facts, out / variant, source=folder, max_file_bytes=40_000)
+def _ids(sequence: TrainingSequence) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T])).long()
 
 
-def test_files_there_and_back_are_bit_exact(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(2, _round_trips, folders, tmp_path, ParallelSection(num_procs=2))
+@pytest.mark.parametrize("index", range(len(LAYOUTS)))
+def test_a_step_is_the_same_under_every_layout(
+    folders: dict[str, Path], alone: Alone, pair: list[list[dict[str, Step]]], index: int
+) -> None:
+    for of_rank in pair:
+        for variant, found in of_rank[index].items():
+            expected = alone[1][variant]
+            for name in ("loss", "grad_norm", "mismatch/kl"):
+                assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), (variant, name)
+            assert found.weights.keys() == expected.weights.keys()
+            for name, tensor in expected.weights.items():
+                torch.testing.assert_close(
+                    found.weights[name], tensor, atol=2e-5, rtol=1e-4, msg=f"{variant} {name}"
+                )
+
+
+def test_every_weight_is_trained(folders: dict[str, Path], alone: Alone) -> None:
+    for variant, step in alone[1].items():
+        before = load_file(folders[variant] / "model.safetensors")
+        assert step.weights.keys() == before.keys()
+        same = [name for name, tensor in step.weights.items() if torch.equal(tensor, before[name])]
+        # An expert may have got no token.
+        assert [name for name in same if ".experts." not in name] == [], variant
+        assert step.metrics.get("routing/num_moe_layers") == (None if variant in ROUTED else 0.0)
+
+
+def test_biases_of_routers_follow_the_load_or_stay(
+    folders: dict[str, Path], sequences: list[TrainingSequence], alone: Alone
+) -> None:
+    """Against the choices of transformers' routers: Wang et al. (2024), algorithm 1, changes centred."""
+    _, steps, frozen = alone
+    before = load_file(folders["deepseek_v3"] / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folders["deepseek_v3"], dtype=torch.float32)
+    facts = read_model_facts(str(folders["deepseek_v3"]))
+    chosen: dict[int, list[torch.Tensor]] = {}
+    for layer in range(facts.num_dense_layers, facts.num_layers):
+        chosen[layer] = []
+        gate = model.model.layers[layer].mlp.gate
+        gate.register_forward_hook(lambda _gate, _input, output, ids=chosen[layer]: ids.append(output[2]))
+    for sequence in sequences:
+        with torch.no_grad():
+            model(_ids(sequence)[None])
+    for layer, ids in chosen.items():
+        counts_E = torch.bincount(torch.cat(ids).flatten(), minlength=facts.num_experts).double()
+        changes_E = SPEED * torch.sign(counts_E.mean() - counts_E)
+        changes_E -= changes_E.mean()
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        torch.testing.assert_close(
+            steps["deepseek_v3"].weights[name].double(), before[name].double() + changes_E, atol=1e-6, rtol=0
+        )
+        assert changes_E.abs().max() > 0.5 * SPEED
+        assert torch.equal(frozen.weights[name], before[name])
+
+
+def test_files_there_and_back_are_bit_exact(
+    folders: dict[str, Path], pair: list[list[dict[str, Step]]], exported: Path
+) -> None:
     for variant, source in folders.items():
-        folder = tmp_path / variant
+        folder = exported / variant
         before = load_file(source / "model.safetensors")
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         after: dict[str, torch.Tensor] = {}
@@ -131,7 +251,7 @@ def test_files_there_and_back_are_bit_exact(folders: dict[str, Path], tmp_path: 
         assert len(files) > 1 and {path.name for path in folder.glob("*.safetensors")} == set(files)
         for file in files:
             tensors = load_file(folder / file)
-            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
+            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= MAX_FILE_BYTES
             assert all(index["weight_map"][name] == file for name in tensors)
             after |= tensors
         assert before.keys() == after.keys(), variant
@@ -144,55 +264,6 @@ def test_files_there_and_back_are_bit_exact(folders: dict[str, Path], tmp_path: 
             folder, dtype=torch.float32, output_loading_info=True
         )
         assert not report["missing_keys"] and not report["unexpected_keys"], variant
-        original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        for name, tensor in original.state_dict().items():
-            assert torch.equal(loaded.state_dict()[name], tensor), (variant, name)
-
-
-def _steps(
-    folders: dict[str, Path], parallel: ParallelSection, sequences: list[TrainingSequence]
-) -> dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]]:
-    results = {}
-    for variant, folder in folders.items():
-        bias = RouterBias.UPDATED if variant.startswith("deepseek") else RouterBias.FROZEN
-        trainer = make_trainer(folder, parallel, router_bias=bias)
-        rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
-        result = trainer.train_step(rows[trainer.data_rank])
-        weights = hf_checkpoint.full_tensors(trainer.model, trainer._facts)
-        results[variant] = (result.metrics, {name: tensor.clone() for name, tensor in weights})
-    return results
-
-
-@pytest.mark.parametrize(
-    ("variants", "parallel"),
-    [
-        pytest.param(("qwen3", "llama", "deepseek_v3"), ParallelSection(num_procs=2), id="fsdp2"),
-        pytest.param(("qwen3_tied", "llama3_rope"), ParallelSection(num_procs=2, tensor=2), id="dense-tp2"),
-        pytest.param(
-            ("deepseek_v3", "deepseek_v3_one_group"),
-            ParallelSection(num_procs=2, tensor=2, expert=2),
-            id="deepseek-tp2-ep2",
-        ),
-        pytest.param(("llama",), ParallelSection(num_procs=2, context=2), id="llama-cp2"),
-    ],
-)
-def test_a_step_is_the_same_under_every_layout(
-    folders: dict[str, Path], variants: tuple[str, ...], parallel: ParallelSection
-) -> None:
-    chosen = {variant: folders[variant] for variant in variants}
-    sequences = make_sequences(7, read_model_facts(str(folders["llama"])).vocab_size)
-    single = run_ranks(1, _steps, chosen, ParallelSection(), sequences)[0]
-    for of_rank in run_ranks(parallel.num_procs, _steps, chosen, parallel, sequences):
-        for variant, (metrics, weights) in single.items():
-            found_metrics, found_weights = of_rank[variant]
-            for name in ("loss", "grad_norm", "mismatch/kl"):
-                assert found_metrics[name] == pytest.approx(metrics[name], rel=1e-4), (variant, name)
-            before = load_file(folders[variant] / "model.safetensors")
-            assert found_weights.keys() == before.keys()
-            for name, expected in weights.items():
-                torch.testing.assert_close(
-                    found_weights[name], expected, atol=2e-5, rtol=1e-4, msg=f"{variant} {name}"
-                )
-                # An expert may have got no token.
-                if ".experts." not in name:
-                    assert not torch.equal(expected, before[name]), f"{variant} {name} was not trained"
+        original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(original[name], tensor), (variant, name)

@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forgeasync.config.buffer_checks import check_accounting, check_buffer
+from forgeasync.config.division_checks import check_generator_fits_model, check_trainer_divides_model
 from forgeasync.config.filter_checks import check_groups
 from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.lora_checks import check_lora, check_lora_family, check_lora_sharding
 from forgeasync.config.loss_checks import check_loss
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
-from forgeasync.config.routing_checks import check_router_bias, check_sequence_parallelism
+from forgeasync.config.routing_checks import (
+    check_groups_of_experts,
+    check_router_bias,
+    check_sequence_parallelism,
+)
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
-from forgeasync.config.sizes import ROW_ALIGNMENT, kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.config.sizes import ROW_ALIGNMENT, largest_group_payload_bytes
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
@@ -204,73 +209,6 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
         )
 
 
-def _check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    parallel = config.trainer.parallel
-    for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
-        if size % parallel.tensor:
-            yield Problem(
-                field="trainer.parallel.tensor",
-                value=parallel.tensor,
-                remedy=f"must divide the model's {name} = {size}",
-            )
-    if parallel.expert > 1 and not facts.num_experts:
-        yield Problem(
-            field="trainer.parallel.expert",
-            value=parallel.expert,
-            remedy=f"must be 1: a model of model_type {facts.model_type!r} has no experts",
-        )
-    elif facts.num_experts % parallel.expert:
-        yield Problem(
-            field="trainer.parallel.expert",
-            value=parallel.expert,
-            remedy=f"must divide the model's num_experts = {facts.num_experts}",
-        )
-    if parallel.expert == 1 and facts.expert_hidden_size % parallel.tensor:
-        yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
-            "(without expert parallelism it splits every expert)",
-        )
-    if facts.dense_hidden_size % parallel.tensor:
-        yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy=f"must divide the model's intermediate_size = {facts.dense_hidden_size}",
-        )
-
-
-def _check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    tensor = config.generator.tensor_parallel
-    sizes = (
-        ("num_attention_heads", facts.num_heads),
-        ("moe_intermediate_size", facts.expert_hidden_size),
-        ("intermediate_size", facts.dense_hidden_size),
-    )
-    for name, size in sizes:
-        if size % tensor:
-            yield Problem(
-                field="generator.tensor_parallel",
-                value=tensor,
-                remedy=f"must divide the model's {name} = {size}",
-            )
-    # vLLM repeats KV heads when there are more ranks than heads.
-    if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
-        yield Problem(
-            field="generator.tensor_parallel",
-            value=tensor,
-            remedy=f"must divide the model's num_key_value_heads = {facts.num_kv_heads} or be its multiple",
-        )
-    needed_gib = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
-    if config.generator.kv_cache_gib < needed_gib:
-        yield Problem(
-            field="generator.kv_cache_gib",
-            value=config.generator.kv_cache_gib,
-            remedy=f"must be at least {needed_gib:.3g}, "
-            f"to hold one sequence of model.max_context_length = {config.model.max_context_length}",
-        )
-
-
 _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_lengths,
     _check_batch,
@@ -290,10 +228,11 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 
 _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
     _check_model_shape,
-    _check_trainer_divides_model,
+    check_trainer_divides_model,
     check_sequence_parallelism,
+    check_groups_of_experts,
     check_router_bias,
-    _check_generator_fits_model,
+    check_generator_fits_model,
     check_lora_family,
     check_lora_sharding,
     _check_payload,

@@ -88,5 +88,10 @@ class ModelFacts:
         return self.num_layers - self.num_dense_layers
 
     @property
+    def shared_hidden_size(self) -> int:
+        """Of the network that all shared experts are together; 0 without."""
+        return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
+
+    @property
     def value_head_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.value_head_dim

@@ -22,6 +22,25 @@ def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator
         )
 
 
+def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Sizes of a grouped choice that do not fit together."""
+    routing = facts.routing
+    if routing is None:
+        return
+    per_group = facts.num_experts // routing.num_groups
+    limited = f"topk_group = {routing.num_limited_groups}"
+    if facts.num_experts % routing.num_groups or (routing.num_groups > 1 and per_group < 2):
+        text = f"n_group = {routing.num_groups}; groups of n_routed_experts = {facts.num_experts} must be "
+        remedy = text + "equally large, with at least 2 experts each"
+    elif routing.num_limited_groups > routing.num_groups:
+        remedy = f"{limited}; must be at most n_group = {routing.num_groups}"
+    elif routing.num_limited_groups * per_group < facts.top_k:
+        remedy = f"{limited}, groups of {per_group} experts; must hold num_experts_per_tok = {facts.top_k}"
+    else:
+        return
+    yield Problem(field="model.path", value=config.model.path, remedy=f"its config.json has {remedy}")
+
+
 def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Only some models have a bias, and only whole weights publish it."""
     if config.trainer.router_bias is not RouterBias.UPDATED:

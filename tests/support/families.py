@@ -124,7 +124,7 @@ def write_family(folder: Path, variant: str, *, seed: int = 0, scale: float = 3.
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 # Wide enough to change many choices.
-                buffer.normal_(std=0.2)
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -84,18 +84,18 @@ def _read_scaling(reader: ConfigReader) -> YarnRope | None:
 
 
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
-    assert facts.routing is not None
     shapes = norm_shapes(facts) | _attention_shapes(facts)
     if layer < facts.num_dense_layers:
         return shapes | network_shapes(
             "mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size
         )
-    shared_size = facts.routing.num_shared_experts * facts.expert_hidden_size
     return (
         shapes
         | expert_shapes(facts)
         | {"mlp.gate.e_score_correction_bias": (facts.num_experts,)}
-        | network_shapes("mlp.shared_experts", hidden_size=facts.hidden_size, inner_size=shared_size)
+        | network_shapes(
+            "mlp.shared_experts", hidden_size=facts.hidden_size, inner_size=facts.shared_hidden_size
+        )
     )
 
 
