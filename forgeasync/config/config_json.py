@@ -68,24 +68,25 @@ class ConfigReader:
 
     def rope_type(self, *supported: str) -> str:
         """Which rotary frequencies the model has: one of ``supported``; the first is a placeholder."""
-        scaling = self._rope_scaling()
-        kinds = [scaling[name] for name in ("rope_type", "type") if name in scaling]
-        kind = kinds[0] if kinds else "default"
+        source, scaling = self._rope_scaling()
+        # rope_scaling of older files says type.
+        name = next((name for name in ("rope_type", "type") if name in scaling), None)
+        kind = "default" if name is None else scaling[name]
         if kind not in supported:
             expected = " or ".join(map(repr, supported))
-            self.add_problem(f"has rope_scaling of type {kind!r}; only {expected} is supported")
+            self.add_problem(f"has {source}.{name} = {kind!r}; only {expected} is supported")
             return supported[0]
         return str(kind)
 
     def rope_number(self, name: str, default: float | None = None) -> float:
         """A positive number of the rotary scaling."""
-        scaling = self._rope_scaling()
+        source, scaling = self._rope_scaling()
         if name not in scaling and default is not None:
             return default
         if name not in scaling:
-            self.add_problem(f"lacks rope_parameters.{name} (or rope_scaling.{name}), a positive number")
+            self.add_problem(f"lacks {source}.{name}, a positive number")
             return 1.0
-        return self._positive(f"rope_parameters.{name}", scaling[name])
+        return self._positive(f"{source}.{name}", scaling[name])
 
     def only(self, name: str, *accepted: object, required: str = "") -> None:
         """Refuse other values than ``accepted``, and with ``required`` (what absence means) absence too."""
@@ -109,8 +110,12 @@ class ConfigReader:
             if value not in (None, 1.0):
                 self.add_problem(f"has {prefix}partial_rotary_factor = {value!r}; only 1.0 is supported")
 
-    def _rope_scaling(self) -> Mapping[str, object]:
-        return self._mapping("rope_parameters") or self._mapping("rope_scaling")
+    def _rope_scaling(self) -> tuple[str, Mapping[str, object]]:
+        """Where the rotary scaling stands, and what it says."""
+        for name in ("rope_parameters", "rope_scaling"):
+            if values := self._mapping(name):
+                return name, values
+        return "rope_parameters", {}
 
     def _mapping(self, name: str) -> Mapping[str, object]:
         value = self._raw.get(name)
