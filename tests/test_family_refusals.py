@@ -86,15 +86,19 @@ def test_variants_that_the_trainer_has_not(
 
 
 def run_config(**changes: object) -> RunConfig:
-    values = OmegaConf.to_container(
-        OmegaConf.merge(OmegaConf.create(MINIMAL), OmegaConf.create({name: v for name, v in changes.items()}))
-    )
+    values = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(MINIMAL), OmegaConf.create(changes)))
+    assert isinstance(values, dict)
+    values["data"]["source"] = {"kind": "reasoning_gym", "task": "chain_sum"}
     return RunConfig.model_validate(values)
 
 
 DENSE = parse_model_facts(raw_config("qwen3"), "dense")
 DEEPSEEK = parse_model_facts(raw_config("deepseek_v3"), "deepseek")
-assert DEEPSEEK.routing is not None
+
+
+def with_routing(**changes: int) -> ModelFacts:
+    assert DEEPSEEK.routing is not None
+    return dataclasses.replace(DEEPSEEK, routing=dataclasses.replace(DEEPSEEK.routing, **changes))
 
 
 @pytest.mark.parametrize(
@@ -117,21 +121,17 @@ assert DEEPSEEK.routing is not None
         ),
         (FACTS, {"router_bias": "updated"}, ["trainer.router_bias = 'updated'", "'qwen3_moe' have no bias"]),
         (
-            dataclasses.replace(DEEPSEEK, routing=dataclasses.replace(DEEPSEEK.routing, num_groups=3)),
+            with_routing(num_groups=3),
             {},
             ["n_group = 3", "n_routed_experts = 8"],
         ),
         (
-            dataclasses.replace(
-                DEEPSEEK, routing=dataclasses.replace(DEEPSEEK.routing, num_limited_groups=5)
-            ),
+            with_routing(num_limited_groups=5),
             {},
             ["topk_group = 5", "at most n_group = 4"],
         ),
         (
-            dataclasses.replace(
-                DEEPSEEK, routing=dataclasses.replace(DEEPSEEK.routing, num_limited_groups=1)
-            ),
+            with_routing(num_limited_groups=1),
             {},
             ["topk_group = 1", "groups of 2 experts", "num_experts_per_tok = 3"],
         ),
@@ -206,7 +206,9 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "llama")
-    config = run_config(model={"path": str(folder)})
+    config = run_config(
+        model={"path": str(folder), "max_context_length": 150}, trainer={"tokens_per_row": 192}
+    )
     assert prepare(config).config.trainer.routing_replay is RoutingReplay.OFF
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     token = tokenizer["added_tokens"][0] | {"id": 23, "content": "<another>"}
