@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive at once while some code runs."""
+"""How many bytes of tensors are allocated at once while some code runs."""
 
 import weakref
 from collections.abc import Iterable
@@ -11,7 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """Watches every tensor that an operator takes or makes; those of ``known`` do not count."""
+    """Watches every tensor that an operator takes or makes; those of ``known`` do not count.
+
+    Neither do files mapped into memory, whose pages the system takes back as it likes: their storages
+    cannot be resized.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -31,7 +35,8 @@ class LiveTensors(TorchDispatchMode):
 
     def _watch(self, tensor: torch.Tensor) -> None:
         storage = _storage(tensor)
-        if storage in self._known or storage in self._live:
+        is_mapped = not tensor.untyped_storage().resizable()
+        if storage in self._known or storage in self._live or is_mapped:
             return
         self._live[storage] = tensor.untyped_storage().nbytes()
         self.num_bytes += self._live[storage]
