@@ -145,6 +145,11 @@ def test_settings_that_a_model_has_no_use_for(
         assert word in message
 
 
+def test_biases_are_not_rounded() -> None:
+    message = only(check_config(run_config(generator={"dtype": "bfloat16"}), DEEPSEEK))
+    assert "generator.dtype = 'bfloat16'" in message and "must be float32" in message
+
+
 def test_latent_models_have_no_adapters() -> None:
     config = run_config(lora={"rank": 4, "alpha": 8.0, "targets": ["q_proj"]})
     assert "'deepseek_v3' cannot have adapters" in only(check_config(config, DEEPSEEK))

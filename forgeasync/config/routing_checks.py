@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
-from forgeasync.config.schema import RouterBias, RunConfig
+from forgeasync.config.schema import Dtype, RouterBias, RunConfig
 
 
 def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
@@ -42,7 +42,14 @@ def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Pr
 
 
 def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Only some models have a bias, and only whole weights publish it."""
+    """Only some models have a bias, and only whole weights in its own dtype publish it."""
+    if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
+        # Weights are published in one dtype, but vLLM keeps biases in float32: rounded ones choose others.
+        yield Problem(
+            field="generator.dtype",
+            value=config.generator.dtype.value,
+            remedy=f"must be float32: routers of model_type {facts.model_type!r} have float32 biases",
+        )
     if config.trainer.router_bias is not RouterBias.UPDATED:
         return
     if facts.routing is None:
