@@ -339,7 +339,8 @@ def main() -> int:
         if arguments.dry_run:
             show_plan(config)
         else:
-            asyncio.run(train(config, prepare(config, arguments.resume)))
+            prepared = prepare(config, arguments.resume)
+            asyncio.run(train(prepared.config, prepared))
 
     return exit_code(run)
 

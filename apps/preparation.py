@@ -12,6 +12,7 @@ from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.checks import check_config, check_run_dir, check_without_model
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
+from forgeasync.config.resolve import resolve
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.data.prompts import PromptEncoder
@@ -22,8 +23,10 @@ from forgeasync.payload.run_folder import SHARED_MEMORY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A checked run: its model's shape and folder, its prompts and its problems."""
+    """A checked run: its settings, its model's shape and folder, its prompts and its problems."""
 
+    config: RunConfig
+    """As the run uses it."""
     facts: ModelFacts
     model_path: Path
     prompts: PromptEncoder
@@ -64,6 +67,17 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
+def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts) -> list[Problem]:
+    """An embedding may be larger than its tokenizer's vocabulary (padded), never smaller."""
+    if tokenizer_size <= facts.vocab_size:
+        return []
+    remedy = (
+        f"its tokenizer has {tokenizer_size} token ids, its config.json vocab_size = {facts.vocab_size}; "
+        "the embedding must have a row for every token"
+    )
+    return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
+
+
 def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     """Check everything and load what the controller itself needs: tokenizer and problems.
 
@@ -73,14 +87,19 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         ConfigError: lists every problem found.
     """
     facts = check(config, is_resumed=resume is not None)
+    config = resolve(config, facts)
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
     raise_if_any([*_check_shared_memory(config, facts), *check_room(config, facts, planned_folder(config))])
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     try:
-        prompts = PromptEncoder(
-            AutoTokenizer.from_pretrained(folder), chat_template=config.data.chat_template
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except ValueError as error:
+        remedy = f"its tokenizer cannot be loaded: {error}"
+        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
+    raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
+    try:
+        prompts = PromptEncoder(tokenizer, chat_template=config.data.chat_template)
         source = build_source(config.data, seed=config.seed)
         for task in (*source.train, *source.held_out):
             prompts.check_length(
@@ -91,6 +110,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     return Prepared(
+        config=config,
         facts=facts,
         model_path=folder.resolve(),
         prompts=prompts,

@@ -13,6 +13,7 @@ from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import ParallelSection
 from forgeasync.trainer.lora_checkpoint import CONFIG_FILE, WEIGHTS_FILE, load
 from forgeasync.trainer.packing import TrainingSequence, pack_row
+from tests.support.families import write_family
 from tests.support.lora import LORA, PREFIX, adapters, free, make_trainer, reference_logprobs
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone, run_ranks
@@ -65,6 +66,29 @@ def test_peft_computes_what_the_trainer_does(saved: Saved, targets: tuple[str, .
         expected_T = torch.cat([reference_logprobs(model, sequence) for sequence in saved.sequences])
     torch.testing.assert_close(saved.logprobs[targets], expected_T, atol=1e-4, rtol=0)
     assert (plain_T - expected_T).abs().mean() > 0.01, "adapters that do nothing would hide mistakes"
+
+
+def _save_dense(model: Path, sequences: list[TrainingSequence], out: Path) -> torch.Tensor:
+    trainer = make_trainer(model, ParallelSection(num_procs=2, tensor=2))
+    trainer.save_hf(out, source=model)
+    with torch.no_grad():
+        return trainer.logprobs(pack_row(sequences))
+
+
+def test_networks_without_experts_have_adapters_too(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = write_family(tmp_path / "hf", "llama3_rope")
+    sequences = free(make_sequences(3, read_model_facts(str(model))))
+    found_T = run_ranks(2, _save_dense, model, sequences, tmp_path / "adapters")[0]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapters")
+    with torch.no_grad():
+        expected_T = torch.cat([reference_logprobs(adapted, sequence) for sequence in sequences])
+    torch.testing.assert_close(found_T, expected_T, atol=1e-4, rtol=0)
+    written = load_file(tmp_path / "adapters" / WEIGHTS_FILE)
+    assert len(written) == 2 * 2 * len(ADAPTABLE)
+    assert all(tensor.any() for tensor in written.values())
 
 
 def _packed_by_vllm(folder: Path, num_experts: int) -> tuple[float, torch.Tensor, list[torch.Tensor]]:

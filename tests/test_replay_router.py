@@ -1,10 +1,13 @@
 """The replay router against TorchTitan's own, and the formula of an MoE layer, evaluated densely."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.model_shape import BiasedRouting, LatentAttention
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.model import titan_config
 from forgeasync.trainer.replay_router import ReplayRouter, replay, replay_routers
@@ -135,3 +138,54 @@ def test_every_layer_replays_its_own_ids() -> None:
     with replay(routers, ids):
         for layer, router in enumerate(routers):
             assert torch.equal(router(x)[1], ids[:, :, layer])
+
+
+def biased_router() -> ReplayRouter:
+    facts = dataclasses.replace(
+        FACTS,
+        model_type="deepseek_v3",
+        num_kv_heads=FACTS.num_heads,
+        latent=LatentAttention(
+            query_rank=0, kv_rank=16, nope_head_dim=16, rope_head_dim=16, value_head_dim=24
+        ),
+        routing=BiasedRouting(
+            num_groups=4, num_limited_groups=2, normalizes=True, scale=2.5, num_shared_experts=1
+        ),
+    )
+    torch.manual_seed(0)
+    router = titan_config(facts).layers[0].moe.router.build()
+    with torch.no_grad():
+        router.gate.weight.normal_(std=0.3)
+    return router
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    """Chosen and replayed experts weigh what their sigmoids say (DeepSeek-V3, 2024, equations 12 to 16)."""
+    router, x = biased_router(), torch.randn(2, 50, FACTS.hidden_size)
+    bias_E = torch.tensor([0.0, 0.0, 5.0, 5.0, 0.0, 0.0, 0.0, 5.0])
+    sigmoids = torch.sigmoid(F.linear(x.double(), router.gate.weight.double()))
+    scores, ids, _ = router(x, bias_E)
+    # Of groups (0,1) (2,3) (4,5) (6,7) the second and the last are the best for every token.
+    assert torch.equal(ids.sort(-1).values.unique(dim=1), torch.tensor([[[2, 3, 7]]] * 2))
+    replayed_ids = random_ids(2, 50)
+    with router.replay(replayed_ids):
+        replayed_scores, _, _ = router(x, bias_E)
+    for found, of in ((scores, ids), (replayed_scores, replayed_ids)):
+        chosen = sigmoids.gather(-1, of)
+        expected = 2.5 * chosen / chosen.sum(-1, keepdim=True)
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    with router.replay(ids[..., [2, 0, 1]]):
+        own_scores, _, _ = router(x, bias_E)
+    assert torch.equal(own_scores, scores[..., [2, 0, 1]])
+    (gradient,) = torch.autograd.grad(replayed_scores.square().sum(), router.gate.weight)
+    assert gradient.abs().max() > 1e-3
+
+
+def test_counted_tokens_are_counted_by_the_experts_they_take() -> None:
+    router, x = biased_router(), torch.randn(2, 50, FACTS.hidden_size)
+    ids, is_counted = random_ids(2, 50), torch.rand(2, 50) < 0.6
+    ids[:, :5] = NO_RECORD
+    with router.replay(ids, is_counted):
+        _, taken, _ = router(x)
+    expected = torch.bincount(taken[is_counted].flatten(), minlength=FACTS.num_experts)
+    assert torch.equal(router.expert_counts_E, expected)

@@ -154,7 +154,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
             fresh=fresh,
             fresh_metrics=fresh_metrics,
             parameters=parameters,
-            exported=load_file(out / "exported" / "model-00001.safetensors"),
+            exported=load_file(out / "exported" / "model-00001-of-00001.safetensors"),
             after=after,
             after_metrics=after_metrics,
             crossing=crossing,

@@ -178,7 +178,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
         await trainer.save_hf(out / "exported", source=folder)
         return Seen(
             parameters=[await replica.parameters.call_one() for replica in generators._replicas],
-            exported=load_file(out / "exported" / "model-00001.safetensors"),
+            exported=load_file(out / "exported" / "model-00001-of-00001.safetensors"),
             fetches=fetches,
             span_versions=spans,
             num_skipped=board.ledger.num_skipped,

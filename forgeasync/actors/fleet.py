@@ -163,6 +163,7 @@ class Fleet:
             records=Records(
                 routing=config.trainer.routing_replay is not RoutingReplay.OFF,
                 kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
+                num_dense_layers=facts.num_dense_layers,
             ),
             weights=config.weights,
             lora=config.lora,

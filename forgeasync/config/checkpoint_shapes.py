@@ -9,13 +9,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from forgeasync.config.families import FAMILIES
+from forgeasync.config.families.family import Shape
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
 
 MAX_PROBLEMS = 8
 """A wrong config.json is wrong for thousands of tensors; the first few say enough."""
-
-Shape = tuple[int, ...]
 
 
 def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
@@ -35,30 +35,16 @@ def check_checkpoint_shapes(folder: Path, facts: ModelFacts) -> list[Problem]:
 
 
 def expected_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """Hugging Face names and shapes of all weights of a Qwen3-MoE."""
-    hidden, head_dim = facts.hidden_size, facts.head_dim
-    queries, keys = facts.num_heads * head_dim, facts.num_kv_heads * head_dim
-    layer: dict[str, Shape] = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate": (facts.num_experts, hidden),
-    }
-    for expert in range(facts.num_experts):
-        layer[f"mlp.experts.{expert}.gate_proj"] = (facts.expert_hidden_size, hidden)
-        layer[f"mlp.experts.{expert}.up_proj"] = (facts.expert_hidden_size, hidden)
-        layer[f"mlp.experts.{expert}.down_proj"] = (hidden, facts.expert_hidden_size)
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (facts.vocab_size, hidden)}
+    """Hugging Face names and shapes of all weights of a model."""
+    layer_shapes = FAMILIES[facts.model_type].layer_shapes
+    vocabulary = (facts.vocab_size, facts.hidden_size)
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
     for index in range(facts.num_layers):
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
+        of_layer = layer_shapes(facts, index)
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in of_layer.items()}
+    shapes["model.norm.weight"] = (facts.hidden_size,)
     if not facts.tie_word_embeddings:
-        shapes["lm_head.weight"] = (facts.vocab_size, hidden)
+        shapes["lm_head.weight"] = vocabulary
     return shapes
 
 

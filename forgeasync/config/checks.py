@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forgeasync.config.buffer_checks import check_accounting, check_buffer
+from forgeasync.config.division_checks import check_generator_fits_model, check_trainer_divides_model
 from forgeasync.config.filter_checks import check_groups
 from forgeasync.config.interruption_checks import check_interruption
-from forgeasync.config.lora_checks import check_lora, check_lora_sharding
+from forgeasync.config.lora_checks import check_lora, check_lora_family, check_lora_sharding
 from forgeasync.config.loss_checks import check_loss
-from forgeasync.config.model_facts import SUPPORTED_MODEL_TYPE, ModelFacts
+from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
+from forgeasync.config.routing_checks import (
+    check_groups_of_experts,
+    check_router_bias,
+    check_sequence_parallelism,
+)
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
-from forgeasync.config.sizes import ROW_ALIGNMENT, kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.config.sizes import ROW_ALIGNMENT, largest_group_payload_bytes
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
@@ -123,16 +129,6 @@ def _check_mesh(config: RunConfig) -> Iterator[Problem]:
             remedy=f"tensor * context = {product} must divide {ROW_ALIGNMENT}, the multiple that packed rows "
             "are padded to",
         )
-    if parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
-        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
-        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
-        # not redistribute from S(1) to P(sum)".
-        yield Problem(
-            field="trainer.parallel.sequence",
-            value=parallel.sequence,
-            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
-            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
-        )
 
 
 def _check_schedules(config: RunConfig) -> Iterator[Problem]:
@@ -187,9 +183,6 @@ def check_run_dir(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    if facts.model_type != SUPPORTED_MODEL_TYPE:
-        remedy = f"is of model_type {facts.model_type!r}; only {SUPPORTED_MODEL_TYPE!r} is supported"
-        yield Problem(field="model.path", value=config.model.path, remedy=remedy)
     if facts.top_k > facts.num_experts:
         yield Problem(
             field="model.path",
@@ -218,60 +211,6 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
         )
 
 
-def _check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    parallel = config.trainer.parallel
-    for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
-        if size % parallel.tensor:
-            yield Problem(
-                field="trainer.parallel.tensor",
-                value=parallel.tensor,
-                remedy=f"must divide the model's {name} = {size}",
-            )
-    if facts.num_experts % parallel.expert:
-        yield Problem(
-            field="trainer.parallel.expert",
-            value=parallel.expert,
-            remedy=f"must divide the model's num_experts = {facts.num_experts}",
-        )
-    if parallel.expert == 1 and facts.expert_hidden_size % parallel.tensor:
-        yield Problem(
-            field="trainer.parallel.tensor",
-            value=parallel.tensor,
-            remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
-            "(without expert parallelism it splits every expert)",
-        )
-
-
-def _check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    tensor = config.generator.tensor_parallel
-    sizes = (
-        ("num_attention_heads", facts.num_heads),
-        ("moe_intermediate_size", facts.expert_hidden_size),
-    )
-    for name, size in sizes:
-        if size % tensor:
-            yield Problem(
-                field="generator.tensor_parallel",
-                value=tensor,
-                remedy=f"must divide the model's {name} = {size}",
-            )
-    # vLLM repeats KV heads when there are more ranks than heads.
-    if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
-        yield Problem(
-            field="generator.tensor_parallel",
-            value=tensor,
-            remedy=f"must divide the model's num_key_value_heads = {facts.num_kv_heads} or be its multiple",
-        )
-    needed_gib = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
-    if config.generator.kv_cache_gib < needed_gib:
-        yield Problem(
-            field="generator.kv_cache_gib",
-            value=config.generator.kv_cache_gib,
-            remedy=f"must be at least {needed_gib:.3g}, "
-            f"to hold one sequence of model.max_context_length = {config.model.max_context_length}",
-        )
-
-
 _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_lengths,
     _check_batch,
@@ -290,8 +229,12 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 
 _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
     _check_model_shape,
-    _check_trainer_divides_model,
-    _check_generator_fits_model,
+    check_trainer_divides_model,
+    check_sequence_parallelism,
+    check_groups_of_experts,
+    check_router_bias,
+    check_generator_fits_model,
+    check_lora_family,
     check_lora_sharding,
     _check_payload,
 )

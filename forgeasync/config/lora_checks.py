@@ -8,7 +8,7 @@ from forgeasync.config.schema import RunConfig
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_TARGETS)
-"""Linear layers of a Qwen3-MoE that can have adapters, by the last part of their names."""
+"""Linear layers that can have adapters, by the last part of their names."""
 
 
 def check_lora(config: RunConfig) -> Iterator[Problem]:
@@ -28,9 +28,18 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
         yield Problem(field="lora.targets", value=twice[0], remedy="is there twice; must be there once")
 
 
+def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Latent attention and shared experts have layers that adapters here know nothing of."""
+    if config.lora is not None and facts.latent is not None:
+        yield Problem(
+            field="lora",
+            remedy=f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
+        )
+
+
 def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """TorchTitan shards experts over more ranks than there are experts inside of each, in equal parts."""
-    if config.lora is None or not set(config.lora.targets) & set(EXPERT_TARGETS):
+    if config.lora is None or not facts.num_experts or not set(config.lora.targets) & set(EXPERT_TARGETS):
         return
     parallel = config.trainer.parallel
     shards = parallel.data_shard * parallel.context

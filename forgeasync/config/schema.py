@@ -155,6 +155,14 @@ class RoutingReplay(StrEnum):
     ALL = "all"
 
 
+class RouterBias(StrEnum):
+    """What happens in training to the biases that correct a router's choice (DeepSeek-V3)."""
+
+    FROZEN = "frozen"
+    UPDATED = "updated"
+    """Moved after every step so that experts get equally many tokens, and published with the weights."""
+
+
 class TrainerSection(Section):
     """The trainer mesh: TorchTitan's model under FSDP2, TP and EP."""
 
@@ -167,6 +175,9 @@ class TrainerSection(Section):
     compile: bool = False
     """torch.compile of every layer; bfloat16 only."""
     routing_replay: RoutingReplay = RoutingReplay.ALL
+    router_bias: RouterBias = RouterBias.FROZEN
+    router_bias_speed: float = Field(default=1e-3, gt=0.0)
+    """How far a step moves a bias that is updated."""
     keep_sampling_mask: bool = True
     """The softmax runs over the tokens that the sampler kept (top-k, top-p, min-p), and only over them."""
     replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)

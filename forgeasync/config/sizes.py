@@ -21,8 +21,12 @@ BYTES_PER_ELEMENT = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
 def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
     """Bytes of KV cache that one token takes on one generator rank.
 
-    With more ranks than KV heads every rank still holds one head.
+    With more ranks than KV heads every rank still holds one head. Latents are the same on every rank (vLLM's
+    CPU build expands them: it says so itself where the cache is too small for that).
     """
+    if facts.latent is not None:
+        latent_size = facts.latent.kv_rank + facts.latent.rope_head_dim
+        return facts.num_layers * latent_size * BYTES_PER_ELEMENT[config.generator.dtype]
     heads_per_rank = max(1, facts.num_kv_heads // config.generator.tensor_parallel)
     element = BYTES_PER_ELEMENT[config.generator.dtype]
     return 2 * facts.num_layers * heads_per_rank * facts.head_dim * element
@@ -53,7 +57,7 @@ def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     per_token = 4
     if trainer.routing_replay is not RoutingReplay.OFF:
         bytes_per_id = 1 if facts.num_experts <= 256 else 2
-        per_token += facts.num_layers * facts.top_k * bytes_per_id + 1
+        per_token += facts.num_moe_layers * facts.top_k * bytes_per_id + 1
     per_response_token = 4
     if trainer.keep_sampling_mask and sampling.cuts_vocabulary:
         largest_set = sampling.top_k or facts.vocab_size

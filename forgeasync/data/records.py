@@ -14,9 +14,11 @@ class Records:
     """What an engine records beside tokens and log-probabilities."""
 
     routing: bool
-    """The experts that each token took in each layer."""
+    """The experts that each token took in each layer that has experts."""
     kept_tokens: bool
     """The tokens that could have been drawn at each step."""
+    num_dense_layers: int = 0
+    """The first layers, which have no experts and no record."""
 
 
 def check_rollout(rollout: Rollout, records: Records, facts: ModelFacts) -> None:
@@ -38,7 +40,7 @@ def check_rollout(rollout: Rollout, records: Records, facts: ModelFacts) -> None
         check_routing(
             rollout.routed_experts,
             num_tokens=len(rollout.prompt_ids_P) + num_response_tokens,
-            num_layers=facts.num_layers,
+            num_layers=facts.num_moe_layers,
             top_k=facts.top_k,
             num_experts=facts.num_experts,
         )

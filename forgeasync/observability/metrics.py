@@ -48,6 +48,8 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `accounting/outstanding_deficit`     | weight of lost groups that no other has taken over yet            |
 | `accounting/num_censored`            | groups so far lost before their lengths were known                |
 | `accounting/weight_max`              | largest weight of the batch's groups                              |
+| `routing/num_moe_layers` *           | 0, where the model has no experts: then nothing is replayed, and  |
+|                                      | this is the only metric of routing                                |
 | `routing/recorded_share`             | tokens with a routing record, of those that anything depends on   |
 | `routing/num_without_record`         | the others: routed by the trainer's own gate                      |
 | `routing/disagreement_share` *       | replayed (token, layer) decisions in which the trainer's gate     |

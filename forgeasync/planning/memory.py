@@ -13,13 +13,17 @@ from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
 
 FLOAT32_BYTES = 4
 
+_REPLICATED = (".router.gate.", ".attention.wkv_a.", ".attention.wq_a.")
+"""Matrices that every tensor-parallel rank has whole, by parts of their names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
     """Parameters of the whole model, by how tensor parallelism treats them.
 
     ``experts`` are split by expert parallelism (or without it by tensor parallelism), ``split`` (attention
-    projections, embedding, output layer) by tensor parallelism; ``replicated`` (norms, gates) by neither.
+    projections, dense networks, embedding, output layer) by tensor parallelism; ``replicated`` (norms, gates,
+    projections to latents) by neither.
     """
 
     experts: int
@@ -51,7 +55,7 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
     for name, parameter in build_meta_model(facts).named_parameters():
         if ".inner_experts." in name:
             experts += parameter.numel()
-        elif parameter.dim() == 1 or ".router.gate." in name:
+        elif parameter.dim() == 1 or any(part in name for part in _REPLICATED):
             replicated += parameter.numel()
         else:
             split += parameter.numel()
@@ -123,14 +127,18 @@ def _activations(config: RunConfig, facts: ModelFacts) -> tuple[int, str]:
 
     A layer keeps per token: its input, both norms' outputs and the sum after attention (4 hidden); queries,
     keys and values before and after norm and rotation, and the attention output; for each selected expert
-    its input and output (2 hidden) and gate, up and their product (3 expert hidden).
+    its input and output (2 hidden) and gate, up and their product (3 expert hidden), the latter also for
+    shared experts and dense networks.
     """
     element = BYTES_PER_ELEMENT[config.trainer.dtype]
     parallel = config.trainer.parallel
     tokens = config.trainer.tokens_per_row / (parallel.tensor * parallel.context)
     heads = 2 * (facts.num_heads + 2 * facts.num_kv_heads) + facts.num_heads
     experts = facts.top_k * (2 * facts.hidden_size + 3 * facts.expert_hidden_size)
-    layer = tokens * element * (4 * facts.hidden_size + heads * facts.head_dim + experts)
+    experts += 3 * facts.shared_hidden_size
+    dense_share = facts.num_dense_layers / facts.num_layers
+    networks = (1 - dense_share) * experts + dense_share * 3 * facts.dense_hidden_size
+    layer = tokens * element * (4 * facts.hidden_size + heads * facts.head_dim + networks)
     layer_input = tokens * element * facts.hidden_size
     match config.trainer.activation_checkpointing:
         case ActivationCheckpointing.NONE:
@@ -151,7 +159,9 @@ def generator_memory(config: RunConfig, facts: ModelFacts, counts: ParameterCoun
     # Without a backward pass one layer's activations live at a time; the sampler works on float32 logits
     # of one token per sequence, and sorts them where top-k or top-p is on.
     experts = facts.top_k * (facts.hidden_size + 3 * facts.expert_hidden_size // generator.tensor_parallel)
-    forward = generator.max_num_batched_tokens * (4 * facts.hidden_size + experts) * element
+    experts += 3 * facts.shared_hidden_size // generator.tensor_parallel
+    network = max(experts, 3 * facts.dense_hidden_size // generator.tensor_parallel)
+    forward = generator.max_num_batched_tokens * (4 * facts.hidden_size + network) * element
     sampler = 2 * generator.max_num_seqs * facts.vocab_size * FLOAT32_BYTES
     return [
         MemoryItem(name="weights", num_bytes=weights, how=generator.dtype.value),

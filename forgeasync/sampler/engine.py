@@ -30,6 +30,7 @@ from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSect
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
 from forgeasync.sampler.batch_invariance import compute_batch_invariantly
+from forgeasync.sampler.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 from forgeasync.sampler.interruption import (
     GROUP_ARGUMENT,
@@ -94,7 +95,10 @@ class SamplerEngine:
         self._records = records
         self._vocab_size = model.get_vocab_size()
         self._joiner = SequenceJoiner(
-            tokenizer=llm.get_tokenizer(), vocab_size=self._vocab_size, num_experts=model.get_num_experts()
+            tokenizer=llm.get_tokenizer(),
+            vocab_size=self._vocab_size,
+            num_experts=model.get_num_experts(),
+            num_dense_layers=records.num_dense_layers,
         )
         self._gate = AdmissionGate()
         self._groups = Groups()
@@ -124,6 +128,8 @@ class SamplerEngine:
         is_cpu = current_platform.is_cpu()
         if generator.batch_invariant:
             compute_batch_invariantly()
+        if is_cpu:
+            expand_latents()
         args = AsyncEngineArgs(
             model=str(model_path),
             dtype=generator.dtype.value,
@@ -151,6 +157,7 @@ class SamplerEngine:
             # Imports the CPU build's model runner, which other builds need not have.
             from forgeasync.sampler.cpu_capture import request_records
 
+            rotate_in_torch(vllm_config)
             request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
         with _in_process_core(salt_with_version=not weights.prefix_cache_across_versions):
             llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)

@@ -30,6 +30,7 @@ class SequenceJoiner:
     tokenizer: TokenizerLike
     vocab_size: int
     num_experts: int
+    num_dense_layers: int
 
     def join(self, prompt_ids_P: np.ndarray, parts: Sequence[CompletionOutput]) -> Rollout:
         """The rollout of a sequence; every part has tokens and only the last ended by itself."""
@@ -72,7 +73,8 @@ class SequenceJoiner:
         num_tokens, num_rows = num_prompt_tokens, 0
         for part in parts:
             num_tokens += len(part.token_ids)
-            rows.append(part.routed_experts[num_rows:])
+            # vLLM has zeros for layers without experts.
+            rows.append(part.routed_experts[num_rows:, self.num_dense_layers :])
             num_rows += len(rows[-1])
         return RoutedExperts.from_rows(
             np.concatenate(rows), num_tokens=num_tokens, num_experts=self.num_experts

@@ -70,13 +70,14 @@ class PackedAttention(FlexAttention):
         start = attention_masks.query_start
         # Queries of a part of the row take their places in it; the others' output is cut off again.
         q_BLNH = F.pad(q_BLNH, (0, 0, 0, 0, start, length - start - num_queries))
-        batch, length, num_heads, head_dim = q_BLNH.shape
+        batch, length, num_heads, _ = q_BLNH.shape
+        # Values may have heads of another size than queries and keys.
         q_SNMH, k_SNMH, v_SNMH = (
-            x.reshape(batch * length, x.shape[2], head_dim)[attention_masks.token_of_SM].transpose(1, 2)
+            x.reshape(batch * length, *x.shape[2:])[attention_masks.token_of_SM].transpose(1, 2)
             for x in (q_BLNH, k_BLNH, v_BLNH)
         )
         out_SNMH = F.scaled_dot_product_attention(
             q_SNMH, k_SNMH, v_SNMH, is_causal=True, scale=scale, enable_gqa=enable_gqa
         )
         out_LNH = out_SNMH.transpose(1, 2)[attention_masks.sequence_of_L, attention_masks.offset_of_L]
-        return out_LNH.view(batch, length, num_heads, head_dim)[:, start : start + num_queries]
+        return out_LNH.view(batch, length, num_heads, -1)[:, start : start + num_queries]

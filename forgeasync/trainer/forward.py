@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.models.common.decoder import Decoder
 
-from forgeasync.config.schema import TrainerSection
+from forgeasync.config.schema import RouterBias, TrainerSection
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.head import Targets
 from forgeasync.trainer.logprobs import SumRanks
 from forgeasync.trainer.model import attention_masks
-from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 
@@ -27,14 +27,17 @@ class RowForward:
     """Runs rows through one model of this rank's mesh; the ranks of a row call it together."""
 
     def __init__(
-        self, model: Qwen3Model, *, parallel_dims: ParallelDims, section: TrainerSection, temperature: float
+        self, model: Decoder, *, parallel_dims: ParallelDims, section: TrainerSection, temperature: float
     ) -> None:
         self._model = model
         self._temperature = temperature
         self.routers = replay_routers(model)
+        self._counts_experts = section.router_bias is RouterBias.UPDATED
         # A compiled layer keeps to one graph, and tensor-parallel ranks to one order of adding up gradients:
         # without records they replay that there are none.
-        self._always_replays = section.compile or section.parallel.tensor > 1
+        self._always_replays = bool(self.routers) and (
+            section.compile or section.parallel.tensor > 1 or self._counts_experts
+        )
         context_mesh = parallel_dims.get_optional_mesh("cp")
         self._context_group = None if context_mesh is None else context_mesh.get_group()
         self._context_rank = 0 if context_mesh is None else context_mesh.get_local_rank()
@@ -42,14 +45,20 @@ class RowForward:
 
     def replay(self, row: PackedRow) -> AbstractContextManager[None]:
         """While it lasts, the row's recorded experts are taken; a backward pass belongs into it too."""
+        mine = self.own_part(row)
+        is_counted_BL = None
+        if self._counts_experts:
+            # Padding is no load that an expert should be relieved of.
+            is_real_L = torch.from_numpy(row.sequence_ids_L[mine] != NO_SEQUENCE)
+            is_counted_BL = is_real_L[None].to(DEVICE_TYPE)
         if row.expert_ids_LMK is not None:
-            ids_LMK = row.expert_ids_LMK[self.own_part(row)]
-            return replay(self.routers, torch.from_numpy(ids_LMK)[None].to(DEVICE_TYPE))
+            ids_BLMK = torch.from_numpy(row.expert_ids_LMK[mine])[None].to(DEVICE_TYPE)
+            return replay(self.routers, ids_BLMK, is_counted_BL)
         if not self._always_replays:
             return nullcontext()
-        mine = self.own_part(row)
         shape = (1, mine.stop - mine.start, len(self.routers), self.routers[0].top_k)
-        return replay(self.routers, torch.full(shape, NO_RECORD, device=DEVICE_TYPE))
+        unrecorded_BLMK = torch.full(shape, NO_RECORD, device=DEVICE_TYPE)
+        return replay(self.routers, unrecorded_BLMK, is_counted_BL)
 
     def own_part(self, row: PackedRow) -> slice:
         """The positions of a row that this rank computes: with context parallelism, an equal part of them."""

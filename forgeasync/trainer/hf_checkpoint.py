@@ -1,12 +1,12 @@
 """Reading and writing Hugging Face folders, one tensor at a time.
 
-No rank ever holds the model: a parameter is read whole (a layer's experts together), cut to this rank's
-shard and dropped; on writing it is gathered, handed to rank 0 and dropped.
+No rank ever holds the model: of every tensor a rank reads the part that its shard holds; on writing a
+parameter is gathered (a layer's experts together), handed to rank 0 and dropped.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.data.checkpoint_tensors import CheckpointTensors
-from forgeasync.trainer.hf_names import hf_names, stack_experts, unstack_experts
-from forgeasync.trainer.lora import copy_whole, is_adapter
+from forgeasync.trainer.hf_names import hf_names, is_experts, unstack_experts
+from forgeasync.trainer.lora import is_adapter
+from forgeasync.trainer.router_bias import checkpoint_weights
+from forgeasync.weights.layout import shard_box
 
 MAX_FILE_BYTES = 4 * 2**30
 """A weight file is closed and the next one opened at this size."""
@@ -26,6 +28,8 @@ COPIED_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
+    "tokenizer.model",
+    "added_tokens.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -42,60 +46,108 @@ def load(model: torch.nn.Module, facts: ModelFacts, folder: Path) -> None:
         ValueError: a tensor is missing or its shape is not the model's; names both.
     """
     tensors = CheckpointTensors(folder)
-    for name, parameter in model.named_parameters():
+    for name, weight in checkpoint_weights(model):
         if is_adapter(name):
             continue
-        names = hf_names(name, facts)
-        full = stack_experts([tensors[hf_name] for hf_name in names], name)
-        if full.shape != parameter.shape:
-            raise ValueError(
-                f"model.path: {names[0]!r} in {folder} has shape {tuple(full.shape)}, "
-                f"config.json says {tuple(parameter.shape)}"
-            )
-        copy_whole(parameter, full)
+        names, is_stacked = hf_names(name, facts), is_experts(name)
+        expected = tuple(weight.shape[1:] if is_stacked else weight.shape)
+        for hf_name in names:
+            if tensors.shape(hf_name) != expected:
+                raise ValueError(
+                    f"model.path: {hf_name!r} in {folder} has shape {tensors.shape(hf_name)}, "
+                    f"config.json says {expected}"
+                )
+        _fill_shard(weight, tensors, names, is_stacked=is_stacked)
+
+
+def _fill_shard(
+    weight: torch.Tensor, tensors: CheckpointTensors, names: Sequence[str], *, is_stacked: bool
+) -> None:
+    """Read what this rank holds of a weight, straight into its place."""
+    box = shard_box(weight)
+    shard = weight.to_local() if isinstance(weight, DTensor) else weight
+    if not box.num_elements:
+        return
+    if not is_stacked:
+        shard.copy_(tensors.part(names[0], box.start, box.size))
+        return
+    mine = names[box.start[0] : box.start[0] + box.size[0]]
+    for part, hf_name in zip(shard, mine, strict=True):
+        part.copy_(tensors.part(hf_name, box.start[1:], box.size[1:]))
 
 
 @torch.no_grad()
-def save(model: torch.nn.Module, facts: ModelFacts, folder: Path, *, source: Path) -> None:
+def save(
+    model: torch.nn.Module,
+    facts: ModelFacts,
+    folder: Path,
+    *,
+    source: Path,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
     """Write the model as a Hugging Face folder with an index; collective, files appear on rank 0.
 
     Config, tokenizer and generation settings are copied from ``source``; the dtype written is the
     master weights' (float32).
     """
-    is_writer = dist.get_rank() == 0
     partial = folder.with_name(folder.name + ".partial")
-    if is_writer:
+    writer = None
+    if dist.get_rank() == 0:
         partial.mkdir(parents=True)
         for file in COPIED_FILES:
             if (source / file).exists():
                 shutil.copy(source / file, partial / file)
-    weight_map: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    num_files = 0
-
-    def flush() -> None:
-        nonlocal num_files
-        num_files += 1
-        file = f"model-{num_files:05d}.safetensors"
-        save_file(shard, partial / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-        shard.clear()
-
+        writer = _ShardWriter(partial, max_file_bytes)
     for name, tensor in full_tensors(model, facts):
-        if is_writer:
-            shard[name] = tensor.cpu().clone()
-            if sum(t.nbytes for t in shard.values()) >= MAX_FILE_BYTES:
-                flush()
-    if is_writer:
-        flush()
-        index = {"metadata": {}, "weight_map": weight_map}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        if writer is not None:
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.finish()
         partial.rename(folder)
     dist.barrier()
 
 
+class _ShardWriter:
+    """Writes tensors as they come into numbered safetensors files, and their index."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._names_of_files: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor; only one that is larger by itself makes a file larger than ``max_file_bytes``."""
+        waiting_bytes = sum(waiting.nbytes for waiting in self._waiting.values())
+        if self._waiting and waiting_bytes + tensor.nbytes > self._max_file_bytes:
+            self._write()
+        self._waiting[name] = tensor.cpu().clone()
+        self._total_bytes += tensor.nbytes
+
+    def _file(self, index: int) -> Path:
+        return self._folder / f"model-{index + 1:05d}.safetensors"
+
+    def _write(self) -> None:
+        save_file(self._waiting, self._file(len(self._names_of_files)), metadata={"format": "pt"})
+        self._names_of_files.append(list(self._waiting))
+        self._waiting.clear()
+
+    def finish(self) -> None:
+        """Write what is left, and the index."""
+        self._write()
+        weight_map: dict[str, str] = {}
+        for index, names in enumerate(self._names_of_files):
+            # How many files there are is part of their names.
+            file = f"model-{index + 1:05d}-of-{len(self._names_of_files):05d}.safetensors"
+            self._file(index).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index_json = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
+
+
 def full_tensors(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight whole, under its Hugging Face name; collective over the mesh."""
-    for name, parameter in model.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    for name, weight in checkpoint_weights(model):
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         yield from zip(hf_names(name, facts), unstack_experts(full, name), strict=True)

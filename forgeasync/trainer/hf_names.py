@@ -8,9 +8,9 @@ import functools
 import re
 
 import torch
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.trainer.families import TITAN_FAMILIES
 from forgeasync.trainer.lora import adapted_parameter, is_adapter
 from forgeasync.trainer.model import titan_config
 
@@ -20,7 +20,7 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 @functools.cache
 def _templates(facts: ModelFacts) -> dict[str, str]:
     """Hugging Face name template by TorchTitan name template."""
-    adapter = Qwen3StateDictAdapter(titan_config(facts), None)
+    adapter = TITAN_FAMILIES[facts.model_type].adapter(titan_config(facts), None)
     return {titan: hf for hf, titan in adapter.from_hf_map.items() if titan is not None}
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.attention import QKVLinear
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.qwen3 import Qwen3Model
 
 from forgeasync.config.schema import LoraSection
 from forgeasync.trainer.experts import TrainingDtypeExperts
@@ -23,6 +23,9 @@ from forgeasync.trainer.lora_experts import GroupedAdapter, LoraExperts, adapter
 
 ATTENTION_MODULES = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
 """TorchTitan's name of a linear layer by the last part of its Hugging Face name."""
+
+NETWORK_MODULES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""The same of a feed-forward network without experts."""
 
 EXPERT_PARAMETERS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
 """TorchTitan's name of a projection of all experts by the last part of its Hugging Face name."""
@@ -47,16 +50,19 @@ class SeparateQKVLinear(QKVLinear):
         self.wv = config.wv.build()
 
 
-def with_adapters(model: Qwen3Model.Config, lora: LoraSection) -> Qwen3Model.Config:
+def with_adapters(model: Decoder.Config, lora: LoraSection) -> Decoder.Config:
     """The config of the same model, frozen and with adapters; its shardings are set already."""
     for layer in model.layers:
         qkv = layer.attention.qkv_linear
         layer.attention.qkv_linear = SeparateQKVLinear.Config(
             head_dim=qkv.head_dim, wq=qkv.wq, wkv=qkv.wkv, wk=replace(qkv.wkv), wv=replace(qkv.wkv)
         )
-        routed = layer.moe.routed_experts
-        routed.inner_experts = _experts_with_adapters(routed.inner_experts, lora)
-    modules = [module for target, module in ATTENTION_MODULES.items() if target in lora.targets]
+        if layer.moe is not None:
+            routed = layer.moe.routed_experts
+            routed.inner_experts = _experts_with_adapters(routed.inner_experts, lora)
+    # Experts are no linear layers: the converter leaves them alone.
+    linear = ATTENTION_MODULES | NETWORK_MODULES
+    modules = [module for target, module in linear.items() if target in lora.targets]
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=modules).build()
     return converter.convert(model)
 

@@ -44,21 +44,21 @@ def save(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: P
         partial.mkdir(parents=True)
         tensors |= dict(_zeros(facts, lora))
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(lora, source), indent=1))
+        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(facts, lora, source), indent=1))
         partial.rename(folder)
     dist.barrier()
 
 
-def _filled_up(lora: LoraSection) -> list[str]:
+def _filled_up(facts: ModelFacts, lora: LoraSection) -> list[str]:
     """The projections of experts that are written although they have no adapters."""
-    if not EXPERT_PARAMETERS.keys() & lora.targets:
+    if not facts.num_experts or not EXPERT_PARAMETERS.keys() & lora.targets:
         return []
     return [target for target in EXPERT_PARAMETERS if target not in lora.targets]
 
 
 def _zeros(facts: ModelFacts, lora: LoraSection) -> Iterator[tuple[str, torch.Tensor]]:
     """Adapters that do nothing, for those."""
-    for target in _filled_up(lora):
+    for target in _filled_up(facts, lora):
         sizes = (facts.hidden_size, facts.expert_hidden_size)
         in_features, out_features = reversed(sizes) if target == "down_proj" else sizes
         for layer in range(facts.num_layers):
@@ -68,14 +68,14 @@ def _zeros(facts: ModelFacts, lora: LoraSection) -> Iterator[tuple[str, torch.Te
                 yield f"{module}.lora_B.weight", torch.zeros(out_features, lora.rank)
 
 
-def _peft_config(lora: LoraSection, source: Path) -> dict[str, object]:
+def _peft_config(facts: ModelFacts, lora: LoraSection, source: Path) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "target_modules": [*lora.targets, *_filled_up(lora)],
+        "target_modules": [*lora.targets, *_filled_up(facts, lora)],
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

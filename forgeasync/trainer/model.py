@@ -1,101 +1,73 @@
-"""The trained model: TorchTitan's Qwen3-MoE, sized by a Hugging Face config, under a parallel layout."""
+"""The trained model: a family of TorchTitan's, sized by a Hugging Face config, under a parallel layout."""
 
 import dataclasses
 
 import torch
-import torch.nn as nn
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import CosSinRoPE, Embedding
+from torchtitan.models.common import Embedding
 from torchtitan.models.common.attention import AttentionMasksType
-from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.qwen3 import (
-    _EMBEDDING_INIT,
-    _EMBEDDING_SKIP_INIT,
-    _LINEAR_INIT,
-    Qwen3Model,
-    _build_qwen3_moe_layers,
-    parallelize_qwen3,
-)
+from torchtitan.models.common.decoder import Decoder, TransformerBlock
+from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.sharding import ShardingConfig
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import ActivationCheckpointing, LoraSection, TrainerSection
 from forgeasync.trainer.attention import PackedAttention, PackedSequences, packed_sequences
 from forgeasync.trainer.experts import TrainingDtypeExperts
+from forgeasync.trainer.families import TITAN_FAMILIES
+from forgeasync.trainer.families.family import LINEAR_INIT, norm_config
 from forgeasync.trainer.head import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import replay_config
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE, allow_gloo_reduction
 
-_NORM_INIT = {"weight": nn.init.ones_}
 
-
-def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Qwen3Model.Config:
-    """TorchTitan's own Qwen3-MoE config with the sizes of a Hugging Face folder.
+def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Decoder.Config:
+    """TorchTitan's own config of the family with the sizes of a Hugging Face folder.
 
     On a machine without an accelerator the attention is ``PackedAttention``, whatever the backend.
     """
-    rope = CosSinRoPE.Config(
-        dim=facts.head_dim, max_seq_len=facts.max_position_embeddings, theta=facts.rope_theta
-    )
-    layers = _build_qwen3_moe_layers(
-        n_layers=facts.num_layers,
-        dim=facts.hidden_size,
-        n_heads=facts.num_heads,
-        n_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
-        moe_hidden_dim=facts.expert_hidden_size,
-        num_experts=facts.num_experts,
-        top_k=facts.top_k,
-        # Separate q, k, v: the parameters then have the shapes and names of the Hugging Face files.
-        fuse_qkv=False,
-        attn_backend=attention_backend,
-        moe_comm_backend="standard",
-        rope=rope,
-    )
+    family = TITAN_FAMILIES[facts.model_type]
+    layers = family.layers(facts, attention_backend)
     for layer in layers:
-        _adapt_layer(layer, facts)
-    norm = RMSNorm.Config(normalized_shape=facts.hidden_size, eps=facts.rms_norm_eps, param_init=_NORM_INIT)
-    return Qwen3Model.Config(
+        _adapt_layer(layer)
+    return family.model.Config(
         dim=facts.hidden_size,
         vocab_size=facts.vocab_size,
-        norm=norm,
+        norm=norm_config(facts.hidden_size, facts),
         enable_weight_tying=facts.tie_word_embeddings,
         tok_embeddings=Embedding.Config(
             num_embeddings=facts.vocab_size,
             embedding_dim=facts.hidden_size,
-            param_init=_EMBEDDING_SKIP_INIT if facts.tie_word_embeddings else _EMBEDDING_INIT,
+            # Tied, it is initialized as the output layer.
+            param_init={"weight": skip_param_init} if facts.tie_word_embeddings else LINEAR_INIT,
         ),
         lm_head=LogprobHead.Config(
-            in_features=facts.hidden_size, out_features=facts.vocab_size, param_init=_LINEAR_INIT
+            in_features=facts.hidden_size, out_features=facts.vocab_size, param_init=LINEAR_INIT
         ),
         layers=layers,
     )
 
 
-def _adapt_layer(layer: object, facts: ModelFacts) -> None:
-    """What differs from TorchTitan's Qwen3: norm epsilon, router, expert dtype, CPU attention."""
-    layer.attention_norm = dataclasses.replace(layer.attention_norm, eps=facts.rms_norm_eps)
-    layer.ffn_norm = dataclasses.replace(layer.ffn_norm, eps=facts.rms_norm_eps)
-    layer.attention.qk_norm = dataclasses.replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
-    # Qwen3 has no load-balancing bias: one that moved in training would not exist in the sampler.
-    layer.moe.load_balance_coeff = None
-    layer.moe.router = replay_config(layer.moe.router)
-    experts = layer.moe.routed_experts.inner_experts
-    layer.moe.routed_experts.inner_experts = TrainingDtypeExperts.Config(
-        dim=experts.dim,
-        hidden_dim=experts.hidden_dim,
-        num_experts=experts.num_experts,
-        param_init=experts.param_init,
-    )
+def _adapt_layer(layer: TransformerBlock.Config) -> None:
+    """What differs from TorchTitan's layers: router, expert dtype, CPU attention."""
+    if layer.moe is not None:
+        layer.moe.router = replay_config(layer.moe.router)
+        experts = layer.moe.routed_experts.inner_experts
+        layer.moe.routed_experts.inner_experts = TrainingDtypeExperts.Config(
+            dim=experts.dim,
+            hidden_dim=experts.hidden_dim,
+            num_experts=experts.num_experts,
+            param_init=experts.param_init,
+        )
     if DEVICE_TYPE == "cpu":
         layer.attention.inner_attention = PackedAttention.Config()
 
 
-def build_meta_model(facts: ModelFacts) -> Qwen3Model:
+def build_meta_model(facts: ModelFacts) -> Decoder:
     """The whole model without memory (meta device), for counting its parameters."""
     with torch.device("meta"):
         return titan_config(facts).build()
@@ -146,7 +118,7 @@ def build_parallel_model(
     lora: LoraSection | None = None,
     seed: int = 0,
     is_frozen: bool = False,
-) -> Qwen3Model:
+) -> Decoder:
     """Build, shard and randomly initialize the model on this rank.
 
     Trained weights are float32 masters; FSDP2 casts to ``section.dtype`` for compute. With ``lora`` those are
@@ -171,7 +143,7 @@ def build_parallel_model(
     # Where all is trained, nothing changes.
     store_base_in(model, TORCH_DTYPE_MAP[section.dtype.value])
     checkpointing = ActivationCheckpointing.NONE if is_frozen else section.activation_checkpointing
-    parallelize_qwen3(
+    TITAN_FAMILIES[facts.model_type].parallelize(
         model,
         parallel_dims=parallel_dims,
         training=training,
@@ -203,7 +175,7 @@ def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:
 
 
 def attention_masks(
-    model: Qwen3Model, positions_BL: torch.Tensor, *, query_start: int
+    model: Decoder, positions_BL: torch.Tensor, *, query_start: int
 ) -> AttentionMasksType | PackedSequences:
     """What the model's attention needs to keep the packed sequences of whole rows apart."""
     if isinstance(model.config.first_attention.inner_attention, PackedAttention.Config):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, OptimizerSection, TrainerSection
+from forgeasync.config.schema import LoraSection, OptimizerSection, RouterBias, TrainerSection
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
 from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.hf_names import hf_names
@@ -27,6 +27,7 @@ from forgeasync.trainer.loss import PolicyLoss, RowTokens
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.probe import Probe
+from forgeasync.trainer.router_bias import RouterBiasUpdate, checkpoint_weights
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.trainer.step_sums import StepSums
@@ -74,6 +75,9 @@ class PolicyTrainer:
             self._reference = reference.frozen_copy(
                 facts, section, parallel_dims=dims, temperature=temperature, checkpoint=checkpoint
             )
+        self._router_bias: RouterBiasUpdate | None = None
+        if section.router_bias is RouterBias.UPDATED:
+            self._router_bias = RouterBiasUpdate(self.model, section.router_bias_speed)
         self._optimizer = _build_optimizer(self._trained(), section)
         self._probe = Probe(section.replay_probe_share)
         self._checkpoints = checkpoints or CheckpointWriter()
@@ -112,6 +116,8 @@ class PolicyTrainer:
         self._checkpoints.until_staged()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        if self._router_bias is not None:
+            self._router_bias.step()
         self.policy_version += 1
         metrics = sums.metrics(num_trained, mesh=self._loss_mesh)
         metrics |= {"grad_norm": float(grad_norm), "learning_rate": learning_rate}
@@ -167,6 +173,8 @@ class PolicyTrainer:
             result = self._loss(tokens, total=total)
             if row.expert_ids_LMK is not None:
                 sums.add_routing([router.replay_counts for router in self._forward.routers])
+            if self._router_bias is not None:
+                self._router_bias.add(self._forward.routers)
             result.loss.backward()
         logprobs_T = tokens.logprobs_T.detach()
         sums.add_loss(result.loss.detach())
@@ -188,13 +196,13 @@ class PolicyTrainer:
         return learning_rate
 
     def named_weights(self) -> list[NamedWeight]:
-        """This rank's shards of what is trained, under Hugging Face names (of adapters: peft's).
+        """This rank's shards of what is published, under Hugging Face names (of adapters: peft's).
 
         The tied head is left out, as in the files.
         """
+        weights = checkpoint_weights(self.model) if self._lora is None else self._trained()
         return [
-            NamedWeight(names=tuple(hf_names(name, self._facts)), tensor=parameter)
-            for name, parameter in self._trained()
+            NamedWeight(names=tuple(hf_names(name, self._facts)), tensor=tensor) for name, tensor in weights
         ]
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:

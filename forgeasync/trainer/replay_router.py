@@ -30,24 +30,32 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._replayed_BLK: torch.Tensor | None = None
+        self._is_counted_BL: torch.Tensor | None = None
         # [replayed decisions, those in which this router would have chosen another set of experts], of the
         # last forward pass. Overwritten, not added to: recomputation in the backward pass changes nothing.
         self.register_buffer("replay_counts", torch.zeros(2, dtype=torch.int64), persistent=False)
+        # Tokens that each expert got in it, of those that were to be counted.
+        counts_E = torch.zeros(config.num_experts, dtype=torch.int64)
+        self.register_buffer("expert_counts_E", counts_E, persistent=False)
 
     @contextmanager
-    def replay(self, expert_ids_BLK: torch.Tensor) -> Iterator[None]:
+    def replay(
+        self, expert_ids_BLK: torch.Tensor, is_counted_BL: torch.Tensor | None = None
+    ) -> Iterator[None]:
         """Route by these ids (any integer type) in forward passes until the context ends.
 
         A token with ``NO_RECORD`` in any place is routed by the router's own choice. With tensor parallelism
         every rank gives the ids of all tokens, with context parallelism those of its own. Where activation
-        checkpointing recomputes the forward pass, the backward pass belongs into the context too.
+        checkpointing recomputes the forward pass, the backward pass belongs into the context too. The tokens
+        of ``is_counted_BL`` (bool, laid out as the ids) are counted by the experts that they take.
         """
         assert self._replayed_BLK is None, "replay contexts of one router do not nest"
         self._replayed_BLK = expert_ids_BLK.long()
+        self._is_counted_BL = is_counted_BL
         try:
             yield
         finally:
-            self._replayed_BLK = None
+            self._replayed_BLK = self._is_counted_BL = None
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
@@ -65,6 +73,8 @@ class ReplayRouter(TokenChoiceTopKRouter):
         with torch.no_grad():
             counts = torch.stack([has_record_BL1.sum(), (has_record_BL1 & ~is_same_BL1).sum()])
             self.replay_counts.copy_(counts)
+            if self._is_counted_BL is not None:
+                self._count(ids_BLK, _laid_out_like(self._is_counted_BL, own_ids_BLK))
         # A record lists experts in another order than the router does. Where it is the same set, the router's
         # own scores are taken, only put into that order: replaying its own choices changes no bit, forward or
         # backward, however they are listed.
@@ -75,6 +85,11 @@ class ReplayRouter(TokenChoiceTopKRouter):
             self._scores_at(_wrapped_like(ids_BLK, own_ids_BLK), scores_BLE),
         )
         return scores_BLK, _wrapped_like(ids_BLK, own_ids_BLK), scores_BLE
+
+    def _count(self, ids_BLK: torch.Tensor, is_counted_BL: torch.Tensor) -> None:
+        takes_BLE = torch.zeros(*ids_BLK.shape[:2], self.num_experts, dtype=torch.bool, device=ids_BLK.device)
+        takes_BLE.scatter_(-1, ids_BLK, True)
+        self.expert_counts_E.copy_((takes_BLE & is_counted_BL[..., None]).sum((0, 1)))
 
     def _scores_at(self, ids_BLK: torch.Tensor, scores_BLE: torch.Tensor) -> torch.Tensor:
         """What ``TokenChoiceTopKRouter`` makes of the scores of chosen experts."""
@@ -106,12 +121,16 @@ def replay_routers(model: nn.Module) -> list[ReplayRouter]:
 
 
 @contextmanager
-def replay(routers: Sequence[ReplayRouter], expert_ids_BLMK: torch.Tensor) -> Iterator[None]:
+def replay(
+    routers: Sequence[ReplayRouter],
+    expert_ids_BLMK: torch.Tensor,
+    is_counted_BL: torch.Tensor | None = None,
+) -> Iterator[None]:
     """Replay in all layers; the ids of layer m are ``expert_ids_BLMK[:, :, m]``."""
     assert expert_ids_BLMK.shape[2] == len(routers)
     with ExitStack() as contexts:
         for layer, router in enumerate(routers):
-            contexts.enter_context(router.replay(expert_ids_BLMK[:, :, layer]))
+            contexts.enter_context(router.replay(expert_ids_BLMK[:, :, layer], is_counted_BL))
         yield
 
 

@@ -135,6 +135,8 @@ class StepSums:
         coverage = [dist_utils.dist_sum(count.to(self._device), mesh) for count in self._coverage]
         self._coverage = torch.tensor(coverage, dtype=torch.float64)
         num_needed, num_recorded, _ = coverage
+        if not len(self._routing_M2):
+            return {"routing/num_moe_layers": 0.0}
         metrics = {
             "routing/recorded_share": num_recorded / max(1.0, num_needed),
             "routing/num_without_record": num_needed - num_recorded,

@@ -1,0 +1,97 @@
+"""What a model's config.json says about its shape, in the terms of this repository."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Rope:
+    """Rotary frequencies of Llama 3.1: long wavelengths are stretched by ``factor``."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRope:
+    """Rotary frequencies by YaRN (Peng et al., 2023), as DeepSeek-V3 has them.
+
+    ``mscale`` enlarges the softmax scale; cosines and sines stay as they are.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)."""
+
+    query_rank: int
+    """0: queries are projected directly."""
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasedRouting:
+    """How a DeepSeek-V3 router chooses (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2).
+
+    Scores are sigmoids; a bias per expert is added for the choice alone. Experts come from the best
+    ``num_limited_groups`` of ``num_groups``.
+    """
+
+    num_groups: int
+    num_limited_groups: int
+    normalizes: bool
+    scale: float
+    num_shared_experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The shape of a model. Without experts ``num_experts``, ``top_k`` and ``expert_hidden_size`` are 0."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    expert_hidden_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope_theta: float
+    rms_norm_eps: float
+    num_dense_layers: int = 0
+    """The first layers, which have one feed-forward network instead of experts."""
+    dense_hidden_size: int = 0
+    """Of those networks."""
+    rope_scaling: Llama3Rope | YarnRope | None = None
+    latent: LatentAttention | None = None
+    routing: BiasedRouting | None = None
+    """None: softmax scores, normalized over the chosen experts."""
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts: the last ones."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def shared_hidden_size(self) -> int:
+        """Of the network that all shared experts are together; 0 without."""
+        return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_head_dim

@@ -1,0 +1,24 @@
+"""Llama 3's rotary frequencies in the rotate-half layout of Hugging Face files.
+
+TorchTitan 0.3.0 scales them only in ``ComplexRoPE``, which rotates neighbouring dimensions and so needs query
+and key weights whose rows are permuted: these could neither be read nor published as they are. Can go when
+``CosSinRoPE`` supports ``scaling="llama"``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+
+
+class Llama3CosSinRoPE(CosSinRoPE):
+    """``CosSinRoPE`` with the frequencies of ``ComplexRoPE``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """Cosines and sines [max_seq_len, 2 * dim]."""
+        cis = ComplexRoPE._precompute_cache(self)
+        return torch.cat([cis.real, cis.real, cis.imag, cis.imag], dim=-1)

@@ -1,0 +1,132 @@
+"""Tiny random models of every family, as Hugging Face folders written by transformers itself."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
+from tests.support.models import TEXTS
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+YARN_SCALING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 40,
+}
+
+_COMMON: dict[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    # Another one than any of TorchTitan's own.
+    "rms_norm_eps": 3e-5,
+}
+
+
+def _deepseek(**options: object) -> PretrainedConfig:
+    values: dict[str, object] = {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 48,
+        "num_nextn_predict_layers": 0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    return DeepseekV3Config(**(_COMMON | values | options))
+
+
+def _qwen3(**options: object) -> PretrainedConfig:
+    return Qwen3Config(**(_COMMON | {"num_hidden_layers": 2, "head_dim": 32} | options))
+
+
+def _qwen3_moe(**options: object) -> PretrainedConfig:
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**(_COMMON | experts | {"num_hidden_layers": 2, "head_dim": 32} | options))
+
+
+def _llama(**options: object) -> PretrainedConfig:
+    # Heads of another size than hidden_size / num_attention_heads.
+    return LlamaConfig(**(_COMMON | {"num_hidden_layers": 2, "head_dim": 32} | options))
+
+
+VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": lambda: _qwen3(tie_word_embeddings=False),
+    "qwen3_tied": lambda: _qwen3(tie_word_embeddings=True),
+    "qwen3_moe": lambda: _qwen3_moe(tie_word_embeddings=False),
+    "llama": lambda: _llama(tie_word_embeddings=True),
+    "llama3_rope": lambda: _llama(rope_parameters=LLAMA3_SCALING),
+    "deepseek_v3": lambda: _deepseek(),
+    "deepseek_v3_yarn": lambda: _deepseek(rope_parameters=YARN_SCALING),
+    # As Moonlight has it: no query latents, one group.
+    "deepseek_v3_one_group": lambda: _deepseek(q_lora_rank=None, n_group=1, topk_group=1),
+}
+"""transformers' config of every kind of model that is supported."""
+
+
+def write_family(folder: Path, variant: str, *, seed: int = 0, scale: float = 3.0) -> Path:
+    """A model of ``VARIANTS`` with random weights (biases of routers too) and the tests' tokenizer."""
+    tokenizer = build_tokenizer(TEXTS)
+    config = VARIANTS[variant]()
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    config.dtype = torch.float32
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02 * scale)
+            else:
+                parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # Wide enough to change many choices.
+                buffer.normal_(std=0.1)
+    model.save_pretrained(folder)
+    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    save_tokenizer(tokenizer, folder)
+    return folder
