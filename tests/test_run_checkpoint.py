@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
 from forgeasync.checkpoint.folders import checkpoint_name, list_checkpoints, sweep_partial
 from forgeasync.checkpoint.room import check_room, checkpoint_bytes
@@ -31,7 +32,7 @@ from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.runs import tiny_config
-from tests.test_trainer import make_sequences, whole
+from tests.test_trainer import make_sequences
 
 TOKENS_PER_ROW = 128
 SINGLE = ParallelSection()
@@ -87,10 +88,14 @@ def step(trainer: PolicyTrainer, sequences: list[TrainingSequence]) -> dict[str,
     }
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def weights_of(trainer: PolicyTrainer) -> Weights:
     if trainer._lora is None:
         return {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)}
-    return {name: whole(p.detach()).clone() for name, p in adapter_parameters(trainer.model)}
+    return {name: _whole(p.detach()).clone() for name, p in adapter_parameters(trainer.model)}
 
 
 def _save_in_mid_run(
