@@ -171,6 +171,7 @@ def measure_events(rounds: int) -> list[dict[str, float | str]]:
 async def _through_actor(buffer: BufferActor, num_groups: int) -> float:
     """Groups a second, from submission to commit, with many callers at once."""
     ids: asyncio.Queue[int] = asyncio.Queue()
+    served_version = 0
 
     async def collect() -> None:
         for index in range(num_groups):
@@ -181,23 +182,28 @@ async def _through_actor(buffer: BufferActor, num_groups: int) -> float:
     async def sample() -> None:
         while True:
             group_id = await ids.get()
-            await buffer.finished.call_one(make_group(group_id, version=0))
+            await buffer.finished.call_one(make_group(group_id, served_version))
             await buffer.scored.call_one(group_id, (0.0,) * GROUP_SIZE, tuple(range(GROUP_SIZE)))
 
     async def train(groups_per_step: int) -> None:
+        nonlocal served_version
         for step in range(num_groups // groups_per_step):
             await buffer.take.call_one()
             await buffer.committed.call_one(0.0)
-            await buffer.set_served_version.call_one(step + 1)
+            # The other way round a group could start under a version that it is not sampled under.
+            served_version = step + 1
+            await buffer.set_served_version.call_one(served_version)
 
     groups_per_step = load_config(CONFIG).algorithm.groups_per_step
     await buffer.submit.call_one([make_task(index) for index in range(groups_per_step)])
     start_s = time.perf_counter()
-    callers = [asyncio.create_task(one) for one in (collect(), *(sample() for _ in range(ACTOR_CALLERS)))]
-    await train(groups_per_step)
-    spent_s = time.perf_counter() - start_s
-    for caller in callers:
-        caller.cancel()
+    # A caller that fails ends the others.
+    async with asyncio.TaskGroup() as loops:
+        callers = [loops.create_task(one) for one in (collect(), *(sample() for _ in range(ACTOR_CALLERS)))]
+        await train(groups_per_step)
+        spent_s = time.perf_counter() - start_s
+        for caller in callers:
+            caller.cancel()
     return num_groups / spent_s
 
 

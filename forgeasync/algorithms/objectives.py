@@ -51,9 +51,7 @@ def ppo_clip(clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | 
         sequence_ids_T: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T).exp()
-        clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
-        losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-        is_clipped_T = mask_T & (clipped_T * advantages_T < ratio_T * advantages_T)
+        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip_low, clip_high)
         sums = {"objective/clipped_share": is_clipped_T.sum()}
         if dual_clip is not None:
             bound_T = -dual_clip * advantages_T
@@ -70,6 +68,19 @@ def _log_ratios(
 ) -> torch.Tensor:
     # Unmasked tokens have no behavior logprob: their ratio must not become inf or nan.
     return torch.where(mask_T, logprobs_T - behavior_logprobs_T, 0.0)
+
+
+def _clipped_surrogate(
+    ratio_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-min(ratio * A, clip(ratio) * A), and which masked tokens the clip holds back; both [T]."""
+    plain_T = ratio_T * advantages_T
+    clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
+    return -torch.minimum(plain_T, clipped_T), mask_T & (clipped_T < plain_T)
 
 
 def cispo(clip_low: float, clip_high: float) -> Objective:
@@ -111,9 +122,7 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> Objective:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T)
         ratio_T = sequence_means(log_ratio_T, mask_T, sequence_ids_T).exp()
-        clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
-        losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-        is_clipped_T = mask_T & (clipped_T * advantages_T < ratio_T * advantages_T)
+        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip_low, clip_high)
         return losses_T, {"objective/clipped_share": is_clipped_T.sum()}
 
     return objective
@@ -215,9 +224,7 @@ def decoupled_ppo(clip: float = 0.2, behavior_cap: float = 5.0) -> DecoupledObje
         weights_T = _log_ratios(proximal_T, behavior_logprobs_T, mask_T).exp()
         is_capped_T = mask_T & (weights_T > behavior_cap)
         ratio_T = _log_ratios(logprobs_T, proximal_T, mask_T).exp()
-        clipped_T = ratio_T.clamp(1.0 - clip, 1.0 + clip)
-        losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-        is_clipped_T = mask_T & (clipped_T * advantages_T < ratio_T * advantages_T)
+        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip, clip)
         return torch.where(is_capped_T, 0.0, weights_T) * losses_T, {
             "objective/clipped_share": is_clipped_T.sum(),
             "objective/behavior_capped_share": is_capped_T.sum(),
