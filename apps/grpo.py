@@ -37,10 +37,12 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.replay_buffer import Batch, DropReason, Start
 from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.checkpoint.run_state import RunState
+from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import model_config_file
-from forgeasync.config.schema import AgeOf, Interruption, RunConfig
+from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import largest_group_payload_bytes
+from forgeasync.config.weights_schema import Interruption
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group

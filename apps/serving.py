@@ -11,7 +11,7 @@ from apps.recorder import RunRecorder
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.schema import WeightsSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.ledger import WeightLedger
 

@@ -24,8 +24,7 @@ from rich.table import Table
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.fleet import Fleet
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.load import load_config
-from forgeasync.config.schema import (
+from forgeasync.config.buffer_schema import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,
@@ -34,6 +33,7 @@ from forgeasync.config.schema import (
     Replacement,
     StaleGroups,
 )
+from forgeasync.config.load import load_config
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout, VersionSpan
 from forgeasync.data.task import Task

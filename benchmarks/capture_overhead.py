@@ -42,7 +42,8 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from forgeasync.config.schema import GeneratorSection, WeightsSection
+    from forgeasync.config.schema import GeneratorSection
+    from forgeasync.config.weights_schema import WeightsSection
     from forgeasync.data.records import Records
     from forgeasync.sampler.engine import SamplerEngine
 

@@ -42,13 +42,8 @@ from transformers import AutoTokenizer
 
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
-from forgeasync.config.schema import (
-    GeneratorSection,
-    OptimizerSection,
-    SamplingSection,
-    TrainerSection,
-    WeightsSection,
-)
+from forgeasync.config.schema import GeneratorSection, OptimizerSection, SamplingSection, TrainerSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.kept_tokens import all_kept
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout

@@ -22,7 +22,8 @@ from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import Dtype, Interruption, RunConfig, TransportChoice
+from forgeasync.config.schema import Dtype, RunConfig
+from forgeasync.config.weights_schema import Interruption, TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.payload.run_folder import create_run_folder
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from forgeasync.config.buffer_schema import PayloadSection
 from forgeasync.config.schema import (
     AlgorithmSection,
     DataSection,
@@ -16,7 +17,6 @@ from forgeasync.config.schema import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
-    PayloadSection,
     ReasoningGymSource,
     RunConfig,
     SamplingSection,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from weight_clock import StepClock
 
-from forgeasync.config.schema import Interruption, KvAfterSwap
+from forgeasync.config.weights_schema import Interruption, KvAfterSwap
 from forgeasync.weights.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from weight_modes import PROMPT, ModeRun, Streams, run_mode
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.trainer import TrainerActor
-from forgeasync.config.schema import Interruption, TransportChoice, WeightsSection
+from forgeasync.config.weights_schema import Interruption, TransportChoice, WeightsSection
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout

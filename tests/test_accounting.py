@@ -9,7 +9,7 @@ import pytest
 from forgeasync.buffer.accounting import AccountingLedger, length_bucket
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.replay_buffer import DropReason
-from forgeasync.config.schema import (
+from forgeasync.config.buffer_schema import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,

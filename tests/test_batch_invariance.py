@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
 from tests.support.models import write_random_model

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
 from tests.support.engines import kept_by_definition, nothing_to_fetch

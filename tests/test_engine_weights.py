@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
 from forgeasync.weights.fetcher import FetchReport

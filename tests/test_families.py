@@ -13,12 +13,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import (
-    OptimizerSection,
-    ParallelSection,
-    RouterBias,
-    TrainerSection,
-)
+from forgeasync.config.schema import OptimizerSection, ParallelSection, RouterBias, TrainerSection
 from forgeasync.trainer import hf_checkpoint
 from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows

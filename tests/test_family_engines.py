@@ -17,8 +17,8 @@ from forgeasync.config.schema import (
     ParallelSection,
     SamplingSection,
     TrainerSection,
-    WeightsSection,
 )
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
 from forgeasync.trainer.loss import build_loss

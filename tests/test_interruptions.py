@@ -17,13 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import (
-    GeneratorSection,
-    Interruption,
-    KvAfterSwap,
-    SamplingSection,
-    WeightsSection,
-)
+from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.weights_schema import Interruption, KvAfterSwap, WeightsSection
 from forgeasync.data.records import check_rollout
 from forgeasync.data.rollout import FinishReason, Rollout
 from forgeasync.sampler.swap import SwapReport

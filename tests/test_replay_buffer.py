@@ -11,7 +11,7 @@ from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.replay_buffer import DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.buffer.submissions import ATTEMPT_STRIDE
-from forgeasync.config.schema import (
+from forgeasync.config.buffer_schema import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,

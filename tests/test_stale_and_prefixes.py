@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.rollout import Rollout
 from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from tests.support.engines import (

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.schema import TransportChoice
+from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.payload.run_folder import SHARED_MEMORY
 from forgeasync.weights.fetcher import FetchReport, Landing, WeightFetcher, landing_images
 from forgeasync.weights.layout import BLOCK_BYTES, Box, Piece, RankLayout, WeightLayout

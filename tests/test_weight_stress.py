@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, SamplingSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.ledger import WeightLedger

@@ -20,13 +20,8 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import (
-    ParallelSection,
-    RunConfig,
-    SamplingSection,
-    TransportChoice,
-    WeightsSection,
-)
+from forgeasync.config.schema import ParallelSection, RunConfig, SamplingSection
+from forgeasync.config.weights_schema import TransportChoice, WeightsSection
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.fetcher import FetchReport

@@ -17,14 +17,8 @@ from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import (
-    Dtype,
-    LoraSection,
-    RoutingReplay,
-    RunConfig,
-    TrainerSection,
-    TransportChoice,
-)
+from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig, TrainerSection
+from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.records import Records
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from forgeasync.trainer.loss import LossChoice

@@ -18,7 +18,8 @@ from monarch.rdma import RDMABuffer
 
 from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import encode_group
 from forgeasync.data.problems import RecordError

@@ -17,7 +17,8 @@ from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, LoraSection, TrainerSection, TransportChoice
+from forgeasync.config.schema import Dtype, LoraSection, TrainerSection
+from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import Arrays, decode_rollout
 from forgeasync.observability.logs import redirect_process_output

@@ -6,7 +6,8 @@ from pathlib import Path
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, LoraSection, TimeoutSection, TrainerSection, TransportChoice
+from forgeasync.config.schema import Dtype, LoraSection, TimeoutSection, TrainerSection
+from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.loss import LossChoice

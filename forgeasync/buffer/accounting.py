@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forgeasync.buffer.snapshot import Deficit
-from forgeasync.config.schema import AccountingPolicy, AccountingSection, Replacement
+from forgeasync.config.buffer_schema import AccountingPolicy, AccountingSection, Replacement
 from forgeasync.data.task import Task
 
 

@@ -6,7 +6,7 @@ deadline. While it is sampled only a lower bound of r is known; it rises and nev
 
 from collections.abc import Sequence
 
-from forgeasync.config.schema import AgeOf
+from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import StoredRollout, VersionSpan
 

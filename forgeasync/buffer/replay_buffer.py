@@ -25,7 +25,7 @@ from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.buffer.submissions import Submission, Submissions
-from forgeasync.config.schema import (
+from forgeasync.config.buffer_schema import (
     AccountingPolicy,
     AccountingSection,
     BatchOrder,

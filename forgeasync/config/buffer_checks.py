@@ -2,16 +2,10 @@
 
 from collections.abc import Iterator
 
+from forgeasync.config.buffer_schema import AccountingPolicy, AgeOf, BatchOrder, Replacement, StaleGroups
 from forgeasync.config.problems import Problem
-from forgeasync.config.schema import (
-    AccountingPolicy,
-    AgeOf,
-    BatchOrder,
-    Interruption,
-    Replacement,
-    RunConfig,
-    StaleGroups,
-)
+from forgeasync.config.schema import RunConfig
+from forgeasync.config.weights_schema import Interruption
 
 
 def check_buffer(config: RunConfig) -> Iterator[Problem]:

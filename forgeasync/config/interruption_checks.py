@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from forgeasync.config.buffer_schema import StaleGroups
 from forgeasync.config.problems import Problem
-from forgeasync.config.schema import Interruption, KvAfterSwap, RunConfig, StaleGroups
+from forgeasync.config.schema import RunConfig
+from forgeasync.config.weights_schema import Interruption, KvAfterSwap
 
 
 def check_interruption(config: RunConfig) -> Iterator[Problem]:

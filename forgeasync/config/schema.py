@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from forgeasync.config.buffer_schema import AccountingSection, BufferSection, PayloadSection
 from forgeasync.config.filter_schema import FilterSection
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.section import Section
+from forgeasync.config.weights_schema import WeightsSection
 
 
 class Dtype(StrEnum):
@@ -221,143 +223,6 @@ class AlgorithmSection(LossSection):
     """Applied to every scored group, one after the other; what they drop is counted."""
     max_filtered_in_a_row: int = Field(default=512, gt=0)
     """The run ends with an error once filters have dropped this many groups with none kept between."""
-
-
-class StaleGroups(StrEnum):
-    WAIT = "wait"
-    """The trainer waits for a straggling group before it becomes too old: nothing is dropped."""
-    DROP = "drop"
-    """The trainer goes on; a group that comes too late is dropped and counted."""
-
-
-class AgeOf(StrEnum):
-    """Which token's age ``max_off_policy_steps`` bounds, in every rollout of a group."""
-
-    OLDEST_TOKEN = "oldest_token"
-    NEWEST_TOKEN = "newest_token"
-    MEAN = "mean"
-    """The mean over a rollout's tokens."""
-    TOKEN = "token"
-    """Each token's own: a group trains as long as one token is young enough, and the trainer leaves out
-    those that are not."""
-
-
-class BatchOrder(StrEnum):
-    """Which of the complete groups a batch takes first."""
-
-    DEADLINE = "deadline"
-    """Those that become too old first."""
-    COMPLETION = "completion"
-    """Those that were complete first."""
-
-
-class BufferSection(Section):
-    """The replay buffer between collecting and training."""
-
-    stale_groups: StaleGroups = StaleGroups.WAIT
-    age_of: AgeOf = AgeOf.OLDEST_TOKEN
-    order: BatchOrder = BatchOrder.DEADLINE
-    max_groups: int | None = Field(default=None, gt=0)
-    """Depth bound: most groups started and not yet trained on; null leaves it to max_off_policy_steps, which
-    allows (max_off_policy_steps + 1) * groups_per_step. Where generation is the faster side, fewer mean
-    fresher data at the same speed."""
-    max_in_flight: int | None = Field(default=None, gt=0)
-    """In-flight bound: most groups being sampled or scored; null: as many as the depth bound allows."""
-    adapt_load: bool = True
-    """Move the number of groups in flight between one batch and these bounds, so that neither side starves
-    and nothing waits for training longer than it must."""
-    longest_first: bool = True
-    """Within a batch's worth of prompts, start those first whose responses took longest before."""
-    max_attempts: int = Field(default=3, gt=0)
-    """A prompt whose groups fail this many times is dropped."""
-
-
-class AccountingPolicy(StrEnum):
-    """How the trained rollouts are kept at the composition of the submitted ones."""
-
-    NONE = "none"
-    """Groups too old are gone."""
-    WINDOWED_FIFO = "windowed_fifo"
-    """Batches take groups out of the oldest ``window_groups`` started ones only."""
-    EXACT = "exact"
-    """What is dropped leaves a deficit, which ``replacement`` makes up for."""
-
-
-class Replacement(StrEnum):
-    """What makes up for a dropped group under exact accounting."""
-
-    REISSUE = "reissue"
-    """Its prompt is submitted again, before all others."""
-    WEIGHT = "weight"
-    """The next groups of its source and length weigh more: inverse inclusion probability."""
-
-
-class AccountingSection(Section):
-    """Rollout accounting: short responses finish first, and age limits drop long ones more often."""
-
-    policy: AccountingPolicy = AccountingPolicy.EXACT
-    window_groups: int | None = Field(default=None, gt=0)
-    """Of windowed_fifo."""
-    replacement: Replacement = Replacement.REISSUE
-    max_weight: float = Field(default=4.0, gt=1.0)
-    """Most that one group weighs with replacement ``weight``; what is left over waits for later groups."""
-    metric_groups: int = Field(default=1000, gt=0)
-    """Trailing window of the composition metrics."""
-
-
-class PayloadSection(Section):
-    """Where rollouts' arrays wait between sampling and training: shared memory of their host."""
-
-    capacity_gib: float = Field(default=1.0, gt=0.0)
-    """Bound on the payloads of one host. A group starts only when its largest possible payload fits in."""
-
-
-class TransportChoice(StrEnum):
-    """How published weights reach a generator."""
-
-    AUTO = "auto"
-    """Shared memory on one host, RDMABuffer between hosts."""
-    SHARED_MEMORY = "shared_memory"
-    RDMA = "rdma"
-    """Monarch's RDMABuffer: ibverbs where there is the hardware, TCP elsewhere."""
-    TORCHSTORE = "torchstore"
-
-
-class Interruption(StrEnum):
-    """What happens to running sequences when new weights arrive."""
-
-    IN_FLIGHT = "in_flight"
-    """They go on: the swap happens between two decode steps."""
-    DRAIN = "drain"
-    """No new sequence starts; the swap waits until all running ones have ended."""
-    ABORT_AND_RESUME = "abort_and_resume"
-    """They end; what they have is the prefix of new requests under the new weights."""
-    CANCEL_STALE = "cancel_stale"
-    """As in_flight, but groups that would be too old to train on are cancelled and their prompts reissued."""
-    BLOCKING = "blocking"
-    """Decoding stands still from the start of the fetch to the end of the swap."""
-
-
-class KvAfterSwap(StrEnum):
-    """What happens to the KV cache of running sequences at a swap."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    """Computed again under the new weights."""
-
-
-class WeightsSection(Section):
-    """How new weights travel from the trainer to the generators."""
-
-    transport: TransportChoice = TransportChoice.AUTO
-    interruption: Interruption = Interruption.IN_FLIGHT
-    kv_cache: KvAfterSwap = KvAfterSwap.KEEP
-    prefix_cache_across_versions: bool = False
-    """Serve prefixes that were computed under old weights to new requests."""
-    delta: bool = False
-    """Move only the blocks that changed since the version a generator holds."""
-    lease_timeout_s: float = Field(default=60.0, gt=0.0)
-    """A generator that takes longer over a fetch loses its claim on the buffer that it reads."""
 
 
 class LoraSection(Section):

@@ -16,7 +16,7 @@ import numpy as np
 
 from forgeasync.buffer.accounting import length_bucket
 from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer, Start
-from forgeasync.config.schema import AccountingSection, BufferSection
+from forgeasync.config.buffer_schema import AccountingSection, BufferSection
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout, VersionSpan
 from forgeasync.data.task import Task

@@ -26,7 +26,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
-from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection, WeightsSection
+from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection
+from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records
 from forgeasync.data.rollout import Rollout
 from forgeasync.sampler.batch_invariance import compute_batch_invariantly

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from forgeasync.config.schema import Interruption
+from forgeasync.config.weights_schema import Interruption
 from forgeasync.data.progress import GroupProgress
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 

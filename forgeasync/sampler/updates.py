@@ -7,7 +7,7 @@ from collections.abc import Callable
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from forgeasync.config.schema import KvAfterSwap
+from forgeasync.config.weights_schema import KvAfterSwap
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
 from forgeasync.sampler.interruption import Groups, InFlight, Prefetch
 from forgeasync.sampler.swap import SwapReport

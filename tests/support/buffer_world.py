@@ -6,7 +6,7 @@ It plays generator, scorer and trainer with groups of two rollouts, and checks w
 from dataclasses import dataclass, field
 
 from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer
-from forgeasync.config.schema import AccountingSection, AgeOf, BufferSection, StaleGroups
+from forgeasync.config.buffer_schema import AccountingSection, AgeOf, BufferSection, StaleGroups
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.data.task import Task

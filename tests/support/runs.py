@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from forgeasync.config.buffer_schema import PayloadSection
 from forgeasync.config.schema import (
     AlgorithmSection,
     DataSection,
@@ -10,7 +11,6 @@ from forgeasync.config.schema import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
-    PayloadSection,
     ReasoningGymSource,
     RunConfig,
     SamplingSection,

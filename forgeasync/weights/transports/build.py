@@ -1,6 +1,6 @@
 """The transport between one trainer rank and one generator."""
 
-from forgeasync.config.schema import TransportChoice, WeightsSection
+from forgeasync.config.weights_schema import TransportChoice, WeightsSection
 from forgeasync.weights.layout import RankLayout
 from forgeasync.weights.transports.rdma import RdmaTransport
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from monarch.rdma import RDMABuffer
 
-from forgeasync.config.schema import TransportChoice
+from forgeasync.config.weights_schema import TransportChoice
 
 ByteRange = tuple[int, int]
 """First byte and the one after the last."""
