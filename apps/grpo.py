@@ -34,7 +34,7 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.buffer.replay_buffer import Batch, DropReason, Start
+from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf

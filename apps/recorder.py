@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from forgeasync.actors.buffer import BufferReport
-from forgeasync.buffer.replay_buffer import Batch
+from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.observability.console import StepConsole, StepLine

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from forgeasync.buffer.accounting import AccountingLedger, length_bucket
+from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
-from forgeasync.buffer.replay_buffer import DropReason
 from forgeasync.config.buffer_schema import (
     AccountingPolicy,
     AccountingSection,

@@ -13,7 +13,7 @@ from apps.preparation import prepare
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.buffer.replay_buffer import Batch, DropReason
+from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.config.filter_schema import DynamicSamplingSection, ResampleOnCorrectSection
 from forgeasync.config.schema import AlgorithmSection, RunConfig, SamplingSection
 from forgeasync.data.rollout import StoredRollout

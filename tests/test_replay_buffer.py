@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer.ages import known_reference, reference_version
-from forgeasync.buffer.replay_buffer import DropReason
+from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.buffer.submissions import ATTEMPT_STRIDE
 from forgeasync.config.buffer_schema import (

@@ -12,7 +12,8 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.replay_buffer import Batch, Committed, DropReason, ReplayBuffer, Start
+from forgeasync.buffer.decisions import Batch, Committed, DropReason, Start
+from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.progress import GroupProgress

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from forgeasync.buffer.replay_buffer import Batch, Committed, DropReason, ReplayBuffer, Start
+from forgeasync.buffer.decisions import Batch, Committed, DropReason, Start
+from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group

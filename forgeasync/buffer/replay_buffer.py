@@ -17,10 +17,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from forgeasync.buffer.accounting import AccountingLedger
 from forgeasync.buffer.ages import known_reference, reference_version
+from forgeasync.buffer.deadlines import Deadlines
+from forgeasync.buffer.decisions import AGE_REASONS, Batch, Committed, DropReason, Start
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
 from forgeasync.buffer.snapshot import BufferSnapshot
@@ -36,51 +37,6 @@ from forgeasync.config.buffer_schema import (
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
-
-
-class DropReason(StrEnum):
-    """Why a group did not train."""
-
-    STALE = "stale"
-    """Older than max_off_policy_steps when the trainer could have taken it."""
-    BAD_RECORD = "bad_record"
-    """Its routed experts or kept tokens contradict its tokens or the model."""
-    CANCELLED = "cancelled"
-    """Given up while it was sampled: finished, it would have been too old."""
-    FILTERED = "filtered"
-    """A group filter left nothing of it to learn from."""
-
-
-AGE_REASONS = frozenset({DropReason.STALE, DropReason.CANCELLED})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Decision: sample a group for this prompt."""
-
-    group_id: int
-    draw_id: int
-    """As of the ``Group`` that comes of it."""
-    task: Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Decision: train on these groups, each with its weight from rollout accounting."""
-
-    trainer_version: int
-    groups: tuple[Group, ...]
-    weights: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """What follows from a step."""
-
-    cancelled: tuple[int, ...]
-    """Decision: groups in flight that can be given up."""
-    lost: tuple[Group, ...]
-    """Complete groups that became too old: their arrays can be freed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,8 +96,8 @@ class ReplayBuffer:
         self._num_admitted = 0
         self._entries: dict[int, _Entry] = {}
         self._num_in_flight = 0
-        # Ids by deadline, of what the trainer can still count on.
-        self._due: dict[int, set[int]] = {}
+        # Of what the trainer can still count on.
+        self._due = Deadlines()
         self._batch: list[_Entry] = []
         self._num_ready_after_batch = 0
         self._was_bound = False
@@ -235,7 +191,7 @@ class ReplayBuffer:
         self._num_in_flight += 1
         deadline = self._served_version + self._max_off_policy_steps
         self._entries[group_id] = _Entry(submission=submission, deadline=deadline)
-        self._due.setdefault(deadline, set()).add(group_id)
+        self._due.add(group_id, deadline)
         self._window.start(group_id)
         return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
 
@@ -354,41 +310,34 @@ class ReplayBuffer:
         if self._section.stale_groups is StaleGroups.DROP:
             return True
         assert isinstance(self._ready, EarliestDeadlineFirst), "what the proof is about"
-        taken = dict(self._ready.num_taken_by_deadline(self._groups_per_step))
-        num_due = 0
-        for deadline in sorted(self._due):
-            num_due += len(self._due[deadline]) - taken.get(deadline, 0)
-            if num_due > (deadline - self._trainer_version) * self._groups_per_step:
-                return False
-        return True
+        return self._due.are_feasible(
+            self._trainer_version,
+            self._ready.num_taken_by_deadline(self._groups_per_step),
+            groups_per_step=self._groups_per_step,
+        )
 
     def _move_deadline(self, group_id: int, entry: _Entry, deadline: int) -> None:
         if deadline <= entry.deadline:
             return
         if not entry.is_expired:
-            self._remove_due(group_id, entry.deadline)
+            self._due.remove(group_id, entry.deadline)
         entry.deadline = deadline
         if deadline >= self._trainer_version:
-            self._due.setdefault(deadline, set()).add(group_id)
+            self._due.add(group_id, deadline)
             if entry.is_expired:
                 entry.is_expired = False
                 self._window.come_back(group_id)
-
-    def _remove_due(self, group_id: int, deadline: int) -> None:
-        self._due[deadline].remove(group_id)
-        if not self._due[deadline]:
-            del self._due[deadline]
 
     def _expire(self) -> Committed:
         """Complete groups past their deadline are lost, those in flight no longer counted on."""
         cancelled: list[int] = []
         lost: list[Group] = []
-        for deadline in [deadline for deadline in self._due if deadline < self._trainer_version]:
+        for deadline, group_ids in self._due.before(self._trainer_version):
             assert self._section.stale_groups is StaleGroups.DROP, "waiting lets no deadline pass"
-            for group_id in sorted(self._due[deadline]):
+            for group_id in group_ids:
                 entry = self._entries[group_id]
                 if entry.group is None:
-                    self._remove_due(group_id, deadline)
+                    self._due.remove(group_id, deadline)
                     entry.is_expired = True
                     cancelled.append(group_id)
                 else:
@@ -425,7 +374,7 @@ class ReplayBuffer:
     def _forget(self, group_id: int) -> None:
         entry = self._entries.pop(group_id)
         if not entry.is_expired:
-            self._remove_due(group_id, entry.deadline)
+            self._due.remove(group_id, entry.deadline)
 
     def _leave_window(self, group_ids: Sequence[int]) -> None:
         for entered in self._window.end(group_ids):

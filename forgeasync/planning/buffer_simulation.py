@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forgeasync.buffer.accounting import length_bucket
-from forgeasync.buffer.replay_buffer import DropReason, ReplayBuffer, Start
+from forgeasync.buffer.decisions import DropReason, Start
+from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.buffer_schema import AccountingSection, BufferSection
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout, VersionSpan

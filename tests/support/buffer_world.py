@@ -5,7 +5,8 @@ It plays generator, scorer and trainer with groups of two rollouts, and checks w
 
 from dataclasses import dataclass, field
 
-from forgeasync.buffer.replay_buffer import Batch, DropReason, ReplayBuffer
+from forgeasync.buffer.decisions import Batch, DropReason
+from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.buffer_schema import AccountingSection, AgeOf, BufferSection, StaleGroups
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout

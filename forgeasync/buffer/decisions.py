@@ -1,0 +1,52 @@
+"""What the replay buffer decides, and why a group does not train."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
+
+
+class DropReason(StrEnum):
+    """Why a group did not train."""
+
+    STALE = "stale"
+    """Older than max_off_policy_steps when the trainer could have taken it."""
+    BAD_RECORD = "bad_record"
+    """Its routed experts or kept tokens contradict its tokens or the model."""
+    CANCELLED = "cancelled"
+    """Given up while it was sampled: finished, it would have been too old."""
+    FILTERED = "filtered"
+    """A group filter left nothing of it to learn from."""
+
+
+AGE_REASONS = frozenset({DropReason.STALE, DropReason.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Decision: sample a group for this prompt."""
+
+    group_id: int
+    draw_id: int
+    """As of the ``Group`` that comes of it."""
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Decision: train on these groups, each with its weight from rollout accounting."""
+
+    trainer_version: int
+    groups: tuple[Group, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What follows from a step."""
+
+    cancelled: tuple[int, ...]
+    """Decision: groups in flight that can be given up."""
+    lost: tuple[Group, ...]
+    """Complete groups that became too old: their arrays can be freed."""
