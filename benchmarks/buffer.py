@@ -15,6 +15,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
 
 from common import REPOSITORY, RESULTS, machine_facts, write_json
@@ -149,17 +152,38 @@ class FullBuffer:
         return num_events / spent_s
 
 
+_own: FullBuffer
+"""Of a process that measures."""
+
+
+def _fill(name: str, num_rollouts: int) -> None:
+    global _own
+    _own = FullBuffer(num_rollouts, *BUFFERS[name])
+
+
+def _round() -> float:
+    return _own.round(GROUPS_PER_ROUND)
+
+
 def measure_events(rounds: int) -> list[dict[str, float | str]]:
-    """Events a second of each buffer at each load, the median over interleaved rounds."""
-    full = {
-        (name, num): FullBuffer(num, *sections)
-        for name, sections in BUFFERS.items()
-        for num in ROLLOUTS_UNDER_WAY
-    }
-    rates: dict[tuple[str, int], list[float]] = {key: [] for key in full}
-    for _ in range(rounds):
-        for key, buffer in full.items():
-            rates[key].append(buffer.round(GROUPS_PER_ROUND))
+    """Events a second of each buffer at each load, the median over interleaved rounds.
+
+    Each buffer has a process of its own: Python's garbage collector would go through the others too.
+    """
+    keys = [(name, num) for name in BUFFERS for num in ROLLOUTS_UNDER_WAY]
+    rates: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
+    with ExitStack() as stack:
+        processes = {
+            key: stack.enter_context(
+                ProcessPoolExecutor(
+                    max_workers=1, mp_context=get_context("spawn"), initializer=_fill, initargs=key
+                )
+            )
+            for key in keys
+        }
+        for _ in range(rounds):
+            for key, process in processes.items():
+                rates[key].append(process.submit(_round).result())
     rows = []
     for (name, num), found in rates.items():
         rate = statistics.median(found)
