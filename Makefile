@@ -28,8 +28,9 @@ model: models/tiny_moe
 demo: setup models/tiny_moe
 	$(BIN)/python -m apps.grpo --config configs/tiny_moe_cpu.yaml
 
+# Two at once, each file in one process: most tests keep one core busy, and files share what they set up.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
