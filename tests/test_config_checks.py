@@ -155,6 +155,10 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
         ),
         (["trainer.compile=true"], ["trainer.compile = True", "needs trainer.dtype bfloat16"]),
         (
+            ["trainer.cpu_offload=true", "lora={rank: 4, alpha: 8.0, targets: [q_proj]}"],
+            ["trainer.cpu_offload = True", "must be false with a lora section"],
+        ),
+        (
             ["payload.capacity_gib=1e-6"],
             ["payload.capacity_gib = 1e-06", "must be at least", "groups at their largest"],
         ),

@@ -1,4 +1,4 @@
-"""The trainer against transformers, unpacked rows, and itself under other parallel layouts."""
+"""The trainer against transformers and unpacked rows; its files. Parallel layouts: test_layouts.py."""
 
 import dataclasses
 from pathlib import Path
@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import (
-    ActivationCheckpointing,
-    Dtype,
     OptimizerSection,
     ParallelSection,
     TrainerSection,
@@ -23,9 +21,8 @@ from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.loss import build_loss
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
+from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.replay_router import replay_routers
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 
@@ -37,18 +34,12 @@ def make_trainer(
     parallel: ParallelSection,
     *,
     temperature: float = 1.0,
-    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
-    compile: bool = False,
-    dtype: Dtype = Dtype.FLOAT32,
     probe_share: float = 0.0,
 ) -> PolicyTrainer:
     section = TrainerSection(
         parallel=parallel,
         replay_probe_share=probe_share,
         tokens_per_row=TOKENS_PER_ROW,
-        activation_checkpointing=checkpointing,
-        compile=compile,
-        dtype=dtype,
         # A large step, so that a wrong gradient shows in the weights.
         optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
     )
@@ -140,88 +131,6 @@ def test_logprobs_match_transformers_and_unpacked_rows(
         assert expected.std() > 0.3, "a nearly uniform model would hide mistakes"
 
 
-def _step(
-    folder: Path,
-    parallel: ParallelSection,
-    sequences: list[TrainingSequence],
-    checkpointing: ActivationCheckpointing,
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    trainer = make_trainer(folder, parallel, checkpointing=checkpointing)
-    rows = pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
-    # More microbatches than one, and an uneven last one: nothing but padding on some rank.
-    rows = [[*of_rank, pack_row([])] for of_rank in rows]
-    result = trainer.train_step(rows[trainer.data_rank])
-    weights = {name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)}
-    return result.metrics, weights
-
-
-@pytest.fixture(scope="module")
-def single(
-    folder: Path, sequences: list[TrainingSequence]
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    return run_ranks(1, _step, folder, ParallelSection(), sequences, ActivationCheckpointing.NONE)[0]
-
-
-LAYOUTS = pytest.mark.parametrize(
-    ("parallel", "checkpointing"),
-    [
-        pytest.param(ParallelSection(num_procs=2), ActivationCheckpointing.NONE, id="fsdp2"),
-        pytest.param(ParallelSection(num_procs=2, expert=2), ActivationCheckpointing.NONE, id="fsdp2-ep2"),
-        pytest.param(ParallelSection(num_procs=2, expert=2), ActivationCheckpointing.FULL, id="ep2-full-ac"),
-        pytest.param(
-            ParallelSection(num_procs=2, data_replicate=2), ActivationCheckpointing.NONE, id="replicate2"
-        ),
-        pytest.param(
-            ParallelSection(num_procs=2, tensor=2, expert=2), ActivationCheckpointing.NONE, id="tp2-ep2"
-        ),
-        pytest.param(
-            ParallelSection(num_procs=2, tensor=2, sequence=False),
-            ActivationCheckpointing.NONE,
-            id="tp2-no-sp",
-        ),
-        pytest.param(
-            ParallelSection(num_procs=2, context=2, expert=2), ActivationCheckpointing.FULL, id="cp2-ep2-ac"
-        ),
-        pytest.param(
-            ParallelSection(num_procs=4, context=2, tensor=2, expert=2),
-            ActivationCheckpointing.NONE,
-            id="cp2-tp2-ep2",
-        ),
-        pytest.param(
-            ParallelSection(num_procs=4, tensor=2, expert=4),
-            ActivationCheckpointing.SELECTIVE,
-            id="fsdp2-tp2-ep4-selective-ac",
-        ),
-    ],
-)
-
-
-@LAYOUTS
-def test_a_step_is_the_same_under_every_layout(
-    folder: Path,
-    sequences: list[TrainingSequence],
-    single: tuple[dict[str, float], dict[str, torch.Tensor]],
-    parallel: ParallelSection,
-    checkpointing: ActivationCheckpointing,
-) -> None:
-    metrics, weights = single
-    for rank_metrics, rank_weights in run_ranks(
-        parallel.num_procs, _step, folder, parallel, sequences, checkpointing
-    ):
-        for name in (
-            "loss",
-            "grad_norm",
-            "mismatch/kl",
-            "objective/clipped_share",
-            "routing/disagreement_share",
-            "routing/recorded_share",
-        ):
-            assert rank_metrics[name] == pytest.approx(metrics[name], rel=1e-4), name
-        assert rank_weights.keys() == weights.keys()
-        for name, expected in weights.items():
-            torch.testing.assert_close(rank_weights[name], expected, atol=2e-5, rtol=1e-4, msg=name)
-
-
 def _probed_steps(
     folder: Path, parallel: ParallelSection, sequences: list[TrainingSequence], probe_share: float
 ) -> tuple[list[float], dict[str, torch.Tensor], list[tuple[int, ...]]]:
@@ -251,113 +160,6 @@ def test_probing_changes_nothing(folder: Path, sequences: list[TrainingSequence]
         assert probed[0] == plain[0]
         assert all(torch.equal(probed[1][name], tensor) for name, tensor in plain[1].items())
         assert probed[2] == plain[2], "whole parameters are left where shards belong"
-
-
-def _own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:
-    """What the routers choose by themselves, as a record: int16 [L, M, K], ascending."""
-    chosen: list[torch.Tensor] = []
-
-    def keep(router: torch.nn.Module, inputs: object, outputs: tuple[torch.Tensor, ...]) -> None:
-        ids = outputs[1]
-        chosen.append(ids.full_tensor() if isinstance(ids, DTensor) else ids)
-
-    hooks = [router.register_forward_hook(keep) for router in replay_routers(trainer.model)]
-    with torch.no_grad():
-        trainer.logprobs(row, replay_routing=False)
-    for hook in hooks:
-        hook.remove()
-    mine_LMK = np.sort(torch.stack([ids[0] for ids in chosen], 1).numpy(), axis=-1)
-    # With context parallelism this rank has seen its part of the row only, and will replay no other.
-    ids_LMK = np.full((len(row.token_ids_L), *mine_LMK.shape[1:]), NO_RECORD, np.int16)
-    ids_LMK[trainer._forward.own_part(row)] = mine_LMK
-    return ids_LMK
-
-
-def _gradients(trainer: PolicyTrainer, rows: list[PackedRow]) -> tuple[dict[str, float], list[torch.Tensor]]:
-    gradients: list[torch.Tensor] = []
-
-    def keep(*_: object) -> None:
-        gradients.extend(
-            (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
-            for p in trainer.model.parameters()
-        )
-
-    hook = trainer._optimizer.register_step_pre_hook(keep)
-    result = trainer.train_step(rows)
-    hook.remove()
-    return result.metrics, gradients
-
-
-def _replay_own_choices(
-    folder: Path,
-    parallel: ParallelSection,
-    sequences: list[TrainingSequence],
-    checkpointing: ActivationCheckpointing,
-    compile: bool = False,
-    dtype: Dtype = Dtype.FLOAT32,
-) -> tuple[dict[str, float], dict[str, float], bool, int]:
-    outcomes = []
-    for is_replayed in (False, True):
-        trainer = make_trainer(folder, parallel, checkpointing=checkpointing, compile=compile, dtype=dtype)
-        unrecorded = [dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in sequences]
-        rows = pack_rows(unrecorded, tokens_per_row=TOKENS_PER_ROW, num_ranks=trainer.num_data_ranks)
-        mine = rows[trainer.data_rank]
-        if is_replayed:
-            mine = [dataclasses.replace(row, expert_ids_LMK=_own_choices(trainer, row)) for row in mine]
-        outcomes.append(_gradients(trainer, mine))
-    (before, own), (after, replayed) = outcomes
-    num_nonzero = sum(bool(gradient.any()) for gradient in own)
-    is_equal = all(torch.equal(a, b) for a, b in zip(own, replayed, strict=True))
-    return before, after, is_equal, num_nonzero
-
-
-@LAYOUTS
-def test_replaying_own_choices_changes_no_bit(
-    folder: Path,
-    sequences: list[TrainingSequence],
-    parallel: ParallelSection,
-    checkpointing: ActivationCheckpointing,
-) -> None:
-    for before, after, is_equal, num_nonzero in run_ranks(
-        parallel.num_procs, _replay_own_choices, folder, parallel, sequences, checkpointing
-    ):
-        assert after["loss"] == before["loss"] and after["grad_norm"] == before["grad_norm"]
-        assert after["routing/disagreement_share"] == 0.0
-        assert is_equal and num_nonzero > 10
-
-
-def test_replay_under_compile(folder: Path, sequences: list[TrainingSequence]) -> None:
-    """One graph a layer (fullgraph): the same as replaying eagerly, and own choices change no bit."""
-    arguments = (folder, ParallelSection(), sequences, ActivationCheckpointing.FULL)
-    eager, _, _, _ = run_ranks(1, _replay_own_choices, *arguments, False, Dtype.BFLOAT16)[0]
-    before, after, is_equal, _ = run_ranks(1, _replay_own_choices, *arguments, True, Dtype.BFLOAT16)[0]
-    assert before["loss"] == pytest.approx(eager["loss"], rel=2e-2)
-    assert before["grad_norm"] == pytest.approx(eager["grad_norm"], rel=2e-2)
-    assert after["loss"] == before["loss"] and after["routing/disagreement_share"] == 0.0 and is_equal
-
-
-def test_forced_experts_change_the_step_and_are_counted(
-    single: tuple[dict[str, float], dict[str, torch.Tensor]],
-    folder: Path,
-    sequences: list[TrainingSequence],
-) -> None:
-    unrecorded = [dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in sequences]
-    own, _ = run_ranks(1, _step, folder, ParallelSection(), unrecorded, ActivationCheckpointing.NONE)[0]
-    forced, _ = single
-    assert abs(forced["loss"] - own["loss"]) > 1e-4
-    # Random triples of 8 experts: one in 56 is the router's own.
-    assert 0.9 < forced["routing/disagreement_share"] < 1.0
-    assert 0.6 < forced["routing/recorded_share"] < 0.95
-    assert own["routing/recorded_share"] == 0.0 and "routing/disagreement_share" not in own
-
-
-def test_the_step_does_something(
-    folder: Path, single: tuple[dict[str, float], dict[str, torch.Tensor]]
-) -> None:
-    before = load_file(folder / "model.safetensors")
-    moved = [name for name, tensor in single[1].items() if not torch.equal(tensor, before[name])]
-    # Every parameter has a gradient, gates included.
-    assert len(moved) == len(before)
 
 
 def _round_trip(folder: Path, out: Path) -> None:

@@ -153,6 +153,16 @@ def _check_compile(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _check_offload(config: RunConfig) -> Iterator[Problem]:
+    if config.trainer.cpu_offload and config.lora is not None:
+        yield Problem(
+            field="trainer.cpu_offload",
+            value=config.trainer.cpu_offload,
+            remedy="must be false with a lora section: of adapters there is little to offload, and frozen "
+            "weights would be copied for every microbatch",
+        )
+
+
 def _check_warmup(config: RunConfig) -> Iterator[Problem]:
     if config.warmup is None:
         return
@@ -223,6 +233,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_mesh,
     _check_schedules,
     _check_compile,
+    _check_offload,
     check_lora,
     _check_warmup,
 )

@@ -176,6 +176,9 @@ class TrainerSection(Section):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
     """torch.compile of every layer; bfloat16 only."""
+    cpu_offload: bool = False
+    """Keep the shards of parameters, gradients and optimizer state in host memory, and step there: more room
+    on a GPU at the price of copies in every microbatch. Without a GPU they are there anyway."""
     routing_replay: RoutingReplay = RoutingReplay.ALL
     router_bias: RouterBias = RouterBias.FROZEN
     router_bias_speed: float = Field(default=1e-3, gt=0.0)

@@ -22,7 +22,7 @@ from forgeasync.trainer.families.family import LINEAR_INIT, norm_config
 from forgeasync.trainer.head import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import replay_config
-from forgeasync.trainer.titan_cpu import DEVICE_TYPE, allow_gloo_reduction
+from forgeasync.trainer.titan_cpu import DEVICE_TYPE, allow_gloo_reduction, unpin_offloaded
 
 
 def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Decoder.Config:
@@ -126,7 +126,10 @@ def build_parallel_model(
     """
     parallelism = _parallelism(section)
     training = TrainingConfig(
-        seq_len=section.tokens_per_row, mixed_precision_param=section.dtype.value, dtype="float32"
+        seq_len=section.tokens_per_row,
+        mixed_precision_param=section.dtype.value,
+        dtype="float32",
+        enable_cpu_offload=section.cpu_offload,
     )
     model_config = titan_config(facts)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
@@ -152,16 +155,25 @@ def build_parallel_model(
         ac_config=_activation_checkpointing(checkpointing),
         dump_folder="",
     )
-    model.to_empty(device=DEVICE_TYPE)
+    unpin_offloaded(model)
+    model.to_empty(device="cpu" if section.cpu_offload else DEVICE_TYPE)
     torch.manual_seed(seed)
     with torch.no_grad():
         model.init_states(buffer_device=None)
+    # FSDP2 brings offloaded parameters to the device layer by layer, buffers it leaves where they are.
+    _move_buffers(model, DEVICE_TYPE)
     initialize_adapters(model, seed)
     allow_gloo_reduction(model)
     # The head is called by itself, with the tokens whose log-probabilities are wanted.
     model._skip_lm_head = True
     model.train(not is_frozen)
     return model
+
+
+def _move_buffers(model: torch.nn.Module, device: str) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:

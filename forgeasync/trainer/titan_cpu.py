@@ -26,3 +26,16 @@ def allow_gloo_reduction(model: torch.nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def unpin_offloaded(model: torch.nn.Module) -> None:
+    """Let FSDP2 offload to pageable memory; before the model gets any.
+
+    TorchTitan asks for pinned memory, which torch has only where there is an accelerator to copy to.
+    """
+    if DEVICE_TYPE == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.pin_memory = False

@@ -1,0 +1,305 @@
+"""A trainer step against the same model in plain transformers: same tokens, packed against padded.
+
+    python benchmarks/trainer_throughput.py [--model FOLDER] [--rounds R] [--sequences N] [--out FILE.json]
+
+Contenders take turns, each in processes of its own, over the same sequences with the same loss (ppo_clip,
+mean over tokens), optimizer settings, dtype (float32) and number of threads; on the same weights their losses
+have to agree. Each first tries a few sizes (sequences of a microbatch, tokens of a row) and goes on with its
+fastest. Lengths are those of the embedded default's rollouts, and lognormal ones whose longest is 64 times
+the shortest. Memory is the peak resident size above that before the model was built, summed over processes.
+
+All of this runs on CPUs, also on a machine with a GPU; ``trainer_gpu.py`` measures there.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import gc
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+from common import REPOSITORY, RESULTS, machine_facts, write_json
+from rich.console import Console
+from rich.table import Table
+from throughput_data import DISTRIBUTIONS, make_sequences, num_tokens, with_room
+
+from forgeasync.config.schema import ParallelSection
+from forgeasync.trainer.packing import TrainingSequence
+
+MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
+ROW_TOKENS = (512, 1024, 2048, 4096, 8192)
+PAIR = ParallelSection(num_procs=2, expert=2)
+LOSS_TOLERANCE = 1e-5
+BASELINE = "padded"
+
+
+class Trainer(Protocol):
+    """What is measured: a step at a size, returning loss and gradient norm."""
+
+    def step(self, size: int) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a contender's process needs to be built, besides its rank."""
+
+    contender: str
+    model: Path
+    sequences: list[TrainingSequence]
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    step_s: float
+    loss: float
+    grad_norm: float
+    peak_bytes: int
+    """Above the size before the model was built, since memory was last trimmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    size: int
+    num_threads: int
+    trims: bool = False
+    """Give freed memory back and forget the peak first."""
+
+
+def _build(work: Work, rank: int) -> Trainer:
+    # Imported here: neither side pays for the other's packages.
+    if work.contender.startswith("padded"):
+        from throughput_padded import PaddedTrainer
+
+        trainer = PaddedTrainer(work.model, work.sequences, is_sorted=work.contender == "padded, sorted")
+        print(f"{work.contender}: {trainer.implementations()}", flush=True)
+        return trainer
+    from throughput_packed import PackedTrainer
+
+    parallel = PAIR if work.contender == "packed, FSDP2 + EP2" else ParallelSection()
+    return PackedTrainer(work.model, work.sequences, parallel, rank=rank, port=work.port)
+
+
+def _serve(connection: Connection, work: Work, rank: int) -> None:
+    """A contender's process: builds it, then takes steps as told until told None."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    if work.contender.startswith("padded"):
+        import throughput_padded  # noqa: F401
+    else:
+        import throughput_packed  # noqa: F401
+    before_bytes = psutil.Process().memory_info().rss
+    trainer = _build(work, rank)
+    connection.send(None)
+    while (command := connection.recv()) is not None:
+        torch.set_num_threads(command.num_threads)
+        if command.trims:
+            _trim_memory()
+        start_s = time.perf_counter()
+        loss, grad_norm = trainer.step(command.size)
+        step_s = time.perf_counter() - start_s
+        peak_bytes = _peak_resident_bytes() - before_bytes
+        connection.send(Step(step_s=step_s, loss=loss, grad_norm=grad_norm, peak_bytes=peak_bytes))
+
+
+def _trim_memory() -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+class Contender:
+    """The processes of a contender, as one."""
+
+    def __init__(self, work: Work, *, num_procs: int, sizes: Sequence[int]) -> None:
+        self.name = work.contender
+        self.num_procs = num_procs
+        self._sizes = sizes
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_procs):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, work, rank), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def step(self, command: Command) -> Step:
+        """One step of all processes, which together take as long as the slowest."""
+        for pipe in self._pipes:
+            pipe.send(command)
+        steps = [pipe.recv() for pipe in self._pipes]
+        return dataclasses.replace(
+            steps[0],
+            step_s=max(step.step_s for step in steps),
+            peak_bytes=sum(step.peak_bytes for step in steps),
+        )
+
+    def best_size(self, num_threads: int) -> int:
+        """The fastest of the sizes, by the better of two steps."""
+
+        def fastest(size: int) -> float:
+            return min(self.step(Command(size=size, num_threads=num_threads)).step_s for _ in range(2))
+
+        return min(self._sizes, key=fastest)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A contender's rounds on one distribution and number of cores."""
+
+    lengths: str
+    cores: int
+    contender: str
+    size: int
+    tokens_per_s: float
+    speed_ratio: float
+    """Median over the rounds of the baseline's step time by this one's."""
+    peak_mib: float
+    peak_ratio: float
+    step_s: list[float]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def open_contenders(model: Path, sequences: list[TrainingSequence]) -> list[Contender]:
+    """All of them, ready; the baseline first."""
+
+    def contender(name: str, sizes: Sequence[int], num_procs: int = 1) -> Contender:
+        work = Work(contender=name, model=model, sequences=sequences, port=free_port())
+        return Contender(work, num_procs=num_procs, sizes=sizes)
+
+    longest = max(sequence.num_tokens for sequence in sequences)
+    rows = [size for size in ROW_TOKENS if size >= longest]
+    return [
+        contender(BASELINE, MICRO_BATCHES),
+        contender("padded, sorted", MICRO_BATCHES),
+        contender("packed", rows),
+        contender("packed, FSDP2 + EP2", rows, num_procs=2),
+    ]
+
+
+def check_same_loss(steps: dict[str, Step]) -> None:
+    """Raises RuntimeError where contenders do not compute the same on the same weights."""
+    base = steps[BASELINE]
+    for name, step in steps.items():
+        if abs(step.loss - base.loss) > LOSS_TOLERANCE:
+            raise RuntimeError(f"loss of {name!r} is {step.loss}, of {BASELINE!r} {base.loss}")
+        if abs(step.grad_norm / base.grad_norm - 1.0) > 1e-3:
+            raise RuntimeError(f"gradient norm of {name!r} is {step.grad_norm}, not {base.grad_norm}")
+
+
+def measure(
+    lengths: str, sequences: list[TrainingSequence], contenders: list[Contender], cores: int, rounds: int
+) -> list[Measurement]:
+    """Rounds of one step each, in rotating order, with every contender's threads filling ``cores``."""
+    running = [contender for contender in contenders if contender.num_procs <= cores]
+    commands = {}
+    for contender in running:
+        num_threads = cores // contender.num_procs
+        size = contender.best_size(num_threads)
+        commands[contender.name] = Command(size=size, num_threads=num_threads)
+        contender.step(dataclasses.replace(commands[contender.name], trims=True))
+    steps: dict[str, list[Step]] = {contender.name: [] for contender in running}
+    for number in range(rounds):
+        start = number % len(running)
+        for contender in running[start:] + running[:start]:
+            steps[contender.name].append(contender.step(commands[contender.name]))
+    check_same_loss({name: of_one[-1] for name, of_one in steps.items()})
+    base = steps[BASELINE]
+    return [
+        Measurement(
+            lengths=lengths,
+            cores=cores,
+            contender=name,
+            size=commands[name].size,
+            tokens_per_s=num_tokens(sequences) / statistics.median(step.step_s for step in of_one),
+            speed_ratio=statistics.median(b.step_s / s.step_s for b, s in zip(base, of_one, strict=True)),
+            peak_mib=of_one[-1].peak_bytes / 2**20,
+            peak_ratio=of_one[-1].peak_bytes / base[-1].peak_bytes,
+            step_s=[step.step_s for step in of_one],
+        )
+        for name, of_one in steps.items()
+    ]
+
+
+def report(measurements: Sequence[Measurement]) -> Table:
+    """A row per contender; ratios are to the padded baseline in the order of the batch."""
+    table = Table(title="trainer step: packed against padded")
+    for column in ("lengths", "cores", "contender"):
+        table.add_column(column)
+    for column in ("sequences or row tokens", "tokens/s", "ratio", "peak MiB", "ratio"):
+        table.add_column(column, justify="right")
+    for one in measurements:
+        table.add_row(
+            one.lengths,
+            str(one.cores),
+            one.contender,
+            str(one.size),
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.speed_ratio:.2f}",
+            f"{one.peak_mib:.0f}",
+            f"{one.peak_ratio:.2f}",
+        )
+    return table
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="Packed trainer steps against padded ones.")
+    parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sequences", type=int, default=192, help="of a step")
+    parser.add_argument("--out", type=Path, default=RESULTS / "trainer_throughput.json")
+    arguments = parser.parse_args()
+    measurements: list[Measurement] = []
+    num_cores = min(2, len(os.sched_getaffinity(0)))
+    for name, draw in DISTRIBUTIONS.items():
+        lengths = draw(arguments.sequences)
+        with tempfile.TemporaryDirectory() as scratch:
+            model = with_room(arguments.model, Path(scratch) / "model", lengths)
+            sequences = make_sequences(model, lengths)
+            contenders = open_contenders(model, sequences)
+            for cores in range(1, num_cores + 1):
+                measurements += measure(name, sequences, contenders, cores, arguments.rounds)
+            for contender in contenders:
+                contender.close()
+    Console(width=110).print(report(measurements))
+    content: dict[str, Any] = {"machine": machine_facts(), "rounds": arguments.rounds}
+    content |= {"measurements": [dataclasses.asdict(one) for one in measurements]}
+    write_json(arguments.out, content)
+
+
+if __name__ == "__main__":
+    main()

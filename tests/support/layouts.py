@@ -1,0 +1,184 @@
+"""Optimizer steps under many parallel layouts; processes start once for all cases with as many of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from forgeasync.config.loss_schema import LossSection
+from forgeasync.config.model_facts import read_model_facts
+from forgeasync.config.schema import (
+    ActivationCheckpointing,
+    Dtype,
+    OptimizerSection,
+    ParallelSection,
+    TrainerSection,
+)
+from forgeasync.data.routing import NO_RECORD
+from forgeasync.trainer.hf_checkpoint import full_tensors
+from forgeasync.trainer.hf_names import unstack_experts
+from forgeasync.trainer.loss import build_loss
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
+from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.replay_router import replay_routers
+
+TOKENS_PER_ROW = 128
+LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a step is taken of (a model and sequences, by name), and how."""
+
+    model: str
+    sequences: str
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    dtype: Dtype = Dtype.FLOAT32
+    compile: bool = False
+    cpu_offload: bool = False
+    tokens_per_row: int = TOKENS_PER_ROW
+    learning_rate: float = LEARNING_RATE
+    export: Path | None = None
+    """Where the weights are saved after the step."""
+
+    def section(self) -> TrainerSection:
+        return TrainerSection(
+            parallel=self.parallel,
+            replay_probe_share=0.0,
+            tokens_per_row=self.tokens_per_row,
+            activation_checkpointing=self.checkpointing,
+            compile=self.compile,
+            cpu_offload=self.cpu_offload,
+            dtype=self.dtype,
+            # A large step, so that a wrong gradient shows in the weights.
+            optimizer=OptimizerSection(learning_rate=self.learning_rate, max_grad_norm=0.1, eps=1e-3),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What cases are about: model folders and sequences, by name."""
+
+    folders: Mapping[str, Path]
+    sequences: Mapping[str, list[TrainingSequence]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One rank's step: whole gradients (as the optimizer saw them) and weights under Hugging Face names."""
+
+    metrics: dict[str, float]
+    num_rows: int
+    """With a target on this rank."""
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    published: list[tuple[int, ...]] = field(default_factory=list)
+    """Shapes of this rank's shards."""
+    replays_exactly: bool | None = None
+    """Whether replaying its own choices changed no bit of a gradient; None for a model without experts."""
+
+
+def take_steps(inputs: Inputs, cases: Mapping[str, Case]) -> dict[str, Outcome]:
+    """Every case's step on this rank, each from the folder's weights."""
+    return {name: _take_step(inputs, case) for name, case in cases.items()}
+
+
+def _take_step(inputs: Inputs, case: Case) -> Outcome:
+    folder = inputs.folders[case.model]
+    trainer = PolicyTrainer(
+        section=case.section(),
+        facts=read_model_facts(str(folder)),
+        temperature=0.9,
+        loss=build_loss(LossSection()),
+        seed=0,
+        checkpoint=folder,
+    )
+    rows = uneven_rows(inputs.sequences[case.sequences], trainer, case.tokens_per_row)
+    replays_exactly = _replays_exactly(trainer, rows[0]) if trainer._facts.num_experts else None
+    gradients: dict[str, torch.Tensor] = {}
+    hook = trainer._optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(trainer)))
+    metrics = trainer.train_step(rows).metrics
+    hook.remove()
+    if case.export is not None:
+        trainer.save_hf(case.export, source=folder)
+    return Outcome(
+        metrics=metrics,
+        num_rows=sum(row.num_targets > 0 for row in rows),
+        gradients=gradients,
+        weights={name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)},
+        published=[tuple(_local(weight.tensor).shape) for weight in trainer.named_weights()],
+        replays_exactly=replays_exactly,
+    )
+
+
+def uneven_rows(
+    sequences: Sequence[TrainingSequence], trainer: PolicyTrainer, tokens_per_row: int
+) -> list[PackedRow]:
+    """This rank's rows: packed ones, and one that only the first data rank has anything in."""
+    *most, last = sequences
+    rows = pack_rows(most, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
+    return [*rows[trainer.data_rank], pack_row([last] if trainer.data_rank == 0 else [])]
+
+
+def _gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """Of every parameter, one tensor per expert."""
+    gradients = {}
+    for (name, parameter), weight in zip(
+        trainer.model.named_parameters(), trainer.named_weights(), strict=True
+    ):
+        assert parameter is weight.tensor and parameter.grad is not None, name
+        gradient = parameter.grad
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        gradients |= dict(zip(weight.names, unstack_experts(whole.clone(), name), strict=True))
+    return gradients
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:
+    """What the routers choose by themselves, as a record: int16 [L, M, K], ascending."""
+    chosen: list[torch.Tensor] = []
+
+    def keep(router: torch.nn.Module, inputs: object, outputs: tuple[torch.Tensor, ...]) -> None:
+        ids = outputs[1]
+        chosen.append(ids.full_tensor() if isinstance(ids, DTensor) else ids)
+
+    hooks = [router.register_forward_hook(keep) for router in replay_routers(trainer.model)]
+    with torch.no_grad():
+        trainer.logprobs(row, replay_routing=False)
+    for hook in hooks:
+        hook.remove()
+    mine_LMK = np.sort(torch.stack([ids[0] for ids in chosen], 1).numpy(), axis=-1)
+    # With context parallelism this rank has seen its part of the row only, and will replay no other.
+    ids_LMK = np.full((len(row.token_ids_L), *mine_LMK.shape[1:]), NO_RECORD, np.int16)
+    ids_LMK[trainer._forward.own_part(row)] = mine_LMK
+    return ids_LMK
+
+
+def _replays_exactly(trainer: PolicyTrainer, row: PackedRow) -> bool:
+    """Whether gradients through the routers' own choices are the same when those are replayed, bit by bit."""
+    unrecorded = replace(row, expert_ids_LMK=None)
+    own = _summed_gradients(trainer, unrecorded)
+    record = own_choices(trainer, row)
+    replayed = _summed_gradients(trainer, replace(row, expert_ids_LMK=record))
+    counts = torch.stack([router.replay_counts for router in replay_routers(trainer.model)])
+    assert sum(bool(gradient.any()) for gradient in own) > 10 and bool((counts[:, 0] > 0).all())
+    is_equal = all(torch.equal(a, b) for a, b in zip(own, replayed, strict=True))
+    return is_equal and not counts[:, 1].any()
+
+
+def _summed_gradients(trainer: PolicyTrainer, row: PackedRow) -> list[torch.Tensor]:
+    """This rank's part of the gradients of a row's weighted log-probabilities."""
+    # The backward pass recomputes checkpointed layers: it has to find the same experts there.
+    with trainer._forward.replay(row):
+        logprobs_T = trainer._forward.logprobs(row)
+        (logprobs_T * torch.linspace(-1.0, 1.0, len(logprobs_T))).sum().backward()
+    gradients = [_local(parameter.grad).clone() for parameter in trainer.model.parameters()]
+    trainer._optimizer.zero_grad()
+    return gradients
