@@ -44,6 +44,7 @@ from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
+from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.payload.async_budget import AsyncPayloadBudget
@@ -309,8 +310,9 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         console.message(
             f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
         )
-        fleet = Fleet(run_dir.logs.resolve())
+        fleet = Fleet(run_dir.logs.resolve(), build_hosts(config, run_dir.logs.resolve()))
         try:
+            await fleet.open()
             run = await start(config, prepared, fleet, recorder, files.checkpoints)
             await run.run(fleet)
             final = run_dir.checkpoints.resolve() / "final"
