@@ -325,11 +325,14 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
 def show_plan(config: RunConfig) -> None:
     """Check the config and print what it would start; needs no GPU and starts nothing."""
     # Builds the model on the meta device, which only a dry run has to wait for.
+    from forgeasync.launch.render import render_launch
     from forgeasync.planning.report import dry_run_report
 
     facts = check(config)
     report = dry_run_report(config, facts, shape_from=model_config_file(config.model.path))
     Console(width=REPORT_COLUMNS).print(report)
+    if (spec := render_launch(config)) is not None:
+        print(f"\nwith launcher {config.launcher.kind}:\n{spec}")
 
 
 def main() -> int:

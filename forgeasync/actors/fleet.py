@@ -1,6 +1,7 @@
 """All procs of a run: spawned, set up, watched, and stopped."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,20 +223,24 @@ class Fleet:
     async def close(self) -> None:
         """Stop every proc; procs that are gone already are no error."""
         self._closing = True
-        for mesh in reversed(self._own_meshes):
-            await mesh.stop()
-        for mesh in reversed(self._host_meshes):
-            await self.hosts.stop(mesh)
-        self._own_meshes.clear()
-        self._host_meshes.clear()
-        # Not before: a host that is not asked for too long ends itself.
-        if self._watching is not None:
-            self._watching.cancel()
-        await self.hosts.close()
+        # Whatever fails, the rest is still done, the last one pushed first.
+        async with contextlib.AsyncExitStack() as ending:
+            ending.push_async_callback(self.hosts.close)
+            if self._watching is not None:
+                # Not before: a host that is not asked for too long ends itself.
+                ending.callback(self._watching.cancel)
+            for mesh in self._host_meshes:
+                ending.push_async_callback(self.hosts.stop, mesh)
+            for mesh in self._own_meshes:
+                ending.push_async_callback(_stop, mesh)
         if self._failure.done() and not self._failure.cancelled():
             self._failure.exception()
         else:
             self._failure.cancel()
+
+
+async def _stop(mesh: ProcMesh) -> None:
+    await mesh.stop()
 
 
 async def _make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:

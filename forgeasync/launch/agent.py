@@ -1,8 +1,8 @@
 """What a host does for a run besides its roles: it keeps their folders in shared memory and shows it lives.
 
 Monarch 0.7.0 says nothing when a host is gone (tried: no supervision event within 90 s, calls hang), and
-hosts outlive a controller that was killed. So the controller calls every agent all the time, and an agent that
-nobody calls any more ends its host.
+hosts outlive a controller that was killed. So the controller calls every agent all the time, and an agent
+that nobody calls any more ends its host.
 """
 
 import os
