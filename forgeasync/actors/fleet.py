@@ -53,7 +53,6 @@ class Fleet:
     payload_folders: list[Path] = field(default_factory=list)
     """By generator, each on its own host."""
     _own_meshes: list[ProcMesh] = field(default_factory=list)
-    _host_meshes: list[ProcMesh] = field(default_factory=list)
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
     _closing: bool = False
@@ -99,11 +98,6 @@ class Fleet:
         """One proc on the controller's own machine, without a GPU."""
         mesh = spawn_role(this_host(), name, num_procs=1)
         self._own_meshes.append(mesh)
-        return mesh
-
-    def _spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
-        mesh = self.hosts.spawn(role, name, num_procs, gpus_per_proc=gpus_per_proc)
-        self._host_meshes.append(mesh)
         return mesh
 
     async def connect_weights(
@@ -153,7 +147,7 @@ class Fleet:
         Tokens older than ``max_token_age`` versions are not trained on.
         """
         num_procs = section.parallel.num_procs
-        mesh = self._spawn(HostRole.TRAINER, "trainer", num_procs, gpus_per_proc=1)
+        mesh = self.hosts.spawn(HostRole.TRAINER, "trainer", num_procs, gpus_per_proc=1)
         by_ip = self.hosts.master_address_is_ip()
         await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
         actors = mesh.spawn("trainer", TrainerActor, self.log_dir).flatten("procs")
@@ -177,7 +171,7 @@ class Fleet:
     ) -> GeneratorRouter:
         """The generator mesh, with its engines loaded, behind a router."""
         section = config.generator
-        mesh = self._spawn(
+        mesh = self.hosts.spawn(
             HostRole.GENERATORS, "generator", section.num_replicas, gpus_per_proc=section.tensor_parallel
         )
         actors = mesh.spawn("generator", GeneratorActor, self.log_dir).flatten("procs")
@@ -229,8 +223,6 @@ class Fleet:
             if self._watching is not None:
                 # Not before: a host that is not asked for too long ends itself.
                 ending.callback(self._watching.cancel)
-            for mesh in self._host_meshes:
-                ending.push_async_callback(self.hosts.stop, mesh)
             for mesh in self._own_meshes:
                 ending.push_async_callback(_stop, mesh)
         if self._failure.done() and not self._failure.cancelled():

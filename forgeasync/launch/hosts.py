@@ -65,12 +65,12 @@ class Hosts(Protocol):
         """
         ...
 
-    async def stop(self, procs: ProcMesh) -> None:
-        """Stop procs of any role."""
-        ...
-
     async def close(self) -> None:
-        """Leave nothing behind, in any state."""
+        """Stop every proc and leave nothing behind, in any state.
+
+        Raises:
+            HostLost: one is, and ``watch`` has not told yet.
+        """
         ...
 
 
@@ -95,6 +95,7 @@ class LocalHosts:
     def __init__(self, *, trainer_id: str = LOCAL_HOST_ID) -> None:
         """With an id of its own the trainer reads nothing from shared memory, as on another machine."""
         self._folders: list[Path] = []
+        self._meshes: list[ProcMesh] = []
         self._ids = {HostRole.TRAINER: trainer_id, HostRole.GENERATORS: LOCAL_HOST_ID}
         self._gpus = GpuAllocator(torch.cuda.device_count())
 
@@ -104,7 +105,9 @@ class LocalHosts:
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
         gpus = [self._gpus.take(gpus_per_proc, role=role) for _ in range(num_procs)]
-        return spawn_role(this_host(), name, num_procs=num_procs, gpus_per_proc=gpus)
+        mesh = spawn_role(this_host(), name, num_procs=num_procs, gpus_per_proc=gpus)
+        self._meshes.append(mesh)
+        return mesh
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """See ``Hosts``."""
@@ -118,11 +121,9 @@ class LocalHosts:
         """See ``Hosts``; this machine is the controller's own."""
         await asyncio.get_running_loop().create_future()
 
-    async def stop(self, procs: ProcMesh) -> None:
-        """See ``Hosts``."""
-        await procs.stop()
-
     async def close(self) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts``; procs that are gone already are no error."""
+        while self._meshes:
+            await self._meshes.pop().stop()
         while self._folders:
             remove_run_folder(self._folders.pop())

@@ -71,7 +71,6 @@ class JobHosts:
         self._job = build_job(launcher, run_name, log_dir)
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
-        self._agents: list[ProcMesh] = []
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in HostRole}
 
     @property
@@ -105,7 +104,6 @@ class JobHosts:
             procs = spawn_role(
                 mesh.slice(hosts=index), f"agent-{role}-{index}", num_procs=1, python=self._python
             )
-            self._agents.append(procs)
             log_file = self._log_dir / f"host-{host_id}.log"
             agent = procs.spawn("agent", HostAgent, log_file, SILENCE_FACTOR * self._timeouts.host_s)
             hosts.append(JobHost(id=host_id, role=role, agent=agent, log_file=log_file))
@@ -154,35 +152,46 @@ class JobHosts:
     async def _watch(self, host: JobHost) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            problem = None
-            if isinstance(self._launcher, ProcessLauncher) and not _is_alive(host.worker_pid):
-                problem = "its process has ended"
-            else:
-                try:
-                    async with asyncio.timeout(self._timeouts.host_s):
-                        await host.agent.beat.call_one()
-                except TimeoutError:
-                    problem = f"it has not answered for {self._timeouts.host_s:.0f} s (timeouts.host_s)"
-            if problem is not None:
-                host.is_lost = True
-                raise HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
+            await self._check(host)
 
-    async def stop(self, procs: ProcMesh) -> None:
-        """See ``Hosts``; where a host is lost, its job's end is what stops the others' procs too."""
-        if not any(host.is_lost for host in self._all):
-            await _bounded("stopping procs", procs.stop())
+    async def _check(self, host: JobHost) -> None:
+        problem = None
+        if isinstance(self._launcher, ProcessLauncher) and not _is_alive(host.worker_pid):
+            problem = "its process has ended"
+        else:
+            try:
+                async with asyncio.timeout(self._timeouts.host_s):
+                    await host.agent.beat.call_one()
+            except TimeoutError:
+                problem = f"it has not answered for {self._timeouts.host_s:.0f} s (timeouts.host_s)"
+        if problem is not None:
+            host.is_lost = True
+            raise HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
 
     async def close(self) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts``.
+
+        Raises:
+            HostLost: one that ``watch`` has not found: others may tell of broken connections before it could.
+        """
+        found = await asyncio.gather(
+            *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
+        )
+        await self._clean_up()
+        for lost in found:
+            if isinstance(lost, HostLost):
+                raise lost
+
+    async def _clean_up(self) -> None:
         alive = [host for host in self._all if not host.is_lost]
         await asyncio.gather(
             *(_bounded(f"folders of {host.id}", host.agent.remove_folders.call_one()) for host in alive)
         )
-        for agents in self._agents:
-            await self.stop(agents)
-        for role, mesh in self._meshes.items():
-            if not any(host.is_lost for host in self._hosts[role]):
-                await _bounded(f"shutting {role} hosts down", mesh.shutdown())
+        # All procs of a host end with it. Of a mesh with a lost host nothing would answer.
+        whole = [role for role in self._meshes if not any(host.is_lost for host in self._hosts[role])]
+        await asyncio.gather(
+            *(_bounded(f"end of the hosts of {role}", self._meshes[role].shutdown()) for role in whole)
+        )
         await asyncio.to_thread(self._job.kill)
         if isinstance(self._launcher, ProcessLauncher):
             # A host that was killed has left its folder in what is this machine's shared memory.
