@@ -68,7 +68,7 @@ class Run:
         while not until():
             assert time.monotonic() < deadline
             self.look()
-            time.sleep(0.2)
+            time.sleep(1.0)
 
     def finish(self) -> tuple[int, str]:
         """Exit code and stderr; no process and no file is left."""

@@ -69,7 +69,7 @@ class Hosts(Protocol):
         """Stop every proc and leave nothing behind, in any state.
 
         Raises:
-            HostLost: one is, and ``watch`` has not told yet.
+            HostLost: one is, whatever the run has ended with.
         """
         ...
 

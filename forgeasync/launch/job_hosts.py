@@ -1,13 +1,16 @@
 """Hosts that one of Monarch's jobs starts, with an agent on each of them."""
 
 import asyncio
+import concurrent.futures
 import logging
 import os
+import threading
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.actor import HostMesh, ProcMesh
+from monarch.job import JobState, JobTrait
 
 from forgeasync.config.launch_schema import (
     KubernetesLauncher,
@@ -71,6 +74,7 @@ class JobHosts:
         self._job = build_job(launcher, run_name, log_dir)
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
+        self._lost: HostLost | None = None
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in HostRole}
 
     @property
@@ -83,8 +87,7 @@ class JobHosts:
         Raises:
             TimeoutError: a host has no agent within ``timeouts.setup_s``.
         """
-        # A scheduler may keep it waiting for hours.
-        state = await asyncio.to_thread(self._job.state, None)
+        state = await _start(self._job)
         async with asyncio.timeout(self._timeouts.setup_s):
             for role in HostRole:
                 self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
@@ -166,21 +169,21 @@ class JobHosts:
                 problem = f"it has not answered for {self._timeouts.host_s:.0f} s (timeouts.host_s)"
         if problem is not None:
             host.is_lost = True
-            raise HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
+            self._lost = HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
+            raise self._lost
 
     async def close(self) -> None:
         """See ``Hosts``.
 
         Raises:
-            HostLost: one that ``watch`` has not found: others may tell of broken connections before it could.
+            HostLost: one is, whatever the run has ended with: connections to it break before it is missed.
         """
-        found = await asyncio.gather(
+        await asyncio.gather(
             *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
         )
         await self._clean_up()
-        for lost in found:
-            if isinstance(lost, HostLost):
-                raise lost
+        if self._lost is not None:
+            raise self._lost
 
     async def _clean_up(self) -> None:
         alive = [host for host in self._all if not host.is_lost]
@@ -196,6 +199,25 @@ class JobHosts:
         if isinstance(self._launcher, ProcessLauncher):
             # A host that was killed has left its folder in what is this machine's shared memory.
             sweep_stale_folders()
+
+
+async def _start(job: JobTrait) -> JobState:
+    """Submit a job and wait for its hosts, for which a scheduler may need hours.
+
+    In a thread that need not end: Ctrl-C shall not wait for a scheduler.
+    """
+    started: concurrent.futures.Future[JobState] = concurrent.futures.Future()
+    # From now on nobody's cancelling reaches it.
+    started.set_running_or_notify_cancel()
+
+    def start() -> None:
+        try:
+            started.set_result(job.state(cached_path=None))
+        except BaseException as error:
+            started.set_exception(error)
+
+    threading.Thread(target=start, name="job", daemon=True).start()
+    return await asyncio.wrap_future(started)
 
 
 def _is_alive(pid: int) -> bool:
