@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,12 +72,8 @@ class Run:
 
     def finish(self) -> tuple[int, str]:
         """Exit code and stderr; no process and no file is left."""
-        try:
-            _, err = self.process.communicate(timeout=DEADLINE_S)
-        finally:
-            left = self.processes()
-            for orphan in left:
-                orphan.kill()
+        _, err = self.process.communicate(timeout=DEADLINE_S)
+        left = self.processes()
         assert not left, f"left behind: {[orphan.pid for orphan in left]}"
         assert not [folder for folder in self.users if Path(folder).exists()]
         return self.process.returncode, err
@@ -97,7 +93,22 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def start(config_file: Path, *overrides: str) -> Run:
+@pytest.fixture
+def start(config_file: Path) -> Iterator[Callable[..., Run]]:
+    """Starts runs with overrides; whatever happens, nothing is left running."""
+    runs: list[Run] = []
+
+    def start_one(*overrides: str) -> Run:
+        runs.append(_start(config_file, *overrides))
+        return runs[-1]
+
+    yield start_one
+    for run in runs:
+        for orphan in run.processes():
+            orphan.kill()
+
+
+def _start(config_file: Path, *overrides: str) -> Run:
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [
@@ -120,11 +131,10 @@ def start(config_file: Path, *overrides: str) -> Run:
 
 
 def test_weights_and_payloads_travel_between_hosts_that_share_no_memory(
-    config_file: Path, tmp_path: Path
+    start: Callable[..., Run], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     run = start(
-        config_file,
         f"run_dir={run_dir}",
         "launcher.hosts={trainer: 1, generators: 2}",
         "generator.num_replicas=2",
@@ -148,11 +158,10 @@ def test_weights_and_payloads_travel_between_hosts_that_share_no_memory(
     assert {"host-trainer-0.log", "host-generators-0.log", "host-generators-1.log"} <= logs
 
 
-def test_a_killed_host_ends_the_run_and_is_named(config_file: Path, tmp_path: Path) -> None:
+def test_a_killed_host_ends_the_run_and_is_named(start: Callable[..., Run], tmp_path: Path) -> None:
     """One of two hosts of the trainer, whose ranks have found each other before."""
     run_dir = tmp_path / "run"
     run = start(
-        config_file,
         f"run_dir={run_dir}",
         NEVER_ENDING,
         "launcher.hosts={trainer: 2, generators: 1}",
@@ -167,8 +176,10 @@ def test_a_killed_host_ends_the_run_and_is_named(config_file: Path, tmp_path: Pa
     assert "host trainer-1" in last and "lost" in last, err
 
 
-def test_hosts_end_themselves_when_the_controller_was_killed(config_file: Path, tmp_path: Path) -> None:
-    run = start(config_file, f"run_dir={tmp_path / 'run'}", NEVER_ENDING, "timeouts.host_s=5")
+def test_hosts_end_themselves_when_the_controller_was_killed(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(f"run_dir={tmp_path / 'run'}", NEVER_ENDING, "timeouts.host_s=5")
     run.wait(lambda: len(run.users) > 0)
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
