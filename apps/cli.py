@@ -5,10 +5,13 @@ Exit codes: 0 done, 2 the config was refused (before any process started), 1 the
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+
+from monarch.actor import shutdown_context
 
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
@@ -46,7 +49,10 @@ def exit_code(run: Callable[[], None]) -> int:
     # A shell starts background jobs with SIGINT ignored and Python keeps it so: it shall end a run anyway.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        run()
+        try:
+            run()
+        finally:
+            _leave_monarch()
     except ConfigError as error:
         print(f"refused:\n{error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -59,6 +65,13 @@ def exit_code(run: Callable[[], None]) -> int:
         print(f"failed: {type(cause).__name__}: {last_words(cause)}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def _leave_monarch() -> None:
+    """Shut Monarch's client down now: at the interpreter's exit it would print after the last words."""
+    # Where a host is lost, it waits in vain.
+    with contextlib.suppress(TimeoutError):
+        shutdown_context(host_timeout=0.3).get(timeout=1.0)
 
 
 def root_cause(error: BaseException) -> BaseException:

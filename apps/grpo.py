@@ -46,6 +46,7 @@ from forgeasync.config.weights_schema import Interruption
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
+from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.payload.async_budget import AsyncPayloadBudget
@@ -311,8 +312,9 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         console.message(
             f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
         )
-        fleet = Fleet(run_dir.logs.resolve())
+        fleet = Fleet(run_dir.logs.resolve(), build_hosts(config, run_dir.logs.resolve()))
         try:
+            await fleet.open()
             run = await start(config, prepared, fleet, recorder, files.checkpoints)
             await run.run(fleet)
             final = run_dir.checkpoints.resolve() / "final"
@@ -325,11 +327,14 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
 def show_plan(config: RunConfig) -> None:
     """Check the config and print what it would start; needs no GPU and starts nothing."""
     # Builds the model on the meta device, which only a dry run has to wait for.
+    from forgeasync.launch.render import render_launch
     from forgeasync.planning.report import dry_run_report
 
     facts = check(config)
     report = dry_run_report(config, facts, shape_from=model_config_file(config.model.path))
     Console(width=REPORT_COLUMNS).print(report)
+    if (spec := render_launch(config)) is not None:
+        print(f"\nwith launcher {config.launcher.kind}:\n{spec}")
 
 
 def main() -> int:

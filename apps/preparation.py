@@ -10,6 +10,7 @@ from apps.resume import Resumed, check_checkpoint_folder, find_checkpoint, plann
 from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.checks import check_config, check_run_dir, check_without_model
+from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
 from forgeasync.config.resolve import resolve
@@ -54,9 +55,13 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
 
 
 def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
+    if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
+        # Not this machine's: every host checks its own when its folders are made.
+        return []
     free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
     num_versions = weight_copies_in_shared_memory(config)
     weights_gib = num_versions * published_weight_bytes(config, facts) / 2**30
+    # Hosts that are processes here each have room for all payloads, which together are never more.
     if config.payload.capacity_gib + weights_gib <= free_gib:
         return []
     remedy = (

@@ -35,7 +35,7 @@ from monarch.rdma import RDMABuffer, get_rdma_backend
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.actors.placement import spawn_role
+from forgeasync.launch.placement import spawn_role
 from forgeasync.payload.layout import measure
 from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import PayloadServer, RemotePayloadReader

@@ -25,7 +25,7 @@ from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import Dtype, RunConfig
 from forgeasync.config.weights_schema import Interruption, TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
-from forgeasync.payload.run_folder import create_run_folder
+from forgeasync.launch.jobs import HostRole
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
@@ -70,13 +70,14 @@ class Bench:
         self._trainer: TrainerMesh = await fleet.start_trainer(
             config, config.trainer, facts, loss=LossSection(), seed=0, checkpoint=folder
         )
-        await open_store(fleet._spawn("weights", 1, gpus_per_proc=0))
+        await open_store(fleet._spawn_here("weights"))
         layout = await self._trainer.lay_out_weights(config.generator.dtype)
         self.num_bytes = layout.num_bytes
-        # Where the fleet looks for it when it closes.
-        fleet._weights_folder = create_run_folder((NUM_SLOTS + 1) * layout.num_bytes)
-        sources = await self._trainer.open_staging(fleet._weights_folder, frozenset(TRANSPORTS))
-        await self._generator.connect_transports.call_one(layout, sources, fleet._weights_folder, TRANSPORTS)
+        (host,) = fleet.hosts.of_procs(HostRole.GENERATORS, 1)
+        folder = await host.make_folder((NUM_SLOTS + 1) * layout.num_bytes)
+        folders = [folder] * self._trainer.num_procs
+        sources = await self._trainer.open_staging(folders, frozenset(TRANSPORTS))
+        await self._generator.connect_transports.call_one(layout, sources, folder, TRANSPORTS)
         for transport in TRANSPORTS:
             await self._generator.forget.call_one(transport, False)
         await self._trainer._actors.prepare_reference.call(TORCH_DTYPES[config.generator.dtype])

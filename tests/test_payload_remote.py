@@ -16,7 +16,7 @@ import pytest
 from monarch.actor import Actor, concurrent_endpoint, this_host
 from monarch.rdma import RDMABuffer
 
-from forgeasync.actors.placement import spawn_role
+from forgeasync.launch.placement import spawn_role
 from forgeasync.payload.reference import PayloadGone, PayloadRef, PayloadTorn
 from forgeasync.payload.remote import PayloadServer, RemotePayloadReader
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder

@@ -12,11 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
-from forgeasync.config.schema import (
-    OptimizerSection,
-    ParallelSection,
-    TrainerSection,
-)
+from forgeasync.config.schema import OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.actors.fleet import HOST_ID, Fleet
+from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
@@ -26,6 +26,7 @@ from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import RunConfig, SamplingSection
 from forgeasync.data.group_payload import TokenTrace, decode_rollout
 from forgeasync.data.rollout import StoredRollout
+from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, deal_items
 from tests.support.engine_weights import assert_engine_holds
@@ -87,7 +88,7 @@ async def _sample_group(
         next(_group_ids), prompt, num_samples=num_samples, sampling=sampling
     )
     assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
-    reader = PayloadReader(HOST_ID)
+    reader = PayloadReader(LOCAL_HOST_ID)
     return [
         Sampled(rollout=r, trace=decode_rollout(reader.read(r.prompt), reader.read(r.response)))
         for r in answer
@@ -115,7 +116,7 @@ async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
     facts = read_model_facts(str(folder))
     # Payloads are read as from another host; tests/test_grpo_app.py reads them from shared memory.
-    fleet = Fleet(out / "logs", trainer_host_id="host-1")
+    fleet = Fleet(out / "logs", LocalHosts(trainer_id="host-1"))
     try:
         async with asyncio.TaskGroup() as starting:
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
@@ -159,7 +160,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
             after_metrics=after_metrics,
             crossing=crossing,
             seeded=(await _respond(generators), await _respond(generators)),
-            payload_files_left=list(fleet._payload_folder.iterdir()),
+            payload_files_left=[file for folder in fleet.payload_folders for file in folder.iterdir()],
         )
     finally:
         await fleet.close()

@@ -22,6 +22,7 @@ from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import ParallelSection, RunConfig, SamplingSection
 from forgeasync.config.weights_schema import TransportChoice, WeightsSection
+from forgeasync.launch.hosts import LocalHosts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.fetcher import FetchReport
@@ -140,7 +141,7 @@ async def _catch_up(trainer: TrainerMesh, board: WeightBoard) -> None:
 
 async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> Seen:
     facts = read_model_facts(str(folder))
-    fleet = Fleet(out / "logs", trainer_host_id=case.trainer_host)
+    fleet = Fleet(out / "logs", LocalHosts(trainer_id=case.trainer_host))
     try:
         async with asyncio.TaskGroup() as starting:
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))

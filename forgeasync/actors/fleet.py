@@ -1,16 +1,18 @@
 """All procs of a run: spawned, set up, watched, and stopped."""
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import monarch.actor
 from monarch.actor import MeshFailure, ProcMesh, this_host
 from monarch.spmd import setup_torch_elastic_env_async
+from monarch.tools.network import AddrType
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
-from forgeasync.actors.placement import GpuAllocator, spawn_role
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
@@ -20,14 +22,13 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig, TrainerSection
 from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.records import Records
-from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
+from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
+from forgeasync.launch.jobs import HostRole
+from forgeasync.launch.placement import spawn_role
 from forgeasync.trainer.loss import LossChoice
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.store import open_store
 from forgeasync.weights.transports.transport import choose_transport
-
-HOST_ID = "host-0"
-"""The one host that all procs of a run share, unless a fleet is told otherwise."""
 
 MONARCH_OWN_ACTORS = ("logger", "setup")
 """Names of the actors that Monarch puts into every proc."""
@@ -42,14 +43,13 @@ class Fleet:
     """The meshes that a run has spawned so far; ``close`` stops them in any state."""
 
     log_dir: Path
-    trainer_host_id: str = HOST_ID
-    """Another one than the generators': payloads then go through RDMABuffer instead of shared memory."""
-    _gpus: GpuAllocator = field(default_factory=GpuAllocator)
-    _meshes: list[ProcMesh] = field(default_factory=list)
+    hosts: Hosts = field(default_factory=LocalHosts)
+    payload_folders: list[Path] = field(default_factory=list)
+    """By generator, each on its own host."""
+    _own_meshes: list[ProcMesh] = field(default_factory=list)
     _failure: asyncio.Future[None] = field(init=False)
+    _watching: asyncio.Task[None] | None = None
     _closing: bool = False
-    _payload_folder: Path | None = None
-    _weights_folder: Path | None = None
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -60,26 +60,38 @@ class Fleet:
             # proc is reported once for each of its actors: those that Monarch itself put there say nothing
             # about the role.
             if not self._closing and not failure.mesh_name.startswith(MONARCH_OWN_ACTORS):
-                loop.call_soon_threadsafe(self._fail, str(failure.report()))
+                loop.call_soon_threadsafe(self._fail, ActorDied(str(failure.report())))
 
         monarch.actor.unhandled_fault_hook = on_fault
 
-    def _fail(self, report: str) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._failure.done():
-            self._failure.set_exception(ActorDied(report))
+            self._failure.set_exception(error)
+
+    async def open(self) -> None:
+        """Start the hosts; needed where they are others than this machine."""
+        await self.hosts.open()
+        self._watching = asyncio.create_task(self._watch_hosts())
+
+    async def _watch_hosts(self) -> None:
+        try:
+            await self.hosts.watch()
+        except* HostLost as lost:
+            self._fail(lost.exceptions[0])
 
     async def watch(self) -> None:
         """Wait until something dies.
 
         Raises:
-            ActorDied: always, with Monarch's report.
+            ActorDied: with Monarch's report, or
+            HostLost: always one of them.
         """
         await asyncio.shield(self._failure)
 
-    def _spawn(self, role: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
-        gpus = [self._gpus.take(gpus_per_proc, role=role) for _ in range(num_procs)]
-        mesh = spawn_role(this_host(), role, num_procs=num_procs, gpus_per_proc=gpus)
-        self._meshes.append(mesh)
+    def _spawn_here(self, name: str) -> ProcMesh:
+        """One proc on the controller's own machine, without a GPU."""
+        mesh = spawn_role(this_host(), name, num_procs=1)
+        self._own_meshes.append(mesh)
         return mesh
 
     async def connect_weights(
@@ -89,20 +101,27 @@ class Fleet:
 
         Raises:
             ValueError: trainer and engines do not have the same tensors, the transport asked for cannot work,
-                or the host has not enough shared memory.
+                or a host has not enough shared memory.
         """
-        transport = choose_transport(
-            config.weights.transport, trainer_host=self.trainer_host_id, generator_host=HOST_ID
+        trainer_hosts = self.hosts.of_procs(HostRole.TRAINER, trainer.num_procs)
+        generator_hosts = self.hosts.of_procs(HostRole.GENERATORS, generators.num_replicas)
+        transports = frozenset(
+            choose_transport(config.weights.transport, trainer_host=source.id, generator_host=target.id)
+            for source in trainer_hosts
+            for target in generator_hosts
         )
-        if transport is TransportChoice.TORCHSTORE:
-            await open_store(self._spawn("weights", 1, gpus_per_proc=0))
+        if TransportChoice.TORCHSTORE in transports:
+            await open_store(self._spawn_here("weights"))
         # Adapters are small, and merged in float32.
         dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
         layout = await trainer.lay_out_weights(dtype)
-        num_copies = NUM_SLOTS + generators.num_replicas
-        self._weights_folder = create_run_folder(num_copies * sum(rank.num_bytes for rank in layout.ranks))
-        sources = await trainer.open_staging(self._weights_folder, frozenset({transport}))
-        await generators.connect_weights(layout, sources, self._weights_folder)
+        staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
+        landing = sum(rank.num_bytes for rank in layout.ranks)
+        folders = await _make_folders(
+            [*trainer_hosts, *generator_hosts], [*staged, *[landing] * generators.num_replicas]
+        )
+        sources = await trainer.open_staging(folders[: trainer.num_procs], transports)
+        await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
 
     async def start_trainer(
         self,
@@ -122,9 +141,10 @@ class Fleet:
         Tokens older than ``max_token_age`` versions are not trained on.
         """
         num_procs = section.parallel.num_procs
-        mesh = self._spawn("trainer", num_procs, gpus_per_proc=1)
-        await setup_torch_elastic_env_async(mesh)
-        actors = mesh.spawn("trainer", TrainerActor, self.log_dir)
+        mesh = self.hosts.spawn(HostRole.TRAINER, "trainer", num_procs, gpus_per_proc=1)
+        by_ip = self.hosts.master_address_is_ip()
+        await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
+        actors = mesh.spawn("trainer", TrainerActor, self.log_dir).flatten("procs")
         trainer = TrainerMesh(actors, num_procs, config.timeouts)
         await trainer.setup(
             section=section,
@@ -135,7 +155,7 @@ class Fleet:
             checkpoint=checkpoint,
             lora=lora,
             max_token_age=max_token_age,
-            host_id=self.trainer_host_id,
+            host_ids=[host.id for host in self.hosts.of_procs(HostRole.TRAINER, num_procs)],
             resume_from=resume_from,
         )
         return trainer
@@ -145,9 +165,17 @@ class Fleet:
     ) -> GeneratorRouter:
         """The generator mesh, with its engines loaded, behind a router."""
         section = config.generator
-        sweep_stale_folders()
+        mesh = self.hosts.spawn(
+            HostRole.GENERATORS, "generator", section.num_replicas, gpus_per_proc=section.tensor_parallel
+        )
+        actors = mesh.spawn("generator", GeneratorActor, self.log_dir).flatten("procs")
         capacity_bytes = int(config.payload.capacity_gib * 2**30)
-        self._payload_folder = create_run_folder(capacity_bytes)
+        hosts = self.hosts.of_procs(HostRole.GENERATORS, section.num_replicas)
+        # All generators together hold no more than that: on every host it is asked for once.
+        ids = [host.id for host in hosts]
+        sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]
+        self.payload_folders = await _make_folders(hosts, sizes)
+        generators = GeneratorRouter(actors, section.num_replicas, config.timeouts)
         setup = GeneratorSetup(
             model_path=model_path,
             facts=facts,
@@ -161,26 +189,21 @@ class Fleet:
             ),
             weights=config.weights,
             lora=config.lora,
-            payload_folder=self._payload_folder,
             payload_capacity_bytes=capacity_bytes,
-            host_id=HOST_ID,
         )
-        mesh = self._spawn("generator", section.num_replicas, gpus_per_proc=section.tensor_parallel)
-        actors = mesh.spawn("generator", GeneratorActor, self.log_dir)
-        async with asyncio.timeout(config.timeouts.setup_s):
-            await actors.setup.call(setup)
-        return GeneratorRouter(actors, section.num_replicas, config.timeouts)
+        await generators.setup(setup, ids, self.payload_folders)
+        return generators
 
     async def start_scorer(self, config: RunConfig) -> ScorerActor:
         """The scorer; its endpoints are called with ``call_one``."""
-        actor = self._spawn("scorer", 1, gpus_per_proc=0).spawn("scorer", ScorerActor, self.log_dir)
+        actor = self._spawn_here("scorer").spawn("scorer", ScorerActor, self.log_dir)
         async with asyncio.timeout(config.timeouts.setup_s):
             await actor.setup.call_one(config.data, config.seed)
         return actor
 
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None = None) -> BufferActor:
         """The replay buffer, empty or as it was; its endpoints are called with ``call_one``."""
-        actor = self._spawn("buffer", 1, gpus_per_proc=0).spawn("buffer", BufferActor, self.log_dir)
+        actor = self._spawn_here("buffer").spawn("buffer", BufferActor, self.log_dir)
         async with asyncio.timeout(config.timeouts.setup_s):
             await actor.setup.call_one(config, resumed)
         return actor
@@ -188,13 +211,30 @@ class Fleet:
     async def close(self) -> None:
         """Stop every proc; procs that are gone already are no error."""
         self._closing = True
-        for mesh in reversed(self._meshes):
-            await mesh.stop()
-        self._meshes.clear()
-        for folder in (self._payload_folder, self._weights_folder):
-            if folder is not None:
-                remove_run_folder(folder)
+        # Whatever fails, the rest is still done, the last one pushed first.
+        async with contextlib.AsyncExitStack() as ending:
+            ending.push_async_callback(self.hosts.close)
+            if self._watching is not None:
+                # Not before: a host that is not asked for too long ends itself.
+                ending.callback(self._watching.cancel)
+            for mesh in self._own_meshes:
+                ending.push_async_callback(_stop, mesh)
         if self._failure.done() and not self._failure.cancelled():
             self._failure.exception()
         else:
             self._failure.cancel()
+
+
+async def _stop(mesh: ProcMesh) -> None:
+    await mesh.stop()
+
+
+async def _make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:
+    """One folder on each host that is named, large enough for all its sizes; for every name its host's."""
+    totals: dict[str, int] = {}
+    by_id = {host.id: host for host in hosts}
+    for host, size in zip(hosts, sizes, strict=True):
+        totals[host.id] = totals.get(host.id, 0) + size
+    made = await asyncio.gather(*(by_id[name].make_folder(total) for name, total in totals.items()))
+    folders = dict(zip(totals, made, strict=True))
+    return [folders[host.id] for host in hosts]

@@ -53,9 +53,7 @@ class GeneratorSetup:
     records: Records
     weights: WeightsSection
     lora: LoraSection | None
-    payload_folder: Path
     payload_capacity_bytes: int
-    host_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +78,22 @@ class GeneratorActor(Actor):
         self._engine: SamplerEngine | None = None
 
     @concurrent_endpoint
-    async def setup(self, setup: GeneratorSetup) -> int:
-        """Load the model as policy version 0; returns the proc's id."""
+    async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
+        """Load the model as policy version 0; returns the proc's id. The folder is of this proc's host."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
         from forgeasync.sampler.engine import SamplerEngine
         from forgeasync.sampler.served_adapters import AdapterSetup, can_serve
 
         self._setup = setup
+        self._host_id = host_id
         adapters = None
         if setup.lora is not None and can_serve(setup.lora):
             adapters = AdapterSetup(
                 lora=setup.lora,
                 shapes=expected_shapes(setup.facts),
-                folder=setup.payload_folder / f"adapter-{self._rank}",
+                folder=payload_folder / f"adapter-{self._rank}",
             )
-        self._payloads = PayloadWriter(setup.payload_folder, setup.host_id, setup.payload_capacity_bytes)
+        self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
         self._engine = await SamplerEngine.start(
             model_path=setup.model_path,
@@ -195,7 +194,7 @@ class GeneratorActor(Actor):
         assert self._engine is not None
         setup = self._setup
         transports = {
-            rank.rank: build_transport(setup.weights, rank, source, generator_host=setup.host_id)
+            rank.rank: build_transport(setup.weights, rank, source, generator_host=self._host_id)
             for rank, source in zip(layout.ranks, sources, strict=True)
             if rank.num_bytes
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import ActorError
 
-from forgeasync.actors.generator import CancelledGroup, GeneratorActor, RefusedGroup
+from forgeasync.actors.generator import CancelledGroup, GeneratorActor, GeneratorSetup, RefusedGroup
 from forgeasync.config.schema import SamplingSection, TimeoutSection
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.sampler.stats import EngineStats
@@ -27,6 +27,16 @@ class GeneratorRouter:
         self._replicas = [generators.slice(procs=rank) for rank in range(num_replicas)]
         self._num_in_flight = [0] * num_replicas
         self._timeouts = timeouts
+
+    async def setup(self, setup: GeneratorSetup, host_ids: Sequence[str], folders: Sequence[Path]) -> None:
+        """Load every engine; by replica, which host it is on and that host's folder for payloads."""
+        async with asyncio.timeout(self._timeouts.setup_s):
+            await asyncio.gather(
+                *(
+                    replica.setup.call_one(setup, host_id, folder)
+                    for replica, host_id, folder in zip(self._replicas, host_ids, folders, strict=True)
+                )
+            )
 
     async def sample_group(
         self,
@@ -98,16 +108,21 @@ class GeneratorRouter:
         return len(self._replicas)
 
     async def connect_weights(
-        self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
+        self, layout: WeightLayout, sources: Sequence[StagingSource], folders: Sequence[Path]
     ) -> None:
-        """Let every generator plan how versions get into its engine.
+        """Let every generator plan how versions get into its engine, by way of its host's folder.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
         async with asyncio.timeout(self._timeouts.setup_s):
             try:
-                await self.actors.connect_weights.call(layout, sources, folder)
+                await asyncio.gather(
+                    *(
+                        replica.connect_weights.call_one(layout, sources, folder)
+                        for replica, folder in zip(self._replicas, folders, strict=True)
+                    )
+                )
             except ActorError as error:
                 if isinstance(error.exception, ValueError):
                     raise error.exception from error

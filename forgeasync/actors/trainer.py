@@ -5,7 +5,6 @@ staging buffers. All ranks get every call at the same time and wait for each oth
 """
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,7 +79,8 @@ class TrainerActor(Actor):
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
-            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+            # The only one that this proc sees; LOCAL_RANK counts the host's.
+            torch.accelerator.set_device_index(0)
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
         torch.autograd.set_multithreading_enabled(False)
@@ -115,6 +115,7 @@ class TrainerActor(Actor):
         assert self._trainer is not None
         trained_version = self._trainer.policy_version
         start_s = time.perf_counter()
+        self._num_read = {"shared": 0, "remote": 0}
         # The rollouts of a group share their prompt's payload: it is read once.
         prompts: dict[str, Arrays] = {}
         packed = [
@@ -122,12 +123,16 @@ class TrainerActor(Actor):
         ]
         read_s = time.perf_counter() - start_s
         result = self._trainer.train_step(packed)
-        return dataclasses.replace(result, metrics=result.metrics | {"time/read_payloads_s": read_s})
+        read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
+        metrics = result.metrics | read | {"time/read_payloads_s": read_s}
+        return dataclasses.replace(result, metrics=metrics)
 
     async def _read_payload(self, ref: PayloadRef, generator_rank: int) -> Arrays:
         if ref.host_id == self._host_id:
+            self._num_read["shared"] += 1
             # Views: packing copies them out, before the group can be freed.
             return self._payloads.read(ref, copy=False)
+        self._num_read["remote"] += 1
         owner = self._generators.slice(procs=generator_rank)
         return await self._remote_payloads.read(ref, owner.expose_payload.call_one)
 

@@ -1,6 +1,7 @@
 """All ranks of the trainer as one trainer: every call goes to all of them, each gets only its own rows."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from forgeasync.actors.router import GeneratorRouter
@@ -38,10 +39,13 @@ class TrainerMesh:
         checkpoint: Path | None,
         lora: LoraSection | None,
         max_token_age: int | None,
-        host_id: str,
+        host_ids: Sequence[str],
         resume_from: Path | None,
     ) -> None:
-        """Build the model on every rank; with ``resume_from`` it goes on from that checkpoint."""
+        """Build the model on every rank; with ``resume_from`` it goes on from that checkpoint.
+
+        ``host_ids`` says by rank where each of them is.
+        """
         async with asyncio.timeout(self._timeouts.setup_s):
             self._data_ranks = list(
                 await asyncio.gather(
@@ -58,10 +62,14 @@ class TrainerMesh:
                             host_id,
                             resume_from,
                         )
-                        for rank in self._ranks
+                        for rank, host_id in zip(self._ranks, host_ids, strict=True)
                     )
                 )
             )
+
+    @property
+    def num_procs(self) -> int:
+        return len(self._ranks)
 
     @property
     def num_data_ranks(self) -> int:
@@ -102,12 +110,17 @@ class TrainerMesh:
         self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
         return self._layout
 
-    async def open_staging(self, folder: Path, transports: frozenset[TransportChoice]) -> list[StagingSource]:
-        """Have every rank allocate its staging buffers; how to reach them, by rank."""
+    async def open_staging(
+        self, folders: Sequence[Path], transports: frozenset[TransportChoice]
+    ) -> list[StagingSource]:
+        """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
         async with asyncio.timeout(self._timeouts.setup_s):
             return list(
                 await asyncio.gather(
-                    *(rank.open_staging.call_one(folder, transports) for rank in self._ranks)
+                    *(
+                        rank.open_staging.call_one(folder, transports)
+                        for rank, folder in zip(self._ranks, folders, strict=True)
+                    )
                 )
             )
 

@@ -93,4 +93,5 @@ class PayloadSection(Section):
     """Where rollouts' arrays wait between sampling and training: shared memory of their host."""
 
     capacity_gib: float = Field(default=1.0, gt=0.0)
-    """Bound on the payloads of one host. A group starts only when its largest possible payload fits in."""
+    """Bound on the payloads of all generators together, wherever they lie: every generator host has room for
+    as many. A group starts only when its largest possible payload fits in."""

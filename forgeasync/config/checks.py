@@ -10,6 +10,7 @@ from forgeasync.config.buffer_checks import check_accounting, check_buffer
 from forgeasync.config.division_checks import check_generator_fits_model, check_trainer_divides_model
 from forgeasync.config.filter_checks import check_groups
 from forgeasync.config.interruption_checks import check_interruption
+from forgeasync.config.launch_checks import check_launcher
 from forgeasync.config.lora_checks import check_lora, check_lora_family, check_lora_sharding
 from forgeasync.config.loss_checks import check_loss
 from forgeasync.config.model_facts import ModelFacts
@@ -235,6 +236,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_compile,
     _check_offload,
     check_lora,
+    check_launcher,
     _check_warmup,
 )
 

@@ -1,7 +1,8 @@
 """The typed schema of a run: every key a YAML file may hold, its type, its range and what it means.
 
 Rules that one field can decide alone are types and bounds here; rules across fields live in
-``forgeasync.config.checks``. What the loss is made of is in ``forgeasync.config.loss_schema``.
+``forgeasync.config.checks``. What the loss is made of is in ``forgeasync.config.loss_schema``, where
+procs run in ``forgeasync.config.launch_schema``.
 """
 
 from enum import StrEnum
@@ -11,6 +12,7 @@ from pydantic import Field, field_validator
 
 from forgeasync.config.buffer_schema import AccountingSection, BufferSection, PayloadSection
 from forgeasync.config.filter_schema import FilterSection
+from forgeasync.config.launch_schema import LauncherSection, LocalLauncher
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.section import Section
 from forgeasync.config.weights_schema import WeightsSection
@@ -274,6 +276,9 @@ class TimeoutSection(Section):
     train_step_s: float = Field(default=600.0, gt=0.0)
     weights_s: float = Field(default=120.0, gt=0.0)
     score_s: float = Field(default=60.0, gt=0.0)
+    host_s: float = Field(default=30.0, gt=0.0)
+    """Of many hosts: one that does not answer for this long ends the run, and one that is not asked for twice
+    this long ends itself."""
 
 
 class ShapeSection(Section):
@@ -332,4 +337,5 @@ class RunConfig(Section):
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()
+    launcher: LauncherSection = LocalLauncher()
     warmup: WarmupSection | None = None

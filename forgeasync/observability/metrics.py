@@ -58,6 +58,7 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `mismatch/without_replay_<...>` *    | `trainer.replay_probe_share`, as trained and without replay       |
 | `payload/num_bytes_held`, `_reserved` | in the payload store at the end of the step                      |
 | `payload/bytes_per_token`            | of the batch's payloads, prompt and response tokens alike         |
+| `payload/num_read_shared`, `_remote` | payloads that the first trainer rank read here, from other hosts  |
 | `payload/num_waits`                  | groups so far that had to wait for room in the payload store      |
 | `generator/max_pause_s`              | longest time that a generator stood still for a swap of weights   |
 | `generator/max_swap_wait_s`          | longest wait before one: draining, or still for the fetch         |

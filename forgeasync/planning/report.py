@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from forgeasync.config.launch_schema import LocalLauncher, gpus_per_host, num_hosts
 from forgeasync.config.model_facts import SHIPPED_MODELS, ModelFacts
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import kv_bytes_per_token
@@ -58,7 +59,26 @@ def _processes(config: RunConfig) -> list[Row]:
         ("GPUs, all", str(num_trainer + num_generator), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
         ("GPUs, generators", str(num_generator), split),
-        ("CPU procs", "2", "controller, scorer"),
+        ("CPU procs", "3", "controller, scorer, buffer"),
+        *_hosts(config),
+    ]
+
+
+def _hosts(config: RunConfig) -> list[Row]:
+    launcher = config.launcher
+    if isinstance(launcher, LocalLauncher):
+        return []
+    counts, tensor = num_hosts(launcher), config.generator.tensor_parallel
+    procs = config.trainer.parallel.num_procs // counts.trainer
+    replicas = config.generator.num_replicas // counts.generators
+    gpus = f", of {gpus_per_host(launcher)} GPUs" if gpus_per_host(launcher) else ""
+    return [
+        ("hosts, trainer", str(counts.trainer), f"{launcher.kind}{gpus}; {procs} procs each"),
+        (
+            "hosts, generators",
+            str(counts.generators),
+            f"{launcher.kind}{gpus}; {replicas} replicas of {tensor} each",
+        ),
     ]
 
 

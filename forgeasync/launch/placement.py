@@ -3,19 +3,19 @@
 import itertools
 from collections.abc import Iterator
 
-import torch
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 
 
 class GpuAllocator:
-    """Hands out the GPUs of a host in order; without an accelerator it hands out nothing.
+    """Hands out the GPUs of a host in order; without any it hands out nothing.
 
     Raises:
         ValueError: a role asks for more GPUs than are left.
     """
 
-    def __init__(self) -> None:
-        self._num_gpus = torch.cuda.device_count()
+    def __init__(self, num_gpus: int) -> None:
+        self._num_gpus = num_gpus
         self._next = 0
 
     def take(self, num_gpus: int, *, role: str) -> list[int]:
@@ -42,15 +42,31 @@ def preimport() -> None:
     import torch as torch
 
 
+def _bootstrap(python: str | None) -> BootstrapCommand:
+    """How a proc is started: with the Python at hand, or with another one of its own host's.
+
+    Monarch 0.7.0 has a public way to ask for another Python, and one to set a proc's environment, but none
+    for both; this can go when it has.
+    """
+    if python is None:
+        return default_bootstrap_cmd()
+    return BootstrapCommand(python, None, ["-m", "monarch._src.actor.bootstrap_main"], {})
+
+
 def spawn_role(
-    host: HostMesh, role: str, *, num_procs: int, gpus_per_proc: list[list[int]] | None = None
+    hosts: HostMesh,
+    role: str,
+    *,
+    num_procs: int,
+    gpus_per_proc: list[list[int]] | None = None,
+    python: str | None = None,
 ) -> ProcMesh:
-    """Spawn a role's procs on one host; proc i sees only ``gpus_per_proc[i]``."""
+    """Spawn ``num_procs`` of a role's procs on each host; proc i of a host sees only ``gpus_per_proc[i]``."""
     gpus: Iterator[list[int]] = iter(gpus_per_proc or []) if gpus_per_proc else itertools.repeat([])
-    commands = [default_bootstrap_cmd().with_env(_environment(next(gpus))) for _ in range(num_procs)]
-    return host.spawn_procs(
+    commands = [_bootstrap(python).with_env(_environment(next(gpus))) for _ in range(num_procs)]
+    return hosts.spawn_procs(
         per_host={"procs": num_procs},
         name=role,
         bootstrap=preimport,
-        bootstrap_command=lambda point: commands[point.rank],
+        bootstrap_command=lambda point: commands[point["procs"]],
     )

@@ -1,0 +1,1 @@
+"""Hosts of a run: started through Monarch's jobs, watched, and cleaned up."""

@@ -1,0 +1,66 @@
+"""What a host does for a run besides its roles: it keeps their folders in shared memory and shows it lives.
+
+Monarch 0.7.0 says nothing when a host is gone (tried: no supervision event within 90 s, calls hang), and
+hosts outlive a controller that was killed. So the controller calls every agent all the time, and an agent
+that nobody calls any more ends its host.
+"""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from forgeasync.observability.logs import redirect_process_output
+from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
+
+WATCH_S = 1.0
+
+
+class HostAgent(Actor):
+    """One proc on every host of a run, for as long as the run lasts."""
+
+    def __init__(self, log_file: Path, max_silence_s: float) -> None:
+        """Past ``max_silence_s`` without a call this host's worker, and all its procs with it, are ended."""
+        redirect_process_output(log_file)
+        self._folders: list[Path] = []
+        self._max_silence_s = max_silence_s
+        self._heard_s = time.monotonic()
+        sweep_stale_folders()
+        threading.Thread(target=self._watch, name="silence", daemon=True).start()
+
+    @concurrent_endpoint
+    async def beat(self) -> int:
+        """The controller is there; the id of the process that is this host's worker."""
+        self._heard_s = time.monotonic()
+        return os.getppid()
+
+    @concurrent_endpoint
+    async def make_folder(self, num_bytes: int) -> Path:
+        """A folder in this host's shared memory for ``num_bytes``.
+
+        Raises:
+            ValueError: the host has not that much left.
+        """
+        folder = create_run_folder(num_bytes)
+        self._folders.append(folder)
+        return folder
+
+    @concurrent_endpoint
+    async def remove_folders(self) -> None:
+        """Everything of this run in the host's shared memory."""
+        self._remove()
+
+    def _remove(self) -> None:
+        while self._folders:
+            remove_run_folder(self._folders.pop())
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard_s < self._max_silence_s:
+            time.sleep(WATCH_S)
+        print(f"nobody has called for {self._max_silence_s:.0f} s: the run is gone, and this host ends")
+        self._remove()
+        # The procs of a host end with the process that started them.
+        os.kill(os.getppid(), signal.SIGKILL)

@@ -1,0 +1,237 @@
+"""Hosts that one of Monarch's jobs starts, with an agent on each of them."""
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.actor import HostMesh, ProcMesh
+from monarch.job import JobState, JobTrait
+
+from forgeasync.config.launch_schema import (
+    KubernetesLauncher,
+    LocalLauncher,
+    ProcessLauncher,
+    RemoteLauncher,
+    SlurmLauncher,
+    SshLauncher,
+    gpus_per_host,
+)
+from forgeasync.config.schema import RunConfig, TimeoutSection
+from forgeasync.launch.agent import HostAgent
+from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
+from forgeasync.launch.jobs import HostRole, build_job, mesh_name
+from forgeasync.launch.placement import GpuAllocator, spawn_role
+from forgeasync.payload.run_folder import sweep_stale_folders
+
+BEAT_S = 1.0
+CLOSE_S = 20.0
+"""For each thing that hosts do at the end."""
+SILENCE_FACTOR = 2.0
+"""A host waits this much longer for the controller than the controller for it: it is the one to tell."""
+
+logger = logging.getLogger(__name__)
+
+
+def build_hosts(config: RunConfig, log_dir: Path) -> Hosts:
+    """The hosts that a run's launcher asks for, not yet started; made before Monarch is used."""
+    if isinstance(config.launcher, LocalLauncher):
+        return LocalHosts()
+    return JobHosts(config.launcher, config.name, log_dir, config.timeouts)
+
+
+@dataclass(slots=True, kw_only=True)
+class JobHost:
+    """One host of a job."""
+
+    id: str
+    role: HostRole
+    agent: HostAgent
+    log_file: Path
+    worker_pid: int = 0
+    """Of the process that started the host's procs, on that host."""
+    is_lost: bool = False
+
+    async def make_folder(self, num_bytes: int) -> Path:
+        """See ``Host``."""
+        return await self.agent.make_folder.call_one(num_bytes)
+
+
+class JobHosts:
+    """Hosts of a job, by role."""
+
+    def __init__(
+        self, launcher: RemoteLauncher, run_name: str, log_dir: Path, timeouts: TimeoutSection
+    ) -> None:
+        self._launcher = launcher
+        self._run_name = run_name
+        self._log_dir = log_dir
+        self._timeouts = timeouts
+        self._job = build_job(launcher, run_name, log_dir)
+        self._meshes: dict[HostRole, HostMesh] = {}
+        self._hosts: dict[HostRole, list[JobHost]] = {}
+        self._lost: HostLost | None = None
+        self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in HostRole}
+
+    @property
+    def _all(self) -> list[JobHost]:
+        return [host for hosts in self._hosts.values() for host in hosts]
+
+    async def open(self) -> None:
+        """See ``Hosts``; waits for the scheduler, then for every host's agent.
+
+        Raises:
+            TimeoutError: a host has no agent within ``timeouts.setup_s``.
+        """
+        state = await _start(self._job)
+        async with asyncio.timeout(self._timeouts.setup_s):
+            for role in HostRole:
+                self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
+                self._hosts[role] = self._start_agents(role, self._meshes[role])
+            pids = await asyncio.gather(*(host.agent.beat.call_one() for host in self._all))
+        for host, pid in zip(self._all, pids, strict=True):
+            host.worker_pid = pid
+
+    def _start_agents(self, role: HostRole, mesh: HostMesh) -> list[JobHost]:
+        hosts = []
+        for index in range(mesh.size("hosts")):
+            host_id = f"{role}-{index}"
+            if isinstance(self._launcher, SshLauncher):
+                host_id = (*self._launcher.hosts.trainer, *self._launcher.hosts.generators)[
+                    index + (0 if role is HostRole.TRAINER else len(self._launcher.hosts.trainer))
+                ]
+            procs = spawn_role(
+                mesh.slice(hosts=index), f"agent-{role}-{index}", num_procs=1, python=self._python
+            )
+            log_file = self._log_dir / f"host-{host_id}.log"
+            agent = procs.spawn("agent", HostAgent, log_file, SILENCE_FACTOR * self._timeouts.host_s)
+            hosts.append(JobHost(id=host_id, role=role, agent=agent, log_file=log_file))
+        return hosts
+
+    @property
+    def _python(self) -> str | None:
+        """The hosts' Python; None: the controller's."""
+        match self._launcher:
+            case SshLauncher() | SlurmLauncher():
+                return self._launcher.python
+            case KubernetesLauncher():
+                # As the pods' own command.
+                return "python"
+            case ProcessLauncher():
+                return None
+
+    def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
+        """See ``Hosts``."""
+        per_host = self._per_host(role, num_procs)
+        gpus = [self._gpus[role].take(gpus_per_proc, role=role) for _ in range(per_host)]
+        return spawn_role(
+            self._meshes[role], name, num_procs=per_host, gpus_per_proc=gpus, python=self._python
+        )
+
+    def _per_host(self, role: HostRole, num_procs: int) -> int:
+        num_hosts = len(self._hosts[role])
+        assert num_procs % num_hosts == 0, f"{num_procs} procs on {num_hosts} hosts: checks let it pass"
+        return num_procs // num_hosts
+
+    def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
+        """See ``Hosts``."""
+        per_host = self._per_host(role, num_procs)
+        return [self._hosts[role][proc // per_host] for proc in range(num_procs)]
+
+    def master_address_is_ip(self) -> bool:
+        """See ``Hosts``: a pod's bare hostname means nothing to other pods."""
+        return isinstance(self._launcher, KubernetesLauncher)
+
+    async def watch(self) -> None:
+        """See ``Hosts``."""
+        async with asyncio.TaskGroup() as watching:
+            for host in self._all:
+                watching.create_task(self._watch(host))
+
+    async def _watch(self, host: JobHost) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self._check(host)
+
+    async def _check(self, host: JobHost) -> None:
+        problem = None
+        if isinstance(self._launcher, ProcessLauncher) and not _is_alive(host.worker_pid):
+            problem = "its process has ended"
+        else:
+            try:
+                async with asyncio.timeout(self._timeouts.host_s):
+                    await host.agent.beat.call_one()
+            except TimeoutError:
+                problem = f"it has not answered for {self._timeouts.host_s:.0f} s (timeouts.host_s)"
+        if problem is not None:
+            host.is_lost = True
+            self._lost = HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
+            raise self._lost
+
+    async def close(self) -> None:
+        """See ``Hosts``.
+
+        Raises:
+            HostLost: one is, whatever the run has ended with: connections to it break before it is missed.
+        """
+        await asyncio.gather(
+            *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
+        )
+        await self._clean_up()
+        if self._lost is not None:
+            raise self._lost
+
+    async def _clean_up(self) -> None:
+        alive = [host for host in self._all if not host.is_lost]
+        await asyncio.gather(
+            *(_bounded(f"folders of {host.id}", host.agent.remove_folders.call_one()) for host in alive)
+        )
+        # All procs of a host end with it. Of a mesh with a lost host nothing would answer.
+        whole = [role for role in self._meshes if not any(host.is_lost for host in self._hosts[role])]
+        await asyncio.gather(
+            *(_bounded(f"end of the hosts of {role}", self._meshes[role].shutdown()) for role in whole)
+        )
+        await asyncio.to_thread(self._job.kill)
+        if isinstance(self._launcher, ProcessLauncher):
+            # A host that was killed has left its folder in what is this machine's shared memory.
+            sweep_stale_folders()
+
+
+async def _start(job: JobTrait) -> JobState:
+    """Submit a job and wait for its hosts, for which a scheduler may need hours.
+
+    In a thread that need not end: Ctrl-C shall not wait for a scheduler.
+    """
+    started: concurrent.futures.Future[JobState] = concurrent.futures.Future()
+    # From now on nobody's cancelling reaches it.
+    started.set_running_or_notify_cancel()
+
+    def start() -> None:
+        try:
+            started.set_result(job.state(cached_path=None))
+        except BaseException as error:
+            started.set_exception(error)
+
+    threading.Thread(target=start, name="job", daemon=True).start()
+    return await asyncio.wrap_future(started)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def _bounded(what: str, work: Awaitable[object]) -> None:
+    """Wait for a part of the end, but not for ever: the other parts come after it."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await work
+    except Exception as error:
+        logger.warning("%s: %r", what, error)
