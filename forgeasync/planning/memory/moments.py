@@ -1,0 +1,148 @@
+"""Moments of an optimizer step that can be its fullest, and what comes and goes in each.
+
+FSDP2 gathers a layer's weights before it runs, and the next one's meanwhile; in the backward pass a layer's
+gradients exist whole until they are reduced, in float32, to the rank's shard. The output layer (with tied
+weights the embedding too) stays gathered from its forward to its backward pass. Counted on torch 2.13.
+"""
+
+from dataclasses import dataclass
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import Dtype, RunConfig
+from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
+from forgeasync.planning.memory.activations import layer_activations, outside_activations
+from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
+from forgeasync.planning.memory.parameters import ParameterCounts, trainer_parameters_per_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Bytes of one rank that come and go."""
+
+    name: str
+    activations: float = 0.0
+    logits: float = 0.0
+    gathered_weights: float = 0.0
+    gathered_gradients: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        parts = (self.activations, self.logits, self.gathered_weights, self.gathered_gradients)
+        return sum(parts) + self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Units:
+    """Bytes that FSDP2 handles at once, of the layer with the most and of the output layer (``head``)."""
+
+    layer_weights: float
+    head_weights: float
+    """Gathered; 0 where a rank has all of a weight in the compute dtype already."""
+    layer_gradients: float
+    head_gradients: float
+    """Whole ones, in the compute dtype; 0 where adapters are trained."""
+    layer_reduced: float
+    head_reduced: float
+    """Float32 buffers that gradients are reduced in; 0 on a single rank."""
+
+
+def step_moments(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+) -> tuple[Moment, ...]:
+    """All candidates; gradients of earlier rows, weights and optimizer state are not in them."""
+    dense, moe = (
+        layer_activations(config, facts, has_experts=has_experts, machine=machine)
+        for has_experts in (False, True)
+    )
+    choice = config.trainer.activation_checkpointing
+    last = moe if facts.num_moe_layers else dense
+    kept = facts.num_dense_layers * dense.kept(choice) + facts.num_moe_layers * moe.kept(choice)
+    units = _units(config, facts, counts)
+    is_tied = facts.tie_word_embeddings
+    # What the output layer still holds when the last layer's backward pass begins.
+    head_weights = units.head_weights if is_tied else 0.0
+    head_gradients = units.head_gradients if is_tied else units.head_reduced
+    return (
+        *_output_layer(config, facts, units, kept + outside_activations(config, facts, machine=machine)),
+        Moment(
+            name="backward pass of the last layer",
+            activations=kept - last.kept(choice) + last.whole + last.backward,
+            gathered_weights=head_weights + 2 * units.layer_weights,
+            gathered_gradients=head_gradients,
+        ),
+        Moment(
+            name="reduction of the last layer's gradients",
+            activations=kept - last.kept(choice),
+            gathered_weights=head_weights + 2 * units.layer_weights,
+            # Those of the layer before it begin while these are under way.
+            gathered_gradients=(units.head_gradients if is_tied else 0.0)
+            + units.layer_gradients
+            + 2 * units.layer_reduced,
+        ),
+        Moment(
+            name="backward pass of the embedding",
+            gathered_weights=units.head_weights,
+            gathered_gradients=units.head_gradients + units.head_reduced + units.layer_reduced,
+        ),
+        _optimizer_step(config, counts, machine),
+    )
+
+
+def _output_layer(
+    config: RunConfig, facts: ModelFacts, units: _Units, activations: float
+) -> tuple[Moment, Moment]:
+    """Backward pass of a chunk: while its logits' gradients are made, and when the weight's are."""
+    trainer, sampling = config.trainer, config.sampling
+    chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
+    logits = chunk * facts.vocab_size / trainer.parallel.tensor * FLOAT32_BYTES
+    del sampling
+    has_chunks = trainer.tokens_per_row > LOGITS_CHUNK_TOKENS
+    weights = units.head_weights + units.layer_weights
+    return (
+        Moment(
+            name="backward pass of the output layer",
+            activations=activations,
+            # Scaled logits, gradients of the chosen and of the log-sum-exp, and one while it is made.
+            logits=4 * logits,
+            gathered_weights=weights,
+            gathered_gradients=units.head_gradients if has_chunks else 0.0,
+        ),
+        Moment(
+            name="gradient of the output layer",
+            activations=activations,
+            logits=2 * logits,
+            gathered_weights=weights,
+            gathered_gradients=units.head_gradients * (2 if has_chunks else 1),
+        ),
+    )
+
+
+def _optimizer_step(config: RunConfig, counts: ParameterCounts, machine: Machine) -> Moment:
+    """AdamW's square roots: on GPUs of all parameters at once, on CPUs of one after the other."""
+    trains_all = config.lora is None and machine is Machine.GPU
+    owned = trainer_parameters_per_rank(config, counts) if trains_all else 0
+    return Moment(name="optimizer step", optimizer=owned * FLOAT32_BYTES)
+
+
+def _units(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> _Units:
+    parallel = config.trainer.parallel
+    element = BYTES_PER_ELEMENT[config.trainer.dtype]
+    shards = parallel.data_shard * parallel.context
+    # Expert parallelism borrows ranks: those that are left shard each expert.
+    expert_shards = shards * parallel.tensor // parallel.expert if parallel.expert > 1 else shards
+    casts = config.trainer.dtype is not Dtype.FLOAT32
+    rest = (counts.in_layers / parallel.tensor + counts.replicated) / facts.num_layers
+    experts = counts.experts / max(1, facts.num_moe_layers)
+    experts /= parallel.expert if parallel.expert > 1 else parallel.tensor
+    head = counts.vocabulary / parallel.tensor
+    trained = 1.0 if config.lora is None else 0.0
+    is_gathered, are_experts_gathered = shards > 1 or casts, expert_shards > 1 or casts
+    return _Units(
+        layer_weights=(rest * is_gathered + experts * are_experts_gathered) * element,
+        head_weights=head * is_gathered * element,
+        layer_gradients=(rest + experts) * element * trained,
+        head_gradients=head * element * trained,
+        layer_reduced=(rest * (shards > 1) + experts * (expert_shards > 1)) * FLOAT32_BYTES * trained,
+        head_reduced=head * (shards > 1) * FLOAT32_BYTES * trained,
+    )
