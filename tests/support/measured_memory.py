@@ -1,5 +1,6 @@
 """What ranks of a trainer really allocate in an optimizer step. Runs in processes of their own."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,5 +102,5 @@ def _measure(case: Case) -> Measured:
     )
 
 
-def _num_bytes(tensors: object) -> int:
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)

@@ -155,10 +155,7 @@ class _Count:
         )
 
     def _selective_network(self, inner: float) -> float:
-        """Elements per token of the matrix products gate, up, down that are saved: see ``attention``."""
-        latent = self._facts.latent
-        if latent is not None and latent.query_rank:
-            return inner + self._facts.hidden_size
+        """Elements per token: of gate, up and down one of the first two is saved, and the last."""
         return inner + self._facts.hidden_size
 
     def experts(self) -> _Part:
@@ -172,6 +169,9 @@ class _Count:
         inner = facts.expert_hidden_size / split
         # Input, gate, up, the gate's activation, the product, and the output, scaled in float32.
         routed = facts.top_k * ((hidden + 4 * inner) * element + hidden * FLOAT32_BYTES)
+        if self._expert > 1:
+            # Also as they came in from other ranks, before they are sorted by expert.
+            routed += facts.top_k * hidden * element
         # Scores of all experts; of the chosen ones five lists of ids and four of scores.
         router = facts.num_experts * FLOAT32_BYTES + facts.top_k * (5 * INT64_BYTES + 4 * FLOAT32_BYTES)
         if element != FLOAT32_BYTES and not self._on_cpus:

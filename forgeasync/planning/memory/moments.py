@@ -2,7 +2,8 @@
 
 FSDP2 gathers a layer's weights before it runs, and the next one's meanwhile; in the backward pass a layer's
 gradients exist whole until they are reduced, in float32, to the rank's shard. The output layer (with tied
-weights the embedding too) stays gathered from its forward to its backward pass. Counted on torch 2.13.
+weights the embedding too) stays gathered from its forward to its backward pass, while which nothing else is.
+Counted on torch 2.13.
 """
 
 from dataclasses import dataclass
@@ -93,27 +94,26 @@ def _output_layer(
     config: RunConfig, facts: ModelFacts, units: _Units, activations: float
 ) -> tuple[Moment, Moment]:
     """Backward pass of a chunk: while its logits' gradients are made, and when the weight's are."""
-    trainer, sampling = config.trainer, config.sampling
+    trainer = config.trainer
     chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
     logits = chunk * facts.vocab_size / trainer.parallel.tensor * FLOAT32_BYTES
-    del sampling
-    has_chunks = trainer.tokens_per_row > LOGITS_CHUNK_TOKENS
-    weights = units.head_weights + units.layer_weights
+    # Those of earlier chunks, added up.
+    earlier = units.head_gradients if trainer.tokens_per_row > LOGITS_CHUNK_TOKENS else 0.0
     return (
         Moment(
             name="backward pass of the output layer",
             activations=activations,
-            # Scaled logits, gradients of the chosen and of the log-sum-exp, and one while it is made.
-            logits=4 * logits,
-            gathered_weights=weights,
-            gathered_gradients=units.head_gradients if has_chunks else 0.0,
+            # Scaled logits, the gradient through the chosen one, and three that make up the log-sum-exp's.
+            logits=5 * logits,
+            gathered_weights=units.head_weights,
+            gathered_gradients=earlier,
         ),
         Moment(
             name="gradient of the output layer",
             activations=activations,
             logits=2 * logits,
-            gathered_weights=weights,
-            gathered_gradients=units.head_gradients * (2 if has_chunks else 1),
+            gathered_weights=units.head_weights,
+            gathered_gradients=units.head_gradients + earlier,
         ),
     )
 

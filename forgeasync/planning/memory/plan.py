@@ -12,10 +12,10 @@ from forgeasync.planning.memory.parameters import count_parameters
 from forgeasync.planning.memory.trainer import trainer_memory
 
 NOTE = (
-    "Memory is that of the fullest moment, within 10 % as measured on CPUs. Not so exact: rows with fewer than "
-    "tokens_per_row tokens, experts with uneven loads, compiled layers and adapters take less; the engine's "
-    "forward pass is a bound, the payload store is at its fullest. The allocator's fragmentation, buffers of "
-    "NCCL, CUDA graphs and the libraries of each process come on top."
+    "Memory is within 10 % as measured on CPUs, in float32. Not so exact: rows with fewer than "
+    "tokens_per_row tokens, experts with uneven loads, compiled layers and adapters take less or more; the "
+    "engine's forward pass is a bound, the payload store is at its fullest. The allocator's fragmentation, "
+    "buffers of NCCL, CUDA graphs and the libraries of each process come on top."
 )
 
 Row = tuple[str, str, str]
@@ -23,11 +23,12 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySection:
-    """What one rank of a role holds, or the hosts; ``total`` is None where the items lie in many places."""
+    """What one rank of a role holds, or the hosts."""
 
     owner: str
     items: Sequence[MemoryItem]
-    total: str | None
+    total: MemoryItem | None
+    """None where the items lie in many places."""
 
 
 def planned_machine(config: RunConfig) -> Machine:
@@ -39,26 +40,25 @@ def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ..
     """Sections of the plan; ``config`` was checked with these facts."""
     machine = planned_machine(config)
     counts = count_parameters(facts)
-    trainer = f"of a {machine.value} that trains, for trainer.dtype is {config.trainer.dtype.value}"
+    trainer = trainer_memory(config, facts, counts, machine)
+    generator = generator_memory(config, facts, counts, machine)
+    fullest = MemoryItem(
+        name="total",
+        num_bytes=trainer.total_bytes,
+        how=f"of a {machine.value}, in the {trainer.fullest.name}: not all of the above is there at once",
+    )
+    whole = MemoryItem(name="total", num_bytes=total_bytes(generator), how=f"of a {machine.value}")
     return (
-        MemorySection(
-            owner="trainer rank", items=trainer_memory(config, facts, counts, machine), total=trainer
-        ),
-        MemorySection(
-            owner="generator rank",
-            items=generator_memory(config, facts, counts, machine),
-            total=f"of a {machine.value}",
-        ),
+        MemorySection(owner="trainer rank", items=(*trainer.always, *trainer.come_and_go), total=fullest),
+        MemorySection(owner="generator rank", items=generator, total=whole),
         MemorySection(owner="host", items=host_memory(config, facts), total=None),
     )
 
 
 def memory_rows(section: MemorySection) -> list[Row]:
     """Name, size and how it comes about; then the total."""
-    rows = [(f"{section.owner}: {item.name}", gib(item.num_bytes), item.how) for item in section.items]
-    if section.total is not None:
-        rows.append((f"{section.owner}: total", gib(total_bytes(section.items)), section.total))
-    return rows
+    items = [*section.items, *([] if section.total is None else [section.total])]
+    return [(f"{section.owner}: {item.name}", gib(item.num_bytes), item.how) for item in items]
 
 
 def gib(num_bytes: int) -> str:

@@ -1,16 +1,13 @@
-"""What one trainer rank holds at the fullest moment of an optimizer step.
-
-Gradients of earlier rows, weights and optimizer state are always there; the rest comes and goes. The moments
-that can be the fullest are compared, and the items are those of the fullest one.
-"""
+"""What one trainer rank holds: what is always there, and the most there is of what comes and goes."""
 
 import math
+from dataclasses import dataclass
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, RunConfig
 from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
-from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
-from forgeasync.planning.memory.moments import step_moments
+from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem, total_bytes
+from forgeasync.planning.memory.moments import Moment, step_moments
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
     count_adapters,
@@ -18,26 +15,50 @@ from forgeasync.planning.memory.parameters import (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Memory of one rank in an optimizer step of at least two rows."""
+
+    always: tuple[MemoryItem, ...]
+    come_and_go: tuple[MemoryItem, ...]
+    """Each at its largest, which is not at the same time."""
+    fullest: Moment
+
+    @property
+    def total_bytes(self) -> int:
+        """At the fullest moment."""
+        return total_bytes(self.always) + math.ceil(self.fullest.total)
+
+
 def trainer_memory(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
-) -> list[MemoryItem]:
-    """Items of the fullest moment; their sum is the rank's peak."""
-    moment = max(step_moments(config, facts, counts, machine), key=lambda one: one.total)
-    checkpointing = config.trainer.activation_checkpointing.value
-    chunk = min(config.trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
-    come_and_go = (
-        ("activations", moment.activations, f"one row, activation_checkpointing {checkpointing}"),
-        ("logits chunk", moment.logits, f"{chunk:,} tokens, with gradients"),
-        ("gathered weights", moment.gathered_weights, f"in {config.trainer.dtype.value}, by FSDP2"),
-        ("gathered gradients", moment.gathered_gradients, "before they are reduced, and float32 buffers"),
-        ("optimizer's intermediates", moment.optimizer, "of AdamW"),
+) -> TrainerMemory:
+    """By formulas over the config and the model's shape; ``count_parameters`` gives ``counts``."""
+    moments = step_moments(config, facts, counts, machine)
+    trainer = config.trainer
+    chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
+    how = {
+        "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}",
+        "logits chunk": f"{chunk:,} tokens, with gradients",
+        "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
+        "gathered gradients": "before they are reduced, and float32 buffers",
+        "optimizer's intermediates": "square roots of AdamW",
+    }
+    largest = (
+        max(moment.activations for moment in moments),
+        max(moment.logits for moment in moments),
+        max(moment.gathered_weights for moment in moments),
+        max(moment.gathered_gradients for moment in moments),
+        max(moment.optimizer for moment in moments),
     )
-    items = _always(config, facts, counts)
-    items += [
-        MemoryItem(name=name, num_bytes=math.ceil(size), how=how if size else f"freed in the {moment.name}")
-        for name, size, how in come_and_go
-    ]
-    return items
+    return TrainerMemory(
+        always=tuple(_always(config, facts, counts)),
+        come_and_go=tuple(
+            MemoryItem(name=name, num_bytes=math.ceil(size), how=how[name])
+            for name, size in zip(how, largest, strict=True)
+        ),
+        fullest=max(moments, key=lambda moment: moment.total),
+    )
 
 
 def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> list[MemoryItem]:
