@@ -151,7 +151,8 @@ class _Count:
         return _Part(
             whole=self.tokens * self.element * (hidden + 4 * inner) + self.norm_extra(hidden),
             selective=self.tokens * self.element * self._selective_network(inner),
-            backward=self.tokens * self.element * 3 * inner,
+            # Of the product and of the activated gate.
+            backward=self.tokens * self.element * 2 * inner,
         )
 
     def _selective_network(self, inner: float) -> float:

@@ -9,7 +9,7 @@ Counted on torch 2.13.
 from dataclasses import dataclass
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, RunConfig
+from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
 from forgeasync.planning.memory.activations import layer_activations, outside_activations
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
@@ -38,14 +38,15 @@ class _Units:
     """Bytes that FSDP2 handles at once, of the layer with the most and of the output layer (``head``)."""
 
     layer_weights: float
+    next_weights: float
     head_weights: float
-    """Gathered; 0 where a rank has all of a weight in the compute dtype already."""
+    """Gathered, those of the next layer ahead of time; what a rank has whole it copies, but not ahead."""
     layer_gradients: float
     head_gradients: float
     """Whole ones, in the compute dtype; 0 where adapters are trained."""
     layer_reduced: float
     head_reduced: float
-    """Float32 buffers that gradients are reduced in; 0 on a single rank."""
+    """Float32 buffers that gradients are reduced in; a rank that shares them with none has one too."""
 
 
 def step_moments(
@@ -61,25 +62,30 @@ def step_moments(
     kept = facts.num_dense_layers * dense.kept(choice) + facts.num_moe_layers * moe.kept(choice)
     units = _units(config, facts, counts)
     is_tied = facts.tie_word_embeddings
-    # What the output layer still holds when the last layer's backward pass begins.
+    # Tied, the output layer waits for the embedding's backward pass.
     head_weights = units.head_weights if is_tied else 0.0
-    head_gradients = units.head_gradients if is_tied else units.head_reduced
+    head_gradients = units.head_gradients if is_tied else 0.0
+    row = kept - last.kept(choice)
+    layer = last.whole + last.backward
     return (
         *_output_layer(config, facts, units, kept + outside_activations(config, facts, machine=machine)),
         Moment(
             name="backward pass of the last layer",
-            activations=kept - last.kept(choice) + last.whole + last.backward,
-            gathered_weights=head_weights + 2 * units.layer_weights,
-            gathered_gradients=head_gradients,
+            activations=row + layer,
+            gathered_weights=head_weights + units.layer_weights + units.next_weights,
+            gathered_gradients=units.head_gradients if is_tied else units.head_reduced,
         ),
         Moment(
-            name="reduction of the last layer's gradients",
-            activations=kept - last.kept(choice),
-            gathered_weights=head_weights + 2 * units.layer_weights,
-            # Those of the layer before it begin while these are under way.
-            gathered_gradients=(units.head_gradients if is_tied else 0.0)
-            + units.layer_gradients
-            + 2 * units.layer_reduced,
+            name="backward pass of a layer, while the gradients of the one after it are reduced",
+            activations=row - last.kept(choice) + layer,
+            gathered_weights=head_weights + units.layer_weights + units.next_weights,
+            gathered_gradients=head_gradients + units.layer_reduced,
+        ),
+        Moment(
+            name="reduction of a layer's gradients",
+            activations=row,
+            gathered_weights=head_weights + units.layer_weights + units.next_weights,
+            gathered_gradients=head_gradients + units.layer_gradients + units.layer_reduced,
         ),
         Moment(
             name="backward pass of the embedding",
@@ -131,18 +137,17 @@ def _units(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> _Un
     shards = parallel.data_shard * parallel.context
     # Expert parallelism borrows ranks: those that are left shard each expert.
     expert_shards = shards * parallel.tensor // parallel.expert if parallel.expert > 1 else shards
-    casts = config.trainer.dtype is not Dtype.FLOAT32
     rest = (counts.in_layers / parallel.tensor + counts.replicated) / facts.num_layers
     experts = counts.experts / max(1, facts.num_moe_layers)
     experts /= parallel.expert if parallel.expert > 1 else parallel.tensor
     head = counts.vocabulary / parallel.tensor
     trained = 1.0 if config.lora is None else 0.0
-    is_gathered, are_experts_gathered = shards > 1 or casts, expert_shards > 1 or casts
     return _Units(
-        layer_weights=(rest * is_gathered + experts * are_experts_gathered) * element,
-        head_weights=head * is_gathered * element,
+        layer_weights=(rest + experts) * element,
+        next_weights=(rest * (shards > 1) + experts * (expert_shards > 1)) * element,
+        head_weights=head * element,
         layer_gradients=(rest + experts) * element * trained,
         head_gradients=head * element * trained,
-        layer_reduced=(rest * (shards > 1) + experts * (expert_shards > 1)) * FLOAT32_BYTES * trained,
-        head_reduced=head * (shards > 1) * FLOAT32_BYTES * trained,
+        layer_reduced=(rest + experts) * FLOAT32_BYTES * trained,
+        head_reduced=head * FLOAT32_BYTES * trained,
     )
