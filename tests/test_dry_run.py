@@ -158,10 +158,12 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert generator["KV cache"] == 32 * 2**30
     assert generator["weights"] == 2 * generator_parameters_per_rank(config, facts, counts)
     assert "shadow weights" not in generator
-    host = {item.name: item.num_bytes for item in host_memory(config, facts)}
+    host = {item.name: item.num_bytes for item in host_memory(config, facts, Machine.GPU)}
     assert host["staging buffers, all ranks"] == 2 * 2 * counts.total
     small = load_config(CONFIG_FILE, ["payload.capacity_gib=2.5"])
-    assert {item.name: item.num_bytes for item in host_memory(small, facts)}["payload store"] == 2.5 * 2**30
+    assert {item.name: item.num_bytes for item in host_memory(small, facts, Machine.GPU)}[
+        "payload store"
+    ] == 2.5 * 2**30
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -203,7 +205,7 @@ def test_the_plan_of_a_model_without_experts(tmp_path: Path) -> None:
         "rope_theta": 100000.0,
         "rms_norm_eps": 1e-5,
     }
-    config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["trainer.parallel={num_procs: 1}"])
+    config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["trainer.parallel={num_procs: 1, expert: 1}"])
     text = render(config, parse_model_facts(raw, "smollm2"))
     assert "134,515,008" in text and "a dense model" in text
     assert "generator rank: shadow weights" in text, "a float32 plan is one for CPUs"

@@ -7,6 +7,7 @@ import pytest
 from forgeasync.config.checks import check_config
 from forgeasync.config.load import load_config
 from forgeasync.config.machine_checks import check_gpus, num_gpus_needed
+from forgeasync.config.model_shape import ModelFacts
 from forgeasync.config.schema import RunConfig
 from tests.config_samples import CONFIGS, FACTS, only
 
@@ -24,6 +25,7 @@ DENSE = dataclasses.replace(
 
 def _config(**generator: object) -> RunConfig:
     changes = [f"generator.{name}={value}" for name, value in generator.items()]
+    changes.append("trainer.parallel={num_procs: 2, expert: 1}")
     return load_config(CONFIGS / "tiny_moe_cpu.yaml", changes)
 
 
@@ -34,7 +36,8 @@ def test_experts_are_dealt_out_whole() -> None:
     odd = dataclasses.replace(MOE, expert_hidden_size=33)
     assert check_config(config, odd) == []
     assert "moe_intermediate_size = 33" in only(check_config(_config(tensor_parallel=2), odd))
-    message = only(check_config(config, dataclasses.replace(MOE, num_experts=7))[:1])
+    seven = check_config(config, dataclasses.replace(MOE, num_experts=7))
+    (message,) = (str(problem) for problem in seven if problem.field == "generator.tensor_parallel")
     assert "num_experts = 7" in message
 
 
@@ -42,7 +45,9 @@ def test_experts_are_dealt_out_whole() -> None:
     ("facts", "tensor_parallel", "reason"),
     [(DENSE, 2, "model_type 'qwen3' has no experts"), (MOE, 1, "generator.tensor_parallel = 1")],
 )
-def test_expert_parallelism_needs_experts_and_ranks(facts: object, tensor_parallel: int, reason: str) -> None:
+def test_expert_parallelism_needs_experts_and_ranks(
+    facts: ModelFacts, tensor_parallel: int, reason: str
+) -> None:
     config = _config(tensor_parallel=tensor_parallel, expert_parallel=True)
     message = only(check_config(config, facts))
     assert "generator.expert_parallel" in message and reason in message

@@ -7,6 +7,7 @@ import pytest
 
 from forgeasync.config.load import load_config
 from forgeasync.config.model_shape import BiasedRouting, LatentAttention, ModelFacts
+from forgeasync.planning.memory.host import host_memory
 from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.moments import step_moments
 from forgeasync.planning.memory.parameters import count_adapters, count_parameters
@@ -84,7 +85,7 @@ def _case(name: str, facts: ModelFacts, *, length: int, tokens: int, changes: tu
 
 def _cases(num_procs: int) -> list[Case]:
     tiny = [f"trainer.parallel={{num_procs: {num_procs}, expert: {num_procs}}}"]
-    smollm2 = [f"trainer.parallel={{num_procs: {num_procs}}}"]
+    smollm2 = [f"trainer.parallel={{num_procs: {num_procs}, expert: 1}}"]
     cases = [
         _case(
             f"tiny_{choice}",
@@ -156,7 +157,9 @@ def test_parameters_are_those_that_torchtitan_builds(name: str) -> None:
 def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
     """By hand: 4 layers, rank 8; q 128 -> 128, k 128 -> 64, and down projections of 8 experts, 128 -> 128."""
     lora = "lora={rank: 8, alpha: 16, targets: [q_proj, k_proj, down_proj]}"
-    case = _case("lora", TINY, length=160, tokens=1920, changes=(lora, "trainer.parallel={num_procs: 2}"))
+    case = _case(
+        "lora", TINY, length=160, tokens=1920, changes=(lora, "trainer.parallel={num_procs: 2, expert: 1}")
+    )
     by_hand = 4 * 8 * ((128 + 128) + (128 + 64) + 8 * (128 + 128))
     assert count_adapters(TINY, case.config.lora) == by_hand
     counts = count_parameters(TINY)
@@ -164,11 +167,20 @@ def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
     always = {item.name: item.num_bytes for item in plan.always}
     assert always["parameters"] == 4 * math.ceil(counts.total / 2)
     assert always["adapters"] == always["gradients"] == always["optimizer"] / 2 == 4 * by_hand / 2
+    # q, k and v are one parameter of vLLM's, so are gate and up: those two are left alone.
+    merged = 4 * 4 * (128 * (128 + 2 * 64) + 8 * 128 * 128)
+    host = {item.name: item.num_bytes for item in host_memory(case.config, TINY, Machine.CPU)}
+    assert host["staging buffers, all ranks"] == 2 * 4 * by_hand
+    assert host["merged weights, each replica"] == merged
+    served = host_memory(case.config, TINY, Machine.GPU)
+    assert "merged weights, each replica" not in {item.name for item in served}
 
 
 def test_a_penalty_on_moving_away_takes_a_second_model() -> None:
     kl = "algorithm.kl={estimator: k3, coefficient: 0.01}"
-    case = _case("kl", TINY, length=160, tokens=1920, changes=(kl, "trainer.parallel={num_procs: 2}"))
+    case = _case(
+        "kl", TINY, length=160, tokens=1920, changes=(kl, "trainer.parallel={num_procs: 2, expert: 1}")
+    )
     plan = trainer_memory(case.config, TINY, count_parameters(TINY), Machine.CPU)
     always = {item.name: item.num_bytes for item in plan.always}
     assert always["reference model"] == always["parameters"]

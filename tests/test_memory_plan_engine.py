@@ -140,7 +140,7 @@ def test_an_engine_allocates_what_was_planned(name: str, tmp_path: Path) -> None
         item.name: item.num_bytes
         for item in generator_memory(config, facts, count_parameters(facts), Machine.CPU)
     }
-    host = {item.name: item.num_bytes for item in host_memory(config, facts)}
+    host = {item.name: item.num_bytes for item in host_memory(config, facts, Machine.CPU)}
     planned = Measured(
         weights=generator["weights"],
         kv_cache=generator["KV cache"],

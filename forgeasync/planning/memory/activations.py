@@ -88,6 +88,10 @@ class _Count:
         self.element = BYTES_PER_ELEMENT[config.trainer.dtype]
         self.tokens = config.trainer.tokens_per_row / parallel.context
         """Of the row, on this context-parallel rank."""
+        self.kernel_tokens = self.tokens
+        """That attention's kernel works on: on CPUs every rank pads its part to the whole row."""
+        if self._on_cpus:
+            self.kernel_tokens = float(config.trainer.tokens_per_row)
         self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
         """Of them between two tensor-parallel matrix products."""
         self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
@@ -106,10 +110,9 @@ class _Count:
         kv_heads = facts.num_kv_heads / self._tensor
         queries, keys = heads * facts.head_dim, kv_heads * facts.head_dim
         values, out = kv_heads * facts.value_head_dim, heads * facts.value_head_dim
-        kept = queries + keys + values + out
-        if self._on_cpus:
-            # The output again, in the order of the row.
-            kept += out
+        # What the kernel takes and gives; on CPUs the output again, in the order of the row.
+        kernel = queries + keys + values + out + (out if self._on_cpus else 0)
+        kept = float(facts.hidden_size)
         extra = self.norm_extra(facts.hidden_size)
         if self._has_head_norms:
             kept += queries + keys
@@ -122,13 +125,14 @@ class _Count:
             if not self._on_cpus:
                 # Values are a part of the product that keys come from.
                 kept += heads * latent.nope_head_dim
-        # The input is gathered over tensor-parallel ranks. Sums of exponentials; cosines and sines.
+        # Cosines and sines; the kernel's sums of exponentials.
         rope_dim = facts.head_dim if facts.latent is None else facts.latent.rope_head_dim
-        kept_bytes = (facts.hidden_size + kept) * element + (heads + 2 * rope_dim) * FLOAT32_BYTES
         return _Part(
-            whole=self.tokens * kept_bytes + extra,
+            whole=self.tokens * (kept * element + 2 * rope_dim * FLOAT32_BYTES)
+            + self.kernel_tokens * (kernel * element + heads * FLOAT32_BYTES)
+            + extra,
             selective=self.tokens * element * self._selective_attention(queries, values, out),
-            backward=self.tokens * element * (2 * queries + keys + values + out),
+            backward=self.kernel_tokens * element * (2 * queries + keys + values + out),
         )
 
     def _selective_attention(self, queries: float, values: float, out: float) -> float:
@@ -140,7 +144,7 @@ class _Count:
         if latent is None:
             saved = queries + values
         elif latent.query_rank:
-            saved = latent.query_rank + latent.kv_rank + latent.rope_head_dim + self._facts.hidden_size
+            saved = latent.query_rank + latent.kv_rank + latent.rope_head_dim
         else:
             saved = queries + queries / self._facts.head_dim * (latent.nope_head_dim + latent.value_head_dim)
         return saved if self._on_cpus else saved + out
@@ -156,7 +160,7 @@ class _Count:
         )
 
     def _selective_network(self, inner: float) -> float:
-        """Elements per token: of gate, up and down one of the first two is saved, and the last."""
+        """Elements per token: of gate and up one is saved, and the last (or attention's last) projection."""
         return inner + self._facts.hidden_size
 
     def experts(self) -> _Part:

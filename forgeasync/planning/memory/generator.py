@@ -1,6 +1,5 @@
 """What one GPU (or CPU process) of a vLLM engine holds."""
 
-from forgeasync.config.lora_checks import EXPERT_TARGETS
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import BYTES_PER_ELEMENT
@@ -8,7 +7,9 @@ from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
     count_adapters,
+    count_merged,
     generator_parameters_per_rank,
+    merges_adapters,
 )
 
 
@@ -30,13 +31,14 @@ def generator_memory(
             how=f"{generator.max_num_batched_tokens:,} tokens, {generator.max_num_seqs} sequences' logits",
         ),
     ]
-    if config.lora is not None and not (
-        machine is Machine.CPU and set(config.lora.targets) & set(EXPERT_TARGETS)
-    ):
+    if config.lora is not None and not merges_adapters(config, machine):
         adapters = count_adapters(facts, config.lora) // generator.tensor_parallel * element
         items.append(MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model"))
     elif machine is Machine.CPU:
-        shadows = weights + _largest_packed_parameter(config, facts)
+        changed = weights
+        if config.lora is not None:
+            changed = count_merged(facts, config.lora) // generator.tensor_parallel * element
+        shadows = changed + _largest_packed_parameter(config, facts)
         how = "the next version, and its largest experts before packing"
         items.append(MemoryItem(name="shadow weights", num_bytes=shadows, how=how))
     return items

@@ -3,30 +3,36 @@
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RoutingReplay, RunConfig
 from forgeasync.config.sizes import BYTES_PER_ELEMENT, published_weight_bytes
-from forgeasync.planning.memory.items import MemoryItem
-from forgeasync.planning.memory.parameters import count_adapters
+from forgeasync.planning.memory.items import Machine, MemoryItem
+from forgeasync.planning.memory.parameters import count_adapters, count_merged, merges_adapters
 
 PAYLOAD_HEADER_BYTES = 256
 """Header, table and alignment of the arrays of one payload."""
 
 
-def host_memory(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:
+def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
     """Staging buffers of all trainer ranks together, the landing of one replica, and the payload store."""
+    element, dtype = BYTES_PER_ELEMENT[config.generator.dtype], config.generator.dtype.value
     version, what = published_weight_bytes(config, facts), "version"
+    merged = []
     if config.lora is not None:
-        element = BYTES_PER_ELEMENT[config.generator.dtype]
         version, what = count_adapters(facts, config.lora) * element, "version of the adapters"
+        if merges_adapters(config, machine):
+            size = count_merged(facts, config.lora) * element
+            how = "what adapters are merged into"
+            merged = [MemoryItem(name="merged weights, each replica", num_bytes=size, how=how)]
     return [
         MemoryItem(
             name="staging buffers, all ranks",
             num_bytes=2 * version,
-            how=f"2 {what}s in {config.generator.dtype.value}: one read, one written",
+            how=f"2 x one {what} in {dtype}: one read, one written",
         ),
         MemoryItem(
             name="fetched weights, each replica",
             num_bytes=version,
             how=f"one {what}, before it is swapped in",
         ),
+        *merged,
         _payload_store(config, facts),
     ]
 

@@ -4,11 +4,16 @@ import math
 from dataclasses import dataclass
 
 from forgeasync.config.checkpoint_shapes import expected_shapes
+from forgeasync.config.lora_checks import EXPERT_TARGETS
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, RunConfig
+from forgeasync.planning.memory.items import Machine
 
 _REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")
 """Matrices that every tensor-parallel rank has whole, by parts of their names."""
+
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Projections that are one parameter of vLLM's."""
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the rows of embedding and output layer to a multiple of this."""
@@ -70,6 +75,25 @@ def count_adapters(facts: ModelFacts, lora: LoraSection) -> int:
         for name, shape in expected_shapes(facts).items()
         if name.removesuffix(".weight").rsplit(".", 1)[-1] in lora.targets
     )
+
+
+def count_merged(facts: ModelFacts, lora: LoraSection) -> int:
+    """Parameters that merging adapters makes anew: the adapted ones and what is fused with them."""
+    targets = set(lora.targets)
+    for fused in _FUSED:
+        if targets & fused:
+            targets |= fused
+    return sum(
+        math.prod(shape)
+        for name, shape in expected_shapes(facts).items()
+        if name.removesuffix(".weight").rsplit(".", 1)[-1] in targets
+    )
+
+
+def merges_adapters(config: RunConfig, machine: Machine) -> bool:
+    """Whether generators merge adapters into whole weights: vLLM's CPU build serves none of experts."""
+    targets = () if config.lora is None else config.lora.targets
+    return machine is Machine.CPU and bool(set(targets) & set(EXPERT_TARGETS))
 
 
 def trainer_parameters_per_rank(config: RunConfig, counts: ParameterCounts) -> int:

@@ -51,7 +51,7 @@ def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ..
     return (
         MemorySection(owner="trainer rank", items=(*trainer.always, *trainer.come_and_go), total=fullest),
         MemorySection(owner="generator rank", items=generator, total=whole),
-        MemorySection(owner="host", items=host_memory(config, facts), total=None),
+        MemorySection(owner="host", items=host_memory(config, facts, machine), total=None),
     )
 
 
