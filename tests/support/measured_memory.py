@@ -86,18 +86,21 @@ def _measure(case: Case) -> Measured:
 
     trainer._optimizer.register_step_pre_hook(add_up)
     known = [*parameters, *trainer.model.buffers(), *optimizer]
+    kept: list[int] = []
     with LiveTensors(known) as step:
+
+        def watch(module: torch.nn.Module, inputs: object, logprobs_T: torch.Tensor) -> None:
+            # The output layer comes last: its gradient is the beginning of the backward pass.
+            logprobs_T.register_hook(lambda gradient: kept.append(step.num_bytes))
+
+        trainer.model.lm_head.register_forward_hook(watch)
         trainer.train_step([row, row])
-    with LiveTensors(known) as forward:
-        logprobs_T = trainer.logprobs(row)
-        kept = forward.num_bytes
-        # Frees what the forward pass has gathered and kept.
-        logprobs_T.sum().backward()
     return Measured(
         parameters=_num_bytes(parameters),
         gradients=gradients[0],
         optimizer=_num_bytes(optimizer),
-        kept=kept,
+        # Of the first row: there are no gradients yet.
+        kept=kept[0],
         peak=step.peak_bytes,
     )
 
