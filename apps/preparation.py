@@ -4,6 +4,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from apps.resume import Resumed, check_checkpoint_folder, find_checkpoint, planned_folder
@@ -11,6 +12,7 @@ from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.checks import check_config, check_run_dir, check_without_model
 from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
+from forgeasync.config.machine_checks import check_gpus
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
 from forgeasync.config.resolve import resolve
@@ -94,7 +96,13 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     facts = check(config, is_resumed=resume is not None)
     config = resolve(config, facts)
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
-    raise_if_any([*_check_shared_memory(config, facts), *check_room(config, facts, planned_folder(config))])
+    raise_if_any(
+        [
+            *check_gpus(config, torch.cuda.device_count()),
+            *_check_shared_memory(config, facts),
+            *check_room(config, facts, planned_folder(config)),
+        ]
+    )
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     try:

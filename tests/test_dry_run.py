@@ -5,21 +5,30 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
+from forgeasync.config.checks import check_config
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import SHIPPED_MODELS, ModelFacts, parse_model_facts, read_model_facts
 from forgeasync.config.schema import RunConfig
-from forgeasync.planning.memory import (
+from forgeasync.planning.memory.__main__ import memory_table
+from forgeasync.planning.memory.generator import generator_memory
+from forgeasync.planning.memory.host import host_memory
+from forgeasync.planning.memory.items import Machine, total_bytes
+from forgeasync.planning.memory.parameters import (
     count_parameters,
-    generator_memory,
     generator_parameters_per_rank,
-    staging_memory,
-    trainer_memory,
     trainer_parameters_per_rank,
 )
+from forgeasync.planning.memory.plan import memory_plan
+from forgeasync.planning.memory.trainer import TrainerMemory, trainer_memory
 from forgeasync.planning.report import dry_run_report
+from tests.config_samples import CONFIGS
 
-CONFIG_FILE = Path(__file__).resolve().parents[1] / "configs" / "qwen3_30b_a3b.yaml"
+PLANNED = {"qwen3_30b_a3b": "Qwen--Qwen3-30B-A3B", "qwen3_235b_a22b": "Qwen--Qwen3-235B-A22B"}
+"""Configs of published models, and the folders of their shapes."""
+
+CONFIG_FILE = CONFIGS / "qwen3_30b_a3b.yaml"
 SHAPE_FOLDER = SHIPPED_MODELS / "Qwen--Qwen3-30B-A3B"
 
 
@@ -64,25 +73,41 @@ def parameters_by_hand(facts: ModelFacts) -> int:
 
 
 def render(config: RunConfig, facts: ModelFacts, shape_from: Path | None = None) -> str:
+    return shown(dry_run_report(config, facts, shape_from=shape_from))
+
+
+def shown(table: Table) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(dry_run_report(config, facts, shape_from=shape_from))
+    console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_shipped_shape_is_torchtitans_30b(facts: ModelFacts) -> None:
-    counts = count_parameters(facts)
-    assert counts.total == parameters_by_hand(facts) == 30_532_122_624
+@pytest.mark.parametrize(
+    ("name", "flavor", "num_parameters"),
+    [
+        ("Qwen--Qwen3-30B-A3B", "30B-A3B", 30_532_122_624),
+        ("Qwen--Qwen3-235B-A22B", "235B-A22B", 235_093_634_560),
+    ],
+)
+def test_shipped_shapes_are_torchtitans(name: str, flavor: str, num_parameters: int) -> None:
+    facts = read_model_facts(str(SHIPPED_MODELS / name))
+    assert count_parameters(facts).total == parameters_by_hand(facts) == num_parameters
 
     from torchtitan.models.qwen3 import qwen3_configs
 
-    titan = qwen3_configs["30B-A3B"](attn_backend="flex")
+    titan = qwen3_configs[flavor](attn_backend="flex")
     layer = titan.layers[0]
     assert len(titan.layers) == facts.num_layers
     assert (titan.dim, titan.vocab_size) == (facts.hidden_size, facts.vocab_size)
-    assert layer.attention.rope.theta == facts.rope_theta
-    assert layer.attention.rope.max_seq_len == facts.max_position_embeddings
+    attention = layer.attention
+    assert (attention.n_heads, attention.qkv_linear.n_kv_heads) == (facts.num_heads, facts.num_kv_heads)
+    # Of 235B-A22B it has the base of the release of July 2025; max_position_embeddings are the first one's.
+    theta = {"30B-A3B": facts.rope_theta, "235B-A22B": 5 * facts.rope_theta}[flavor]
+    assert attention.rope.theta == theta
+    assert attention.rope.max_seq_len == facts.max_position_embeddings
     assert layer.moe.router.top_k == facts.top_k
+    assert layer.moe.num_experts == facts.num_experts
     assert layer.moe.routed_experts.inner_experts.hidden_dim == facts.expert_hidden_size
 
 
@@ -92,14 +117,14 @@ def test_counts_of_a_tiny_model(tied: bool) -> None:
     counts = count_parameters(facts)
     assert counts.total == parameters_by_hand(facts)
     assert counts.experts == 3 * 8 * 3 * 64 * 32
-    assert counts.vocabulary == 64 * 64
+    assert counts.vocabulary == 64 * 64 and counts.vocabulary_tensors == (1 if tied else 2)
     assert counts.replicated == 3 * (2 * 32 + 2 * 64 + 8 * 64) + 64
 
 
 def test_ranks_share_the_parameters(config: RunConfig, facts: ModelFacts) -> None:
     counts = count_parameters(facts)
     assert trainer_parameters_per_rank(config, counts) == -(-counts.total // 16)
-    per_generator = generator_parameters_per_rank(config, counts)
+    per_generator = generator_parameters_per_rank(config, facts, counts)
     assert per_generator == (counts.experts + counts.split) // 2 + counts.replicated
 
     # Tensor parallelism leaves norms and gates whole; replicas share nothing.
@@ -111,40 +136,79 @@ def test_ranks_share_the_parameters(config: RunConfig, facts: ModelFacts) -> Non
 
 def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None:
     counts = count_parameters(facts)
-    trainer = {item.name: item.num_bytes for item in trainer_memory(config, facts, counts)}
+
+    def trainer(*changes: str) -> TrainerMemory:
+        return trainer_memory(load_config(CONFIG_FILE, list(changes)), facts, counts, Machine.GPU)
+
+    always = {item.name: item.num_bytes for item in trainer().always}
     owned = trainer_parameters_per_rank(config, counts)
-    assert trainer["master weights"] == trainer["gradients"] == 4 * owned
-    assert trainer["Adam state"] == 8 * owned
-    # The output layer is the largest unit: 311M in bfloat16, twice.
-    assert trainer["gathered weights"] == 2 * 151936 * 2048 * 2
-    assert trainer["logits"] == 1024 * 151936 * 14
+    assert always == {"parameters": 4 * owned, "gradients": 4 * owned, "optimizer": 8 * owned}
+    come_and_go = {item.name: item.num_bytes for item in trainer().come_and_go}
+    # The output layer is the largest unit: 311M in bfloat16.
+    assert come_and_go["gathered weights"] == 151936 * 2048 * 2
+    assert come_and_go["logits chunk"] == 5 * 4 * 1024 * 151936
 
     activations = []
     for choice in ("full", "selective", "none"):
-        changed = load_config(CONFIG_FILE, [f"trainer.activation_checkpointing={choice}"])
-        items = {item.name: item.num_bytes for item in trainer_memory(changed, facts, counts)}
-        activations.append(items["activations"])
+        items = trainer(f"trainer.activation_checkpointing={choice}").come_and_go
+        activations.append({item.name: item.num_bytes for item in items}["activations"])
     assert activations[0] < activations[1] < activations[2]
 
-    assert "reference model" not in trainer
-    penalty = "algorithm.kl={estimator: k3, coefficient: 0.01}"
-    penalized = trainer_memory(load_config(CONFIG_FILE, [penalty]), facts, counts)
-    assert {item.name: item.num_bytes for item in penalized}["reference model"] == 2 * owned
-    adapters = "lora={rank: 8, alpha: 16, targets: [q_proj]}"
-    adapted = trainer_memory(load_config(CONFIG_FILE, [penalty, adapters]), facts, counts)
-    assert "reference model" not in {item.name for item in adapted}
-
-    generator = {item.name: item.num_bytes for item in generator_memory(config, facts, counts)}
+    generator = {item.name: item.num_bytes for item in generator_memory(config, facts, counts, Machine.GPU)}
     assert generator["KV cache"] == 32 * 2**30
-    assert generator["weights"] == 2 * generator_parameters_per_rank(config, counts)
-    staging = {item.name: item.num_bytes for item in staging_memory(config, counts)}
-    assert staging["staged weights"] == 2 * 2 * counts.total
+    assert generator["weights"] == 2 * generator_parameters_per_rank(config, facts, counts)
+    assert "shadow weights" not in generator
+    host = {item.name: item.num_bytes for item in host_memory(config, facts, Machine.GPU)}
+    assert host["staging buffers, all ranks"] == 2 * 2 * counts.total
+    small = load_config(CONFIG_FILE, ["payload.capacity_gib=2.5"])
+    assert {item.name: item.num_bytes for item in host_memory(small, facts, Machine.GPU)}[
+        "payload store"
+    ] == 2.5 * 2**30
 
 
-def test_30b_plan_fits_80_gb_gpus(config: RunConfig, facts: ModelFacts) -> None:
+@pytest.mark.parametrize("name", PLANNED)
+def test_plans_fit_80_gb_gpus(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml", [])
+    facts = read_model_facts(str(SHIPPED_MODELS / PLANNED[name]))
     counts = count_parameters(facts)
-    for items in (trainer_memory(config, facts, counts), generator_memory(config, facts, counts)):
-        assert sum(item.num_bytes for item in items) < 0.9 * 80e9
+    assert trainer_memory(config, facts, counts, Machine.GPU).total_bytes < 0.9 * 80e9
+    assert total_bytes(generator_memory(config, facts, counts, Machine.GPU)) < 0.9 * 80e9
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_dry_run_and_the_memory_command_print_the_same(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml", [f"model.path={SHIPPED_MODELS / PLANNED[name]}"])
+    facts = read_model_facts(config.model.path)
+    assert check_config(config, facts) == []
+    tables = [shown(memory_table(config)), render(config, facts)]
+    for section in memory_plan(config, facts):
+        for item in section.items:
+            rows = [
+                [line for line in table.splitlines() if f" {section.owner}: {item.name} " in line]
+                for table in tables
+            ]
+            cells = [[cell.strip() for cell in row.strip("│").split("│")] for (row,) in rows]
+            assert cells[0] == cells[1] and cells[0][2] == item.how
+
+
+def test_the_plan_of_a_model_without_experts(tmp_path: Path) -> None:
+    raw = {
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_theta": 100000.0,
+        "rms_norm_eps": 1e-5,
+    }
+    config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["trainer.parallel={num_procs: 1, expert: 1}"])
+    text = render(config, parse_model_facts(raw, "smollm2"))
+    assert "134,515,008" in text and "a dense model" in text
+    assert "generator rank: shadow weights" in text, "a float32 plan is one for CPUs"
 
 
 def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:

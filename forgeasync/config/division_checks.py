@@ -54,9 +54,13 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
 def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """The same over an engine's ranks, and whether one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
+    # With expert parallelism every expert lies whole on one of the ranks.
+    experts = ("num_experts", facts.num_experts)
+    if not config.generator.expert_parallel:
+        experts = ("moe_intermediate_size", facts.expert_hidden_size)
     sizes = (
         ("num_attention_heads", facts.num_heads),
-        ("moe_intermediate_size", facts.expert_hidden_size),
+        experts,
         ("intermediate_size", facts.dense_hidden_size),
     )
     for name, size in sizes:
@@ -73,6 +77,11 @@ def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator
             value=tensor,
             remedy=f"must divide the model's num_key_value_heads = {facts.num_kv_heads} or be its multiple",
         )
+    if config.generator.expert_parallel and not (facts.num_experts and tensor > 1):
+        reason = "there is one GPU to an engine, generator.tensor_parallel = 1"
+        if not facts.num_experts:
+            reason = f"a model of model_type {facts.model_type!r} has no experts"
+        yield Problem(field="generator.expert_parallel", value=True, remedy=f"must be false: {reason}")
     needed_gib = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
     if config.generator.kv_cache_gib < needed_gib:
         yield Problem(

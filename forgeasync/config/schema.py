@@ -97,6 +97,8 @@ class GeneratorSection(Section):
     """Engines; each lives in its own Monarch proc."""
     tensor_parallel: int = Field(default=1, gt=0)
     """GPUs per engine."""
+    expert_parallel: bool = False
+    """An engine's GPUs hold different experts, instead of a slice of every expert each."""
     dtype: Dtype = Dtype.FLOAT32
     max_num_seqs: int = Field(default=64, gt=0)
     """Sequences an engine decodes at once."""

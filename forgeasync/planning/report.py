@@ -1,24 +1,22 @@
 """What a run would do, as one table, without starting anything and without a GPU."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from forgeasync.config.launch_schema import LocalLauncher, gpus_per_host, num_hosts
+from forgeasync.config.machine_checks import num_gpus_needed
 from forgeasync.config.model_facts import SHIPPED_MODELS, ModelFacts
+from forgeasync.config.resolve import resolve
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import kv_bytes_per_token
-from forgeasync.planning.memory import (
-    MemoryItem,
+from forgeasync.planning.memory.parameters import (
     ParameterCounts,
     count_parameters,
-    generator_memory,
     generator_parameters_per_rank,
-    staging_memory,
-    trainer_memory,
     trainer_parameters_per_rank,
 )
+from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows
 
 Row = tuple[str, str, str]
 
@@ -29,7 +27,7 @@ def dry_run_report(config: RunConfig, facts: ModelFacts, *, shape_from: Path | N
     ``shape_from`` is the config.json that ``facts`` were read from (``model_facts.model_config_file``).
     """
     counts = count_parameters(facts)
-    table = Table(title=f"plan of {config.name}", title_justify="left", show_header=True)
+    table = Table(title=f"plan of {config.name}", title_justify="left", caption=NOTE, caption_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("what that is")
@@ -37,9 +35,7 @@ def dry_run_report(config: RunConfig, facts: ModelFacts, *, shape_from: Path | N
         _processes(config),
         _mesh(config),
         _parameters(config, facts, counts, shape_from),
-        _memory("trainer rank", trainer_memory(config, facts, counts)),
-        _memory("generator rank", generator_memory(config, facts, counts)),
-        _memory("host", staging_memory(config, counts), total=False),
+        *(memory_rows(section) for section in memory_plan(resolve(config, facts), facts)),
         _steps(config, facts),
         _staleness(config),
     )
@@ -52,13 +48,14 @@ def dry_run_report(config: RunConfig, facts: ModelFacts, *, shape_from: Path | N
 
 def _processes(config: RunConfig) -> list[Row]:
     generator = config.generator
-    num_trainer = config.trainer.parallel.num_procs
-    num_generator = generator.num_replicas * generator.tensor_parallel
+    num_trainer, num_all = config.trainer.parallel.num_procs, num_gpus_needed(config)
     split = f"{generator.num_replicas} replicas x {generator.tensor_parallel} tensor-parallel"
+    if generator.expert_parallel:
+        split += ", whose experts are dealt out"
     return [
-        ("GPUs, all", str(num_trainer + num_generator), "on a machine without GPUs: CPU processes"),
+        ("GPUs, all", str(num_all), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
-        ("GPUs, generators", str(num_generator), split),
+        ("GPUs, generators", str(num_all - num_trainer), split),
         ("CPU procs", "3", "controller, scorer, buffer"),
         *_hosts(config),
     ]
@@ -99,22 +96,18 @@ def _parameters(
 ) -> list[Row]:
     origin = "" if shape_from is None else f"shape from {_shown_path(shape_from)}"
     per_trainer = trainer_parameters_per_rank(config, counts)
-    per_generator = generator_parameters_per_rank(config, counts)
-    active = counts.total - counts.experts + counts.experts * facts.top_k // facts.num_experts
+    per_generator = generator_parameters_per_rank(config, facts, counts)
+    active, in_experts = counts.total, "a dense model"
+    if facts.num_experts:
+        active += counts.experts * facts.top_k // facts.num_experts - counts.experts
+        in_experts = f"top {facts.top_k} of {facts.num_experts} experts"
     return [
         ("model", config.model.path, origin),
         ("parameters", f"{counts.total:,}", f"{_billions(counts.experts)} of them in experts"),
-        ("active per token", f"{active:,}", f"top {facts.top_k} of {facts.num_experts} experts"),
+        ("active per token", f"{active:,}", in_experts),
         ("per trainer rank", f"{per_trainer:,}", "its shard"),
         ("per generator rank", f"{per_generator:,}", "its tensor-parallel part"),
     ]
-
-
-def _memory(owner: str, items: Sequence[MemoryItem], *, total: bool = True) -> list[Row]:
-    rows = [(f"{owner}: {item.name}", _gib(item.num_bytes), item.how) for item in items]
-    if total:
-        rows.append((f"{owner}: total", _gib(sum(item.num_bytes for item in items)), "estimate"))
-    return rows
 
 
 def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
@@ -163,7 +156,3 @@ def _shown_path(path: Path) -> str:
 
 def _billions(count: int) -> str:
     return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.2f} million"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

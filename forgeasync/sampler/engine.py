@@ -138,6 +138,7 @@ class SamplerEngine:
             max_num_seqs=generator.max_num_seqs,
             max_num_batched_tokens=generator.max_num_batched_tokens,
             tensor_parallel_size=generator.tensor_parallel,
+            enable_expert_parallel=generator.expert_parallel,
             worker_cls=CPU_WORKER if is_cpu else "auto",
             worker_extension_cls="" if is_cpu else GPU_WORKER_EXTENSION,
             kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),

@@ -1,0 +1,64 @@
+"""Prints the memory plan of a config: python -m forgeasync.planning.memory --config FILE [key=value ...]"""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from forgeasync.config.checks import check_config
+from forgeasync.config.load import load_config
+from forgeasync.config.model_facts import read_model_facts
+from forgeasync.config.problems import ConfigError, raise_if_any
+from forgeasync.config.resolve import resolve
+from forgeasync.config.schema import RunConfig
+from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows
+
+COLUMNS = 160
+"""Width of the table, also in a pipe."""
+
+EXIT_REFUSED = 2
+
+
+def memory_table(config: RunConfig) -> Table:
+    """The plan of a config.
+
+    Raises:
+        ConfigError: the config is wrong, or does not fit its model.
+    """
+    facts = read_model_facts(config.model.path)
+    raise_if_any(check_config(config, facts))
+    table = Table(
+        title=f"memory of {config.name}", title_justify="left", caption=NOTE, caption_justify="left"
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("what that is")
+    for section in memory_plan(resolve(config, facts), facts):
+        for row in memory_rows(section):
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m forgeasync.planning.memory", description="Memory by rank."
+    )
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="FILE", help="YAML file of the run"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces values of the files")
+    arguments = parser.parse_intermixed_args()
+    try:
+        table = memory_table(load_config(arguments.config, arguments.overrides))
+    except ConfigError as error:
+        print(f"refused:\n{error}", file=sys.stderr)
+        return EXIT_REFUSED
+    Console(width=COLUMNS).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""What a layer's forward pass keeps for its backward pass, by a count of the tensors that autograd saves.
+
+Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
+differ without an accelerator: norms are computed step by step and keep x / rms(x) too, and attention works on
+copies of queries, keys and values that are laid out by sequence (``forgeasync.trainer.attention``).
+"""
+
+from dataclasses import dataclass
+
+from forgeasync.config.checkpoint_shapes import expected_shapes
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import ActivationCheckpointing, RunConfig
+from forgeasync.config.sizes import BYTES_PER_ELEMENT
+from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
+
+INT64_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """Bytes of one layer and one row on one rank."""
+
+    whole: float
+    """Everything that autograd saves without checkpointing."""
+    selective: float
+    """What TorchTitan's selective checkpointing saves; the rest is computed again."""
+    boundary: float
+    """The layer's input: what full checkpointing saves."""
+    backward: float
+    """Gradients of activations that live at the same time, where the layer's backward pass has most."""
+
+    def kept(self, choice: ActivationCheckpointing) -> float:
+        """From the forward to the backward pass."""
+        match choice:
+            case ActivationCheckpointing.NONE:
+                return self.whole
+            case ActivationCheckpointing.SELECTIVE:
+                return self.selective
+            case ActivationCheckpointing.FULL:
+                return self.boundary
+
+
+def layer_activations(
+    config: RunConfig, facts: ModelFacts, *, has_experts: bool, machine: Machine
+) -> LayerActivations:
+    """Of a layer with experts or with one dense network."""
+    count = _Count(config, facts, machine=machine)
+    attention = count.attention()
+    network = count.experts() if has_experts else count.dense()
+    boundary = count.local_tokens * facts.hidden_size * count.element
+    # Its input and the sum after attention: the residual stream.
+    whole = 2 * boundary + attention.whole + network.whole
+    return LayerActivations(
+        whole=whole,
+        selective=boundary + attention.selective + network.selective,
+        boundary=boundary,
+        backward=max(attention.backward, network.backward),
+    )
+
+
+def outside_activations(config: RunConfig, facts: ModelFacts, *, machine: Machine) -> float:
+    """Bytes kept between the last layer and the output layer: its output, and hidden states of targets."""
+    count = _Count(config, facts, machine=machine)
+    hidden = facts.hidden_size
+    # Whole rows of the rank: sequence parallelism ends before the output layer.
+    targets = count.tokens * hidden * count.element
+    return count.local_tokens * hidden * count.element + targets + count.norm_extra(hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Bytes of a part of a layer; as in ``LayerActivations``."""
+
+    whole: float
+    selective: float
+    backward: float
+
+
+class _Count:
+    """Counts tensors of one row on one rank."""
+
+    def __init__(self, config: RunConfig, facts: ModelFacts, *, machine: Machine) -> None:
+        parallel = config.trainer.parallel
+        self._facts = facts
+        self._on_cpus = machine is Machine.CPU
+        self._tensor = parallel.tensor
+        self._expert = parallel.expert
+        self.element = BYTES_PER_ELEMENT[config.trainer.dtype]
+        self.tokens = config.trainer.tokens_per_row / parallel.context
+        """Of the row, on this context-parallel rank."""
+        self.kernel_tokens = self.tokens
+        """That attention's kernel works on: on CPUs every rank pads its part to the whole row."""
+        if self._on_cpus:
+            self.kernel_tokens = float(config.trainer.tokens_per_row)
+        self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
+        """Of them between two tensor-parallel matrix products."""
+        self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
+
+    def norm_extra(self, size: int, *, tokens: float | None = None) -> float:
+        """What a norm keeps besides its input and output. In float32, whatever the compute dtype."""
+        copies = 0
+        if self._on_cpus:
+            # x / rms(x); of lower precision also x in float32.
+            copies = 1 if self.element == FLOAT32_BYTES else 2
+        return (self.local_tokens if tokens is None else tokens) * (copies * size + 1) * FLOAT32_BYTES
+
+    def attention(self) -> _Part:
+        facts, element = self._facts, self.element
+        heads = facts.num_heads / self._tensor
+        kv_heads = facts.num_kv_heads / self._tensor
+        queries, keys = heads * facts.head_dim, kv_heads * facts.head_dim
+        values, out = kv_heads * facts.value_head_dim, heads * facts.value_head_dim
+        # What the kernel takes and gives; on CPUs the output again, in the order of the row.
+        kernel = queries + keys + values + out + (out if self._on_cpus else 0)
+        kept = float(facts.hidden_size)
+        extra = self.norm_extra(facts.hidden_size)
+        if self._has_head_norms:
+            kept += queries + keys
+            extra += self.norm_extra(round(queries + keys), tokens=self.tokens)
+        if facts.latent is not None:
+            latent = facts.latent
+            rotated = latent.kv_rank + latent.rope_head_dim
+            kept += rotated + latent.kv_rank + 2 * latent.query_rank
+            extra += self.norm_extra(latent.kv_rank + latent.query_rank)
+            if not self._on_cpus:
+                # Values are a part of the product that keys come from.
+                kept += heads * latent.nope_head_dim
+        # Cosines and sines; the kernel's sums of exponentials.
+        rope_dim = facts.head_dim if facts.latent is None else facts.latent.rope_head_dim
+        return _Part(
+            whole=self.tokens * (kept * element + 2 * rope_dim * FLOAT32_BYTES)
+            + self.kernel_tokens * (kernel * element + heads * FLOAT32_BYTES)
+            + extra,
+            selective=self.tokens * element * self._selective_attention(queries, values, out),
+            backward=self.kernel_tokens * element * (2 * queries + keys + values + out),
+        )
+
+    def _selective_attention(self, queries: float, values: float, out: float) -> float:
+        """Elements per token. Every second matrix product is saved, and the attention kernel's output.
+
+        The kernel of CPUs is not in TorchTitan's list.
+        """
+        latent = self._facts.latent
+        if latent is None:
+            saved = queries + values
+        elif latent.query_rank:
+            saved = latent.query_rank + latent.kv_rank + latent.rope_head_dim
+        else:
+            saved = queries + queries / self._facts.head_dim * (latent.nope_head_dim + latent.value_head_dim)
+        return saved if self._on_cpus else saved + out
+
+    def dense(self) -> _Part:
+        """Input; gate and up, the gate's activation and the product of both."""
+        hidden, inner = self._facts.hidden_size, self._facts.dense_hidden_size / self._tensor
+        return _Part(
+            whole=self.tokens * self.element * (hidden + 4 * inner) + self.norm_extra(hidden),
+            selective=self.tokens * self.element * self._selective_network(inner),
+            # Of the product and of the activated gate.
+            backward=self.tokens * self.element * 2 * inner,
+        )
+
+    def _selective_network(self, inner: float) -> float:
+        """Elements per token: of gate and up one is saved, and the last (or attention's last) projection."""
+        return inner + self._facts.hidden_size
+
+    def experts(self) -> _Part:
+        """Routed and shared experts, with even loads; expert parallelism moves tokens, not their number."""
+        facts, element = self._facts, self.element
+        hidden = facts.hidden_size
+        # With expert parallelism tokens are dealt out over tensor-parallel ranks and experts are whole;
+        # without, every rank has all tokens and a slice of each expert.
+        split = 1 if self._expert > 1 else self._tensor
+        tokens = self.local_tokens if self._expert > 1 else self.tokens
+        inner = facts.expert_hidden_size / split
+        # Input, gate, up, the gate's activation, the product, and the output, scaled in float32.
+        routed = facts.top_k * ((hidden + 4 * inner) * element + hidden * FLOAT32_BYTES)
+        if self._expert > 1:
+            # Also as they came in from other ranks, before they are sorted by expert.
+            routed += facts.top_k * hidden * element
+        # Scores of all experts; of the chosen ones five lists of ids and four of scores.
+        router = facts.num_experts * FLOAT32_BYTES + facts.top_k * (5 * INT64_BYTES + 4 * FLOAT32_BYTES)
+        if element != FLOAT32_BYTES and not self._on_cpus:
+            # The gate computes in float32.
+            router += hidden * FLOAT32_BYTES
+        shared = facts.shared_hidden_size / self._tensor
+        whole = tokens * (hidden * element + routed + router) + self.norm_extra(hidden)
+        selective = tokens * facts.top_k * (INT64_BYTES + FLOAT32_BYTES)
+        if shared:
+            whole += self.tokens * 4 * shared * element
+            selective += self.tokens * element * self._selective_network(shared)
+        if self._expert > 1:
+            # What was exchanged, there and back.
+            selective += tokens * facts.top_k * 2 * hidden * element
+        return _Part(
+            whole=whole,
+            selective=selective,
+            backward=tokens * facts.top_k * hidden * (element + 2 * FLOAT32_BYTES),
+        )

@@ -1,0 +1,65 @@
+"""What one GPU (or CPU process) of a vLLM engine holds."""
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import BYTES_PER_ELEMENT
+from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
+from forgeasync.planning.memory.parameters import (
+    ParameterCounts,
+    count_adapters,
+    count_merged,
+    generator_parameters_per_rank,
+    merges_adapters,
+)
+
+
+def generator_memory(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+) -> list[MemoryItem]:
+    """Items of one engine rank; the forward pass is an upper estimate, the rest what is allocated."""
+    generator = config.generator
+    element = BYTES_PER_ELEMENT[generator.dtype]
+    weights = generator_parameters_per_rank(config, facts, counts) * element
+    items = [
+        MemoryItem(name="weights", num_bytes=weights, how=generator.dtype.value),
+        MemoryItem(
+            name="KV cache", num_bytes=round(generator.kv_cache_gib * 2**30), how="generator.kv_cache_gib"
+        ),
+        MemoryItem(
+            name="forward pass",
+            num_bytes=_forward_pass(config, facts),
+            how=f"{generator.max_num_batched_tokens:,} tokens, {generator.max_num_seqs} sequences' logits",
+        ),
+    ]
+    if config.lora is not None and not merges_adapters(config, machine):
+        adapters = count_adapters(facts, config.lora) // generator.tensor_parallel * element
+        items.append(MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model"))
+    elif machine is Machine.CPU:
+        changed = weights
+        if config.lora is not None:
+            changed = count_merged(facts, config.lora) // generator.tensor_parallel * element
+        shadows = changed + _largest_packed_parameter(config, facts)
+        how = "the next version, and its largest experts before packing"
+        items.append(MemoryItem(name="shadow weights", num_bytes=shadows, how=how))
+    return items
+
+
+def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:
+    """Without a backward pass one layer's activations live at a time.
+
+    The sampler works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
+    """
+    generator = config.generator
+    tensor = generator.tensor_parallel
+    experts = facts.top_k * (facts.hidden_size + 3 * facts.expert_hidden_size // tensor)
+    experts += 3 * facts.shared_hidden_size // tensor
+    network = max(experts, 3 * facts.dense_hidden_size // tensor)
+    element = BYTES_PER_ELEMENT[generator.dtype]
+    forward = generator.max_num_batched_tokens * (4 * facts.hidden_size + network) * element
+    return forward + 2 * generator.max_num_seqs * facts.vocab_size * FLOAT32_BYTES
+
+
+def _largest_packed_parameter(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of one layer's gate and up projections of all experts of a rank, which are one parameter."""
+    elements = facts.num_experts * 2 * facts.expert_hidden_size * facts.hidden_size
+    return elements // config.generator.tensor_parallel * BYTES_PER_ELEMENT[config.generator.dtype]

@@ -1,0 +1,74 @@
+"""What lies in the shared memory of hosts: weights on their way, and rollouts that wait for training."""
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import RoutingReplay, RunConfig
+from forgeasync.config.sizes import BYTES_PER_ELEMENT, published_weight_bytes
+from forgeasync.planning.memory.items import Machine, MemoryItem
+from forgeasync.planning.memory.parameters import count_adapters, count_merged, merges_adapters
+
+PAYLOAD_HEADER_BYTES = 256
+"""Header, table and alignment of the arrays of one payload."""
+
+
+def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
+    """Staging buffers of all trainer ranks together, the landing of one replica, and the payload store."""
+    element, dtype = BYTES_PER_ELEMENT[config.generator.dtype], config.generator.dtype.value
+    version, what = published_weight_bytes(config, facts), "version"
+    merged = []
+    if config.lora is not None:
+        version, what = count_adapters(facts, config.lora) * element, "version of the adapters"
+        if merges_adapters(config, machine):
+            size = count_merged(facts, config.lora) * element
+            how = "what adapters are merged into"
+            merged = [MemoryItem(name="merged weights, each replica", num_bytes=size, how=how)]
+    return [
+        MemoryItem(
+            name="staging buffers, all ranks",
+            num_bytes=2 * version,
+            how=f"2 x one {what} in {dtype}: one read, one written",
+        ),
+        MemoryItem(
+            name="fetched weights, each replica",
+            num_bytes=version,
+            how=f"one {what}, before it is swapped in",
+        ),
+        *merged,
+        _payload_store(config, facts),
+    ]
+
+
+def _payload_store(config: RunConfig, facts: ModelFacts) -> MemoryItem:
+    capacity = round(config.payload.capacity_gib * 2**30)
+    num_groups = groups_outstanding(config)
+    group = group_payload_bytes(config, facts)
+    how = f"{num_groups:,} groups of {group / 2**20:.3g} MiB, if all responses are as long as can be"
+    if num_groups * group > capacity:
+        how = f"payload.capacity_gib; {how} would take {num_groups * group / 2**30:.3g} GiB"
+    return MemoryItem(name="payload store", num_bytes=min(capacity, num_groups * group), how=how)
+
+
+def groups_outstanding(config: RunConfig) -> int:
+    """Most groups started and not yet trained on."""
+    outstanding = (config.max_off_policy_steps + 1) * config.algorithm.groups_per_step
+    return min(outstanding, config.buffer.max_groups or outstanding)
+
+
+def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """What the file of one group takes with responses as long as can be and kept sets as large as top-k.
+
+    Unlike ``largest_group_payload_bytes``, which nothing may exceed, this counts the prompt's record once:
+    rollouts of a group share it unless weights were swapped in between their first steps.
+    """
+    sampling, trainer = config.sampling, config.trainer
+    routing = 0
+    if trainer.routing_replay is not RoutingReplay.OFF and facts.num_experts:
+        routing = facts.num_moe_layers * facts.top_k * (1 if facts.num_experts <= 256 else 2) + 1
+    kept = 0
+    if trainer.keep_sampling_mask and sampling.cuts_vocabulary:
+        kept = 4 + 4 * (sampling.top_k or facts.vocab_size)
+    response = sampling.max_response_tokens
+    prompt = config.model.max_context_length - response
+    # int32 ids; of responses float32 log-probabilities too.
+    of_prompt = prompt * (4 + routing) + PAYLOAD_HEADER_BYTES
+    of_response = response * (4 + 4 + routing + kept) + PAYLOAD_HEADER_BYTES
+    return of_prompt + config.algorithm.group_size * of_response

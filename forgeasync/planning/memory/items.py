@@ -1,0 +1,28 @@
+"""One line of a memory plan, and what machine a plan is for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+FLOAT32_BYTES = 4
+
+
+class Machine(StrEnum):
+    """What a run's ranks compute on."""
+
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """One thing a rank holds; ``how`` says in a few words how the number comes about."""
+
+    name: str
+    num_bytes: int
+    how: str
+
+
+def total_bytes(items: Sequence[MemoryItem]) -> int:
+    """What a rank holds in all."""
+    return sum(item.num_bytes for item in items)

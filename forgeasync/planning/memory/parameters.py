@@ -1,0 +1,116 @@
+"""Parameters of a model and of one rank, counted on the tensors that its config.json describes."""
+
+import math
+from dataclasses import dataclass
+
+from forgeasync.config.checkpoint_shapes import expected_shapes
+from forgeasync.config.lora_checks import EXPERT_TARGETS
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import LoraSection, RunConfig
+from forgeasync.planning.memory.items import Machine
+
+_REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")
+"""Matrices that every tensor-parallel rank has whole, by parts of their names."""
+
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Projections that are one parameter of vLLM's."""
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads the rows of embedding and output layer to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """Parameters of the whole model, by how tensor parallelism treats them.
+
+    ``experts`` are split by expert parallelism (or without it by tensor parallelism), ``split`` (attention
+    projections, dense networks, embedding, output layer) by tensor parallelism; ``replicated`` (norms, gates,
+    projections to latents) by neither.
+    """
+
+    experts: int
+    split: int
+    replicated: int
+    vocabulary: int
+    """The embedding matrix, part of ``split`` (twice with an output layer of its own)."""
+    vocabulary_tensors: int
+    """1 or 2: whether the output layer has a matrix of its own."""
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.split + self.replicated
+
+    @property
+    def in_layers(self) -> int:
+        """Of ``split``: without embedding and output layer."""
+        return self.split - self.vocabulary * self.vocabulary_tensors
+
+
+def count_parameters(facts: ModelFacts) -> ParameterCounts:
+    """Trained parameters by kind; biases that only correct a router's choice are none."""
+    experts = split = replicated = 0
+    for name, shape in expected_shapes(facts).items():
+        size = math.prod(shape)
+        if ".mlp.experts." in name:
+            experts += size
+        elif name.endswith("e_score_correction_bias"):
+            continue
+        elif len(shape) == 1 or any(part in name for part in _REPLICATED):
+            replicated += size
+        else:
+            split += size
+    return ParameterCounts(
+        experts=experts,
+        split=split,
+        replicated=replicated,
+        vocabulary=facts.vocab_size * facts.hidden_size,
+        vocabulary_tensors=1 if facts.tie_word_embeddings else 2,
+    )
+
+
+def count_adapters(facts: ModelFacts, lora: LoraSection) -> int:
+    """Parameters of all adapters: rank * (inputs + outputs) of every adapted matrix."""
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in expected_shapes(facts).items()
+        if name.removesuffix(".weight").rsplit(".", 1)[-1] in lora.targets
+    )
+
+
+def count_merged(facts: ModelFacts, lora: LoraSection) -> int:
+    """Parameters that merging adapters makes anew: the adapted ones and what is fused with them."""
+    targets = set(lora.targets)
+    for fused in _FUSED:
+        if targets & fused:
+            targets |= fused
+    return sum(
+        math.prod(shape)
+        for name, shape in expected_shapes(facts).items()
+        if name.removesuffix(".weight").rsplit(".", 1)[-1] in targets
+    )
+
+
+def merges_adapters(config: RunConfig, machine: Machine) -> bool:
+    """Whether generators merge adapters into whole weights: vLLM's CPU build serves none of experts."""
+    targets = () if config.lora is None else config.lora.targets
+    return machine is Machine.CPU and bool(set(targets) & set(EXPERT_TARGETS))
+
+
+def trainer_parameters_per_rank(config: RunConfig, counts: ParameterCounts) -> int:
+    """Parameters that one trainer rank owns: its shard under FSDP, tensor and expert parallelism."""
+    parallel = config.trainer.parallel
+    fsdp = parallel.data_shard * parallel.context
+    # Experts: over ep ranks and then over the fsdp * tensor / ep that are left, or over tensor and fsdp.
+    owned = (counts.experts + counts.split) / (fsdp * parallel.tensor) + counts.replicated / fsdp
+    return math.ceil(owned)
+
+
+def generator_parameters_per_rank(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
+    """Parameters on one GPU of an engine: vLLM splits heads, networks, vocabulary, and experts.
+
+    Of experts every rank has a slice of each or, with expert parallelism, some whole: equally much.
+    """
+    tensor = config.generator.tensor_parallel
+    padded = -(-facts.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    padding = (padded - facts.vocab_size) * facts.hidden_size * counts.vocabulary_tensors
+    return math.ceil((counts.experts + counts.split + padding) / tensor) + counts.replicated

@@ -1,0 +1,91 @@
+"""What one trainer rank holds: what is always there, and the most there is of what comes and goes."""
+
+import math
+from dataclasses import dataclass
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import LoraSection, RunConfig
+from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
+from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem, total_bytes
+from forgeasync.planning.memory.moments import Moment, step_moments
+from forgeasync.planning.memory.parameters import (
+    ParameterCounts,
+    count_adapters,
+    trainer_parameters_per_rank,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Memory of one rank in an optimizer step of at least two rows."""
+
+    always: tuple[MemoryItem, ...]
+    come_and_go: tuple[MemoryItem, ...]
+    """Each at its largest, which is not at the same time."""
+    fullest: Moment
+
+    @property
+    def total_bytes(self) -> int:
+        """At the fullest moment."""
+        return total_bytes(self.always) + math.ceil(self.fullest.total)
+
+
+def trainer_memory(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+) -> TrainerMemory:
+    """By formulas over the config and the model's shape; ``count_parameters`` gives ``counts``."""
+    moments = step_moments(config, facts, counts, machine)
+    trainer = config.trainer
+    chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
+    how = {
+        "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}",
+        "logits chunk": f"{chunk:,} tokens, with gradients",
+        "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
+        "gathered gradients": "before they are reduced, and float32 buffers",
+        "optimizer's intermediates": "square roots of AdamW",
+    }
+    largest = (
+        max(moment.activations for moment in moments),
+        max(moment.logits for moment in moments),
+        max(moment.gathered_weights for moment in moments),
+        max(moment.gathered_gradients for moment in moments),
+        max(moment.optimizer for moment in moments),
+    )
+    return TrainerMemory(
+        always=tuple(_always(config, facts, counts)),
+        come_and_go=tuple(
+            MemoryItem(name=name, num_bytes=math.ceil(size), how=how[name])
+            for name, size in zip(how, largest, strict=True)
+        ),
+        fullest=max(moments, key=lambda moment: moment.total),
+    )
+
+
+def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> list[MemoryItem]:
+    owned = trainer_parameters_per_rank(config, counts)
+    trained, dtype = owned, config.trainer.dtype.value
+    element = BYTES_PER_ELEMENT[config.trainer.dtype]
+    items = [MemoryItem(name="parameters", num_bytes=owned * FLOAT32_BYTES, how="float32 masters, own shard")]
+    if config.lora is not None:
+        trained = _adapters_per_rank(config, facts, config.lora)
+        frozen = MemoryItem(
+            name="parameters", num_bytes=owned * element, how=f"frozen, in {dtype}, own shard"
+        )
+        adapters = MemoryItem(
+            name="adapters", num_bytes=trained * FLOAT32_BYTES, how="float32 masters, own shard"
+        )
+        items = [frozen, adapters]
+    items += [
+        MemoryItem(name="gradients", num_bytes=trained * FLOAT32_BYTES, how="float32, own shard"),
+        MemoryItem(name="optimizer", num_bytes=2 * trained * FLOAT32_BYTES, how="2 x float32, own shard"),
+    ]
+    # With adapters the reference is the trained model without them.
+    if config.algorithm.kl is not None and config.lora is None:
+        how = f"for algorithm.kl: frozen, in {dtype}, own shard"
+        items.append(MemoryItem(name="reference model", num_bytes=owned * element, how=how))
+    return items
+
+
+def _adapters_per_rank(config: RunConfig, facts: ModelFacts, lora: LoraSection) -> int:
+    parallel = config.trainer.parallel
+    return math.ceil(count_adapters(facts, lora) / (parallel.data_shard * parallel.context * parallel.tensor))

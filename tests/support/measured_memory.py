@@ -1,0 +1,109 @@
+"""What ranks of a trainer really allocate in an optimizer step. Runs in processes of their own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import RunConfig
+from forgeasync.trainer.loss import build_loss
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.policy_trainer import PolicyTrainer
+from tests.support.live_tensors import LiveTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run to measure."""
+
+    name: str
+    config: RunConfig
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int
+    """Between forward and backward pass of a row, besides parameters and optimizer state."""
+    peak: int
+    """The same over a whole step, gradients included."""
+
+
+def full_row(config: RunConfig, facts: ModelFacts) -> PackedRow:
+    """Sequences as long as can be, side by side, with even loads of the experts."""
+    rng = np.random.default_rng(0)
+    length = config.model.max_context_length
+    num_responses = config.sampling.max_response_tokens
+    ids_SK = np.arange(length * facts.top_k, dtype=np.int16).reshape(length, -1) % max(1, facts.num_experts)
+    ids_SMK = np.sort(ids_SK, axis=-1)[:, None].repeat(facts.num_moe_layers, 1)
+
+    def sequence() -> TrainingSequence:
+        return TrainingSequence(
+            prompt_ids_P=rng.integers(0, facts.vocab_size, length - num_responses).astype(np.int32),
+            response_ids_T=rng.integers(0, facts.vocab_size, num_responses).astype(np.int32),
+            behavior_logprobs_T=np.full(num_responses, -3.0, np.float32),
+            ages_T=np.zeros(num_responses, np.int32),
+            advantage=1.0,
+            expert_ids_SMK=ids_SMK if facts.num_experts else None,
+        )
+
+    return pack_row([sequence() for _ in range(config.trainer.tokens_per_row // length)])
+
+
+def measure_all(cases: list[Case]) -> dict[str, Measured]:
+    """One rank's measurements of every case, by name."""
+    return {case.name: _measure(case) for case in cases}
+
+
+def _measure(case: Case) -> Measured:
+    config = case.config
+    trainer = PolicyTrainer(
+        section=config.trainer,
+        facts=case.facts,
+        temperature=config.sampling.temperature,
+        loss=build_loss(config.algorithm),
+        seed=0,
+        checkpoint=None,
+        lora=config.lora,
+    )
+    row = full_row(config, case.facts)
+    trainer.train_step([row])
+    parameters = list(trainer.model.parameters())
+    states = trainer._optimizer.state.values()
+    optimizer = [state for of_one in states for state in of_one.values() if state.dim()]
+    gradients = [0]
+
+    def add_up(*_: object) -> None:
+        gradients[0] = _num_bytes(p.grad for p in parameters if p.grad is not None)
+
+    trainer._optimizer.register_step_pre_hook(add_up)
+    known = [*parameters, *trainer.model.buffers(), *optimizer]
+    kept: list[int] = []
+    with LiveTensors(known) as step:
+
+        def watch(module: torch.nn.Module, inputs: object, logprobs_T: torch.Tensor) -> None:
+            # The output layer comes last: its gradient is the beginning of the backward pass.
+            logprobs_T.register_hook(lambda gradient: kept.append(step.num_bytes))
+
+        trainer.model.lm_head.register_forward_hook(watch)
+        trainer.train_step([row, row])
+    return Measured(
+        parameters=_num_bytes(parameters),
+        gradients=gradients[0],
+        optimizer=_num_bytes(optimizer),
+        # Of the first row: there are no gradients yet.
+        kept=kept[0],
+        peak=step.peak_bytes,
+    )
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
