@@ -30,7 +30,9 @@ def find_in_package(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError([Problem(field="package", value=package, remedy="is not an installed package")])
-    files = [file for folder in spec.submodule_search_locations for file in sorted(Path(folder).glob("*.gguf"))]
+    files = [
+        file for folder in spec.submodule_search_locations for file in sorted(Path(folder).glob("*.gguf"))
+    ]
     if len(files) != 1:
         remedy = f"has {len(files)} GGUF files, must have one; give --gguf FILE"
         raise ConfigError([Problem(field="package", value=package, remedy=remedy)])

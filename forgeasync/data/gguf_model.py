@@ -71,7 +71,7 @@ class GgufModel:
             raise self.error("no such file")
         try:
             self._reader = GGUFReader(file)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             raise self.error(f"is not a readable GGUF file: {error}") from None
         architecture = self.text("general.architecture")
         if architecture != ARCHITECTURE:
