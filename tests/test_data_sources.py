@@ -21,7 +21,7 @@ from forgeasync.config.schema import DataSection
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
-from forgeasync.scoring.scorer import build_scorer
+from forgeasync.scoring.scorer import build_scorer, last_number
 
 # One digit and two terms leave 200 distinct problems.
 SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -135,6 +135,41 @@ class TestReasoningGymScorer:
         data = sums()
         task = build_source(data, seed=0).train[0]
         assert build_scorer(data, seed=0).score(task, f" {task.answer}\n") == 1.0
+
+    @pytest.mark.parametrize(
+        ("sentence", "number"),
+        [
+            ("The sum of 8 and 9 is 17.", "17"),
+            ("8 - 9 = -1", "-1"),
+            ("So x-3", "3"),
+            ("(8)-9", "9"),
+            ("It is -4.50, I think", "-4.50"),
+            ("about 1,234,567!", "1234567"),
+            ("1, 2, 3", "3"),
+            ("**Answer:** $\\boxed{12}$", "12"),
+            ("no idea", None),
+            ("", None),
+        ],
+    )
+    def test_last_number_of_a_sentence(self, sentence: str, number: str | None) -> None:
+        assert last_number(sentence) == number
+
+    def test_an_answer_in_a_sentence_counts_only_where_its_last_number_is_the_answer(self) -> None:
+        data = sums(answer_part="last_number")
+        task = build_source(data, seed=0).train[0]
+        scorer = build_scorer(data, seed=0)
+        assert scorer.score(task, f"Of course! The final answer is {task.answer}.") == 1.0
+        assert scorer.score(task, f"{task.answer}, or was it 100000") < 1.0
+        assert scorer.score(task, "I cannot say.") == 0.0
+        whole = build_scorer(sums(), seed=0)
+        assert whole.score(task, f"Of course! The final answer is {task.answer}.") < 1.0
+
+    def test_the_last_number_is_looked_for_after_the_prefix(self) -> None:
+        data = sums(answer_prefix="Answer:", answer_part="last_number")
+        task = build_source(data, seed=0).train[0]
+        scorer = build_scorer(data, seed=0)
+        assert scorer.score(task, f"1000 Answer: it is {task.answer}.") == 1.0
+        assert scorer.score(task, f"{task.answer} Answer: none") == 0.0
 
     def test_a_task_of_another_seed_is_refused(self) -> None:
         data = sums()

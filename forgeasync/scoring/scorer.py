@@ -1,9 +1,10 @@
 """From a response to its reward, by the verifier that belongs to the problem's source."""
 
 import logging
+import re
 from typing import TYPE_CHECKING, Protocol
 
-from forgeasync.config.schema import DataSection, HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.schema import AnswerPart, DataSection, HuggingFaceSource, ReasoningGymSource
 from forgeasync.data.task import Task
 from forgeasync.scoring.math import math_reward
 
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
 
 logger = logging.getLogger(__name__)
+
+
+# A minus after a digit, letter or bracket subtracts.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 class Scorer(Protocol):
@@ -27,6 +32,12 @@ def answer_after(response: str, prefix: str) -> str | None:
     return answer.strip() if found else None
 
 
+def last_number(text: str) -> str | None:
+    """The last number in ``text``, without commas; None if there is none."""
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
 class ReasoningGymScorer:
     """Scores with the verifier of the reasoning-gym data set that made the problem."""
 
@@ -40,18 +51,21 @@ class ReasoningGymScorer:
         return self._num_errors
 
     def score(self, task: Task, response: str) -> float:
-        """The verifier's score; 0.0 without the answer prefix.
+        """The verifier's score; 0.0 for a response without an answer.
 
         Raises ValueError if ``task`` is not what its index generates, so that no answer is ever judged
         against another problem.
         """
-        answer = answer_after(response, self._problems.source.answer_prefix)
+        source = self._problems.source
+        answer = answer_after(response, source.answer_prefix)
+        if answer is not None and source.answer_part is AnswerPart.LAST_NUMBER:
+            answer = last_number(answer)
         if answer is None:
             return 0.0
         entry = self._problems.entry(task.source_index)
         if entry["question"] != task.prompt:
             raise ValueError(
-                f"data.source.task: {self._problems.source.task!r} generates another problem than task "
+                f"data.source.task: {source.task!r} generates another problem than task "
                 f"{task.task_id!r} at index {task.source_index}"
             )
         try:

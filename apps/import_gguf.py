@@ -1,0 +1,82 @@
+"""Turns a GGUF file into the Hugging Face folder that a run's ``model.path`` takes.
+
+    python -m apps.import_gguf --gguf FILE | --package NAME  --output FOLDER
+
+``--package`` takes the only GGUF file inside an installed package, which is not imported. Quantized weights
+become the float32 numbers that they stand for.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+from safetensors.numpy import save_file
+
+from apps.cli import exit_code
+from forgeasync.config.problems import ConfigError, Problem
+from forgeasync.data.gguf_model import GgufModel
+from forgeasync.data.gguf_tokenizer import read_tokenizer
+from forgeasync.data.tokenizer import save_tokenizer
+
+
+def find_in_package(package: str) -> Path:
+    """The GGUF file that an installed package ships.
+
+    Raises:
+        ConfigError: no such package, or it has none or several.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError([Problem(field="package", value=package, remedy="is not an installed package")])
+    files = [
+        file for folder in spec.submodule_search_locations for file in sorted(Path(folder).glob("*.gguf"))
+    ]
+    if len(files) != 1:
+        remedy = f"has {len(files)} GGUF files, must have one; give --gguf FILE"
+        raise ConfigError([Problem(field="package", value=package, remedy=remedy)])
+    return files[0]
+
+
+def import_gguf(file: Path, output: Path) -> GgufModel:
+    """Write ``output`` from a GGUF file, whole or not at all.
+
+    Raises:
+        ConfigError: the folder exists, or the file is not one that is supported.
+    """
+    if output.exists():
+        raise ConfigError([Problem(field="output", value=str(output), remedy="exists already; remove it")])
+    model = GgufModel(file)
+    tokenizer = read_tokenizer(model)
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    model.config.save_pretrained(partial)
+    model.generation_config().save_pretrained(partial)
+    save_tokenizer(tokenizer, partial)
+    save_file(dict(model.tensors()), partial / "model.safetensors", metadata={"format": "pt"})
+    partial.rename(output)
+    return model
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Turn a GGUF file into a Hugging Face folder.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--gguf", type=Path, metavar="FILE")
+    source.add_argument("--package", metavar="NAME", help="an installed package that ships one GGUF file")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    arguments = parser.parse_args()
+
+    def run() -> None:
+        file = find_in_package(arguments.package) if arguments.package else arguments.gguf
+        model = import_gguf(file, arguments.output)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in model.quantization().items())
+        print(f"wrote {arguments.output}, float32, from {file} (tensors: {kinds})")
+
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
