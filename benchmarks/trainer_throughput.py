@@ -37,8 +37,8 @@ from throughput_data import DISTRIBUTIONS, make_sequences, num_tokens, with_room
 from forgeasync.config.schema import ParallelSection
 from forgeasync.trainer.packing import TrainingSequence
 
-MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
-ROW_TOKENS = (512, 1024, 2048, 4096, 8192)
+MICRO_BATCHES = (4, 8, 16, 32)
+ROW_TOKENS = (1024, 2048, 4096)
 PAIR = ParallelSection(num_procs=2, expert=2)
 LOSS_TOLERANCE = 1e-5
 BASELINE = "padded"
@@ -279,7 +279,7 @@ def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Packed trainer steps against padded ones.")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=192, help="of a step")
     parser.add_argument("--out", type=Path, default=RESULTS / "trainer_throughput.json")
     arguments = parser.parse_args()
