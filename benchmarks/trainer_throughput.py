@@ -12,163 +12,27 @@ All of this runs on CPUs, also on a machine with a GPU; ``trainer_gpu.py`` measu
 """
 
 import argparse
-import ctypes
 import dataclasses
-import gc
-import multiprocessing
 import os
 import socket
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import psutil
-import torch
 from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from throughput_data import DISTRIBUTIONS, make_sequences, num_tokens, with_room
+from throughput_process import PADDED, PADDED_SORTED, PAIR, Command, Contender, Step, Work
 
-from forgeasync.config.schema import ParallelSection
 from forgeasync.trainer.packing import TrainingSequence
 
-MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
-ROW_TOKENS = (512, 1024, 2048, 4096, 8192)
-PAIR = ParallelSection(num_procs=2, expert=2)
+MICRO_BATCHES = (4, 8, 16, 32)
+ROW_TOKENS = (1024, 2048, 4096)
 LOSS_TOLERANCE = 1e-5
-BASELINE = "padded"
-
-
-class Trainer(Protocol):
-    """What is measured: a step at a size, returning loss and gradient norm."""
-
-    def step(self, size: int) -> tuple[float, float]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a contender's process needs to be built, besides its rank."""
-
-    contender: str
-    model: Path
-    sequences: list[TrainingSequence]
-    port: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    step_s: float
-    loss: float
-    grad_norm: float
-    peak_bytes: int
-    """Above the size before the model was built, since memory was last trimmed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    size: int
-    num_threads: int
-    trims: bool = False
-    """Give freed memory back and forget the peak first."""
-
-
-def _build(work: Work, rank: int) -> Trainer:
-    # Imported here: neither side pays for the other's packages.
-    if work.contender.startswith("padded"):
-        from throughput_padded import PaddedTrainer
-
-        trainer = PaddedTrainer(work.model, work.sequences, is_sorted=work.contender == "padded, sorted")
-        print(f"{work.contender}: {trainer.implementations()}", flush=True)
-        return trainer
-    from throughput_packed import PackedTrainer
-
-    parallel = PAIR if work.contender == "packed, FSDP2 + EP2" else ParallelSection()
-    return PackedTrainer(work.model, work.sequences, parallel, rank=rank, port=work.port)
-
-
-def _serve(connection: Connection, work: Work, rank: int) -> None:
-    """A contender's process: builds it, then takes steps as told until told None."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-    if work.contender.startswith("padded"):
-        import throughput_padded  # noqa: F401
-    else:
-        import throughput_packed  # noqa: F401
-    before_bytes = psutil.Process().memory_info().rss
-    trainer = _build(work, rank)
-    connection.send(None)
-    while (command := connection.recv()) is not None:
-        torch.set_num_threads(command.num_threads)
-        if command.trims:
-            _trim_memory()
-        start_s = time.perf_counter()
-        loss, grad_norm = trainer.step(command.size)
-        step_s = time.perf_counter() - start_s
-        peak_bytes = _peak_resident_bytes() - before_bytes
-        connection.send(Step(step_s=step_s, loss=loss, grad_norm=grad_norm, peak_bytes=peak_bytes))
-
-
-def _trim_memory() -> None:
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
-def _peak_resident_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
-class Contender:
-    """The processes of a contender, as one."""
-
-    def __init__(self, work: Work, *, num_procs: int, sizes: Sequence[int]) -> None:
-        self.name = work.contender
-        self.num_procs = num_procs
-        self._sizes = sizes
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(num_procs):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, work, rank), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-        for pipe in self._pipes:
-            pipe.recv()
-
-    def step(self, command: Command) -> Step:
-        """One step of all processes, which together take as long as the slowest."""
-        for pipe in self._pipes:
-            pipe.send(command)
-        steps = [pipe.recv() for pipe in self._pipes]
-        return dataclasses.replace(
-            steps[0],
-            step_s=max(step.step_s for step in steps),
-            peak_bytes=sum(step.peak_bytes for step in steps),
-        )
-
-    def best_size(self, num_threads: int) -> int:
-        """The fastest of the sizes, by the better of two steps."""
-
-        def fastest(size: int) -> float:
-            return min(self.step(Command(size=size, num_threads=num_threads)).step_s for _ in range(2))
-
-        return min(self._sizes, key=fastest)
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,19 +67,19 @@ def open_contenders(model: Path, sequences: list[TrainingSequence]) -> list[Cont
     longest = max(sequence.num_tokens for sequence in sequences)
     rows = [size for size in ROW_TOKENS if size >= longest]
     return [
-        contender(BASELINE, MICRO_BATCHES),
-        contender("padded, sorted", MICRO_BATCHES),
+        contender(PADDED, MICRO_BATCHES),
+        contender(PADDED_SORTED, MICRO_BATCHES),
         contender("packed", rows),
-        contender("packed, FSDP2 + EP2", rows, num_procs=2),
+        contender(PAIR, rows, num_procs=2),
     ]
 
 
 def check_same_loss(steps: dict[str, Step]) -> None:
     """Raises RuntimeError where contenders do not compute the same on the same weights."""
-    base = steps[BASELINE]
+    base = steps[PADDED]
     for name, step in steps.items():
         if abs(step.loss - base.loss) > LOSS_TOLERANCE:
-            raise RuntimeError(f"loss of {name!r} is {step.loss}, of {BASELINE!r} {base.loss}")
+            raise RuntimeError(f"loss of {name!r} is {step.loss}, of {PADDED!r} {base.loss}")
         if abs(step.grad_norm / base.grad_norm - 1.0) > 1e-3:
             raise RuntimeError(f"gradient norm of {name!r} is {step.grad_norm}, not {base.grad_norm}")
 
@@ -237,7 +101,7 @@ def measure(
         for contender in running[start:] + running[:start]:
             steps[contender.name].append(contender.step(commands[contender.name]))
     check_same_loss({name: of_one[-1] for name, of_one in steps.items()})
-    base = steps[BASELINE]
+    base = steps[PADDED]
     return [
         Measurement(
             lengths=lengths,
@@ -279,10 +143,12 @@ def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Packed trainer steps against padded ones.")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=192, help="of a step")
     parser.add_argument("--out", type=Path, default=RESULTS / "trainer_throughput.json")
     arguments = parser.parse_args()
+    # Before any process is started: the trainer looks for a GPU as soon as it is imported.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     measurements: list[Measurement] = []
     num_cores = min(2, len(os.sched_getaffinity(0)))
     for name, draw in DISTRIBUTIONS.items():

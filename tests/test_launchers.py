@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,27 @@ def test_the_sbatch_script_asks_for_what_the_config_does() -> None:
     assert (srun, python, option) == ("srun", ".venv/bin/python", "-c")
     compile(code, "worker", "exec")
     assert ":22222" in code and "run_worker_loop_forever" in code
+
+
+def test_a_dry_run_shows_hosts_and_script_and_starts_nothing(tmp_path: Path) -> None:
+    files = [LARGE, CONFIGS / "launchers" / "slurm.yaml"]
+    arguments = [argument for file in files for argument in ("--config", str(file))]
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "apps.grpo", *arguments, "--dry-run", f"run_dir={run_dir}"],
+        cwd=CONFIGS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {
+        cells[1].strip(): cells[2:4] for line in done.stdout.splitlines() if len(cells := line.split("│")) > 4
+    }
+    assert [cell.strip() for cell in rows["hosts, trainer"]] == ["2", "slurm, of 8 GPUs; 8 procs each"]
+    assert rows["hosts, generators"][1].strip() == "slurm, of 8 GPUs; 4 replicas of 2 each"
+    assert "\n#SBATCH --nodes=4\n" in done.stdout and f"--output={run_dir}/logs/" in done.stdout
+    assert not run_dir.exists() and not done.stderr
 
 
 def test_without_gpus_none_are_asked_for(config_file: Path) -> None:

@@ -20,6 +20,9 @@ from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.test_trainer import make_sequences
 
+# The first test of a launch waits for all of its cases.
+pytestmark = pytest.mark.timeout(900)
+
 FULL, SELECTIVE = ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
 BFLOAT16 = Dtype.BFLOAT16
 TOLERANCE = 1e-4

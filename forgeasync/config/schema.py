@@ -288,7 +288,7 @@ class TimeoutSection(Section):
     train_step_s: float = Field(default=600.0, gt=0.0)
     weights_s: float = Field(default=120.0, gt=0.0)
     score_s: float = Field(default=60.0, gt=0.0)
-    host_s: float = Field(default=30.0, gt=0.0)
+    host_s: float = Field(default=60.0, gt=0.0)
     """Of many hosts: one that does not answer for this long ends the run, and one that is not asked for twice
     this long ends itself."""
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.actor import HostMesh, ProcMesh
+from monarch.actor import ActorError, HostMesh, ProcMesh
 from monarch.job import JobState, JobTrait
 
 from forgeasync.config.launch_schema import (
@@ -58,7 +58,12 @@ class JobHost:
 
     async def make_folder(self, num_bytes: int) -> Path:
         """See ``Host``."""
-        return await self.agent.make_folder.call_one(num_bytes)
+        try:
+            return await self.agent.make_folder.call_one(num_bytes)
+        except ActorError as error:
+            if isinstance(error.exception, ValueError):
+                raise ValueError(f"host {self.id}: {error.exception}") from error
+            raise
 
 
 class JobHosts:
@@ -97,13 +102,12 @@ class JobHosts:
             host.worker_pid = pid
 
     def _start_agents(self, role: HostRole, mesh: HostMesh) -> list[JobHost]:
+        ids = [f"{role}-{index}" for index in range(mesh.size("hosts"))]
+        if isinstance(self._launcher, SshLauncher):
+            names = self._launcher.hosts
+            ids = list(names.trainer if role is HostRole.TRAINER else names.generators)
         hosts = []
-        for index in range(mesh.size("hosts")):
-            host_id = f"{role}-{index}"
-            if isinstance(self._launcher, SshLauncher):
-                host_id = (*self._launcher.hosts.trainer, *self._launcher.hosts.generators)[
-                    index + (0 if role is HostRole.TRAINER else len(self._launcher.hosts.trainer))
-                ]
+        for index, host_id in enumerate(ids):
             procs = spawn_role(
                 mesh.slice(hosts=index), f"agent-{role}-{index}", num_procs=1, python=self._python
             )

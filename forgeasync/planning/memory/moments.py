@@ -90,7 +90,10 @@ def step_moments(
         Moment(
             name="backward pass of the embedding",
             gathered_weights=units.head_weights,
-            gathered_gradients=units.head_gradients + units.head_reduced + units.layer_reduced,
+            # Tied, the output layer's gradient is there still, to be added to.
+            gathered_gradients=units.head_gradients * (2 if is_tied else 1)
+            + units.head_reduced
+            + units.layer_reduced,
         ),
         _optimizer_step(config, counts, machine),
     )
