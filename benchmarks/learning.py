@@ -7,7 +7,7 @@ Runs `apps.grpo` once for every variant and seed, one after the other, each in D
 that is complete is not run again; one that was cut short is. Overrides on the command line hold for all
 variants, after their own. Then writes to DIR
 
-- learning.png: reward against optimizer steps and against minutes, mean and range over seeds;
+- learning.png: held-out accuracy against optimizer steps and against minutes, mean and range over seeds;
 - learning.md: a table with a row for every variant; learning.json: the same numbers, and every run's;
 
 and prints for every step that evaluated the range over seeds of each variant's held-out accuracy, with the

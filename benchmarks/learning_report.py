@@ -7,18 +7,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import read_json_lines
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from forgeasync.observability.plot import moving_average
-
 NUM_LAST_STEPS = 20
 """Steps at the end of a run that its reward is averaged over."""
-SMOOTHING_STEPS = 10
-GRID_POINTS = 200
 
 CLIP_SHARE = "objective/clipped_share"
 EFFECTIVE_SHARE = "correction/effective_sample_share"
@@ -38,8 +33,6 @@ class RunResult:
     steps: list[int]
     minutes: list[float]
     """Since the first step started, evaluations included."""
-    rewards: list[float]
-    """Mean reward of the batch, by step."""
     last_reward: float
     """Mean of the last ``NUM_LAST_STEPS``."""
     steps_per_s: float
@@ -50,6 +43,10 @@ class RunResult:
     effective_sample_share: float | None
     num_dropped: int
     """Groups."""
+
+    def minutes_at(self, step: int) -> float:
+        """When a step and its evaluation were done; 0 before training."""
+        return self.minutes[self.steps.index(step)] if step else 0.0
 
     @property
     def accuracy(self) -> float:
@@ -68,7 +65,6 @@ def run_result(run_dir: Path, seed: int) -> RunResult:
         accuracy_by_step={line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
         steps=[line["step"] for line in steps],
         minutes=[line["time/elapsed_s"] / 60.0 for line in steps],
-        rewards=rewards,
         last_reward=statistics.fmean(rewards[-NUM_LAST_STEPS:]),
         steps_per_s=len(steps) / trained_s,
         age_mean=statistics.fmean(line["off_policy/age_mean"] for line in steps),
@@ -166,11 +162,15 @@ def _share(value: float | None) -> str:
 
 def accuracy_lines(results: Sequence[VariantResult]) -> list[str]:
     """For every step that all runs evaluated: each variant's range, and who is apart from the first."""
-    runs = [run for one in results for run in one.runs]
-    steps = sorted(set.intersection(*(set(run.accuracy_by_step) for run in runs)))
     return ["held-out accuracy at equal steps, lowest to highest over seeds:"] + [
-        _accuracy_line(results, step) for step in steps
+        _accuracy_line(results, step) for step in _common_steps(results)
     ]
+
+
+def _common_steps(results: Sequence[VariantResult]) -> list[int]:
+    """Steps that all runs evaluated after."""
+    runs = [run for one in results for run in one.runs]
+    return sorted(set.intersection(*(set(run.accuracy_by_step) for run in runs)))
 
 
 def _accuracy_line(results: Sequence[VariantResult], step: int) -> str:
@@ -183,16 +183,21 @@ def _accuracy_line(results: Sequence[VariantResult], step: int) -> str:
 
 
 def plot_variants(results: Sequence[VariantResult], out: Path) -> None:
-    """Reward against steps and against minutes: mean over seeds in the range of them (PNG)."""
+    """Held-out accuracy against steps and against minutes: mean over seeds in the range of them (PNG).
+
+    Not the reward of batches: that is the reward of policies up to the bound on age older.
+    """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     by_step, by_minute = figure.subplots(1, 2, sharey=True)
     for one, color, line in zip(results, cycle(COLORS), cycle(LINES), strict=False):
-        _draw(by_step, one, [run.steps for run in one.runs], color=color, line=line)
-        _draw(by_minute, one, [run.minutes for run in one.runs], color=color, line=line)
+        steps = _common_steps([one])
+        minutes = [statistics.fmean(run.minutes_at(step) for run in one.runs) for step in steps]
+        for axis, x in ((by_step, steps), (by_minute, minutes)):
+            _draw(axis, one, x, steps, color=color, line=line)
     by_step.set_xlabel("optimizer steps")
     by_minute.set_xlabel("minutes of training, evaluations included")
-    by_step.set_ylabel(f"training reward, mean of {SMOOTHING_STEPS} steps")
+    by_step.set_ylabel("held-out accuracy of the current policy")
     for axis in (by_step, by_minute):
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
@@ -201,14 +206,10 @@ def plot_variants(results: Sequence[VariantResult], out: Path) -> None:
     figure.savefig(out, dpi=150, format="png")
 
 
-def _draw(axis: Axes, one: VariantResult, x: Sequence[Sequence[float]], *, color: str, line: Any) -> None:
-    # Seeds take different times: they are compared where all of them have been.
-    grid_N = np.linspace(max(own[0] for own in x), min(own[-1] for own in x), GRID_POINTS)
-    values_SN = np.stack(
-        [
-            np.interp(grid_N, own, moving_average(np.asarray(run.rewards), SMOOTHING_STEPS))
-            for own, run in zip(x, one.runs, strict=True)
-        ]
-    )
-    axis.fill_between(grid_N, values_SN.min(0), values_SN.max(0), color=color, alpha=0.15, linewidth=0)
-    axis.plot(grid_N, values_SN.mean(0), color=color, linestyle=line, linewidth=1.8, label=one.name)
+def _draw(
+    axis: Axes, one: VariantResult, x: Sequence[float], steps: Sequence[int], *, color: str, line: Any
+) -> None:
+    lows, highs = zip(*(one.accuracy_range(step) for step in steps), strict=True)
+    means = [statistics.fmean(run.accuracy_by_step[step] for run in one.runs) for step in steps]
+    axis.fill_between(x, lows, highs, color=color, alpha=0.15, linewidth=0)
+    axis.plot(x, means, color=color, linestyle=line, linewidth=1.8, marker="o", markersize=3, label=one.name)
