@@ -36,7 +36,7 @@ from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.checkpoint.folders import checkpoint_name
-from forgeasync.checkpoint.run_state import RunState
+from forgeasync.checkpoint.run_state import RunState, model_shape
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import model_config_file
@@ -221,7 +221,7 @@ class GrpoRun:
         state = RunState(
             step=step,
             elapsed_s=self.recorder.elapsed_s,
-            model=self.prepared.facts,
+            model=model_shape(self.prepared.facts),
             config=self.config.model_dump(mode="json"),
             buffer=await self.buffer.snapshot.call_one(),
         )

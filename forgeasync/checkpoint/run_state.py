@@ -6,7 +6,7 @@ learning rate and schedule, the loss, batch sizes, age limits and buffer, genera
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,13 +32,19 @@ class RunState:
     step: int
     """Steps made; the version of the policy too."""
     elapsed_s: float
-    model: ModelFacts
+    model: dict[str, object]
+    """Of ``model_shape``."""
     config: dict[str, object]
     buffer: BufferSnapshot
 
     def encode(self) -> bytes:
         """As the text of ``run.json``."""
         return msgspec.json.format(msgspec.json.encode(self))
+
+
+def model_shape(facts: ModelFacts) -> dict[str, object]:
+    """A model's facts as they come back from ``run.json``."""
+    return msgspec.json.decode(msgspec.json.encode(facts))
 
 
 def read_run_state(folder: Path) -> RunState:
@@ -55,7 +61,7 @@ def read_run_state(folder: Path) -> RunState:
 
 def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """What keeps a run with this config and model from going on from the checkpoint."""
-    for field, saved, now in _differences(asdict(state.model), asdict(facts)):
+    for field, saved, now in _differences(state.model, model_shape(facts)):
         yield Problem(
             field="--resume",
             value=str(folder),
