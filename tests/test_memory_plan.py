@@ -7,10 +7,11 @@ import pytest
 
 from forgeasync.config.load import load_config
 from forgeasync.config.model_shape import BiasedRouting, LatentAttention, ModelFacts
+from forgeasync.config.sizes import num_adapter_parameters
 from forgeasync.planning.memory.host import host_memory
 from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.moments import step_moments
-from forgeasync.planning.memory.parameters import count_adapters, count_parameters
+from forgeasync.planning.memory.parameters import count_parameters
 from forgeasync.planning.memory.trainer import trainer_memory
 from forgeasync.trainer.model import build_meta_model
 from tests.config_samples import CONFIGS, FACTS
@@ -162,7 +163,7 @@ def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
         "lora", TINY, length=160, tokens=1920, changes=(lora, "trainer.parallel={num_procs: 2, expert: 1}")
     )
     by_hand = 4 * 8 * ((128 + 128) + (128 + 64) + 8 * (128 + 128))
-    assert count_adapters(TINY, case.config.lora) == by_hand
+    assert num_adapter_parameters(TINY, case.config.lora) == by_hand
     counts = count_parameters(TINY)
     plan = trainer_memory(case.config, TINY, counts, Machine.CPU)
     always = {item.name: item.num_bytes for item in plan.always}

@@ -8,7 +8,8 @@ from pathlib import Path
 from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
-from forgeasync.config.schema import LoraSection, RunConfig
+from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import num_adapter_parameters
 
 BYTES_PER_PARAMETER = 12
 """A float32 parameter and AdamW's two moments of it."""
@@ -23,14 +24,8 @@ def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
     if config.lora is None:
         num_trained = sum(math.prod(shape) for shape in shapes.values())
     else:
-        num_trained = _num_adapter_parameters(shapes, config.lora)
+        num_trained = num_adapter_parameters(facts, config.lora)
     return BYTES_PER_PARAMETER * num_trained + OVERHEAD_BYTES * len(shapes)
-
-
-def _num_adapter_parameters(shapes: dict[str, tuple[int, ...]], lora: LoraSection) -> int:
-    modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
-    adapted = [shape for name, shape in modules.items() if name.rpartition(".")[2] in lora.targets]
-    return sum(lora.rank * sum(shape) for shape in adapted)
 
 
 def check_room(config: RunConfig, facts: ModelFacts, folder: Path) -> Iterator[Problem]:

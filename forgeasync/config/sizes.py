@@ -4,7 +4,7 @@ import math
 
 from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, RoutingReplay, RunConfig
+from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig
 
 ROW_ALIGNMENT = 64
 """Packed rows are padded to a multiple of this; tensor-parallel ranks get equal parts of it."""
@@ -38,6 +38,15 @@ def published_weight_bytes(config: RunConfig, facts: ModelFacts) -> int:
     return num_elements * BYTES_PER_ELEMENT[config.generator.dtype]
 
 
+def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
+    """Parameters of all adapters: rank * (inputs + outputs) of every adapted matrix."""
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in expected_shapes(facts).items()
+        if name.removesuffix(".weight").rpartition(".")[2] in lora.targets
+    )
+
+
 def weight_copies_in_shared_memory(config: RunConfig) -> int:
     """Versions of all weights in shared memory: two staged, and one that each generator fetches.
 
@@ -52,15 +61,23 @@ def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
     Longest prompt and response in every rollout, no prompt record shared, kept sets as large as they can be.
     """
-    sampling, trainer = config.sampling, config.trainer
-    context, response = config.model.max_context_length, sampling.max_response_tokens
-    per_token = 4
-    if trainer.routing_replay is not RoutingReplay.OFF:
-        bytes_per_id = 1 if facts.num_experts <= 256 else 2
-        per_token += facts.num_moe_layers * facts.top_k * bytes_per_id + 1
-    per_response_token = 4
-    if trainer.keep_sampling_mask and sampling.cuts_vocabulary:
-        largest_set = sampling.top_k or facts.vocab_size
-        per_response_token += 4 + 4 * largest_set
+    context, response = config.model.max_context_length, config.sampling.max_response_tokens
+    per_token = 4 + routing_bytes_per_token(config, facts)
+    per_response_token = 4 + kept_bytes_per_token(config, facts)
     rollout = context * per_token + response * per_response_token + 2 * PAYLOAD_OVERHEAD_BYTES
     return config.algorithm.group_size * rollout
+
+
+def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes that one token's experts take in a payload; 0 where they are not recorded."""
+    if config.trainer.routing_replay is RoutingReplay.OFF:
+        return 0
+    bytes_per_id = 1 if facts.num_experts <= 256 else 2
+    return facts.num_moe_layers * facts.top_k * bytes_per_id + 1
+
+
+def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes that a response token's kept set takes in a payload at most; 0 where none is recorded."""
+    if not (config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary):
+        return 0
+    return 4 + 4 * (config.sampling.top_k or facts.vocab_size)

@@ -2,11 +2,10 @@
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT
+from forgeasync.config.sizes import BYTES_PER_ELEMENT, num_adapter_parameters
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
-    count_adapters,
     count_merged,
     generator_parameters_per_rank,
     merges_adapters,
@@ -32,7 +31,7 @@ def generator_memory(
         ),
     ]
     if config.lora is not None and not merges_adapters(config, machine):
-        adapters = count_adapters(facts, config.lora) // generator.tensor_parallel * element
+        adapters = num_adapter_parameters(facts, config.lora) // generator.tensor_parallel * element
         items.append(MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model"))
     elif machine is Machine.CPU:
         changed = weights

@@ -1,10 +1,16 @@
 """What lies in the shared memory of hosts: weights on their way, and rollouts that wait for training."""
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RoutingReplay, RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT, published_weight_bytes
+from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import (
+    BYTES_PER_ELEMENT,
+    kept_bytes_per_token,
+    num_adapter_parameters,
+    published_weight_bytes,
+    routing_bytes_per_token,
+)
 from forgeasync.planning.memory.items import Machine, MemoryItem
-from forgeasync.planning.memory.parameters import count_adapters, count_merged, merges_adapters
+from forgeasync.planning.memory.parameters import count_merged, merges_adapters
 
 PAYLOAD_HEADER_BYTES = 256
 """Header, table and alignment of the arrays of one payload."""
@@ -16,7 +22,7 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
     version, what = published_weight_bytes(config, facts), "version"
     merged = []
     if config.lora is not None:
-        version, what = count_adapters(facts, config.lora) * element, "version of the adapters"
+        version, what = num_adapter_parameters(facts, config.lora) * element, "version of the adapters"
         if merges_adapters(config, machine):
             size = count_merged(facts, config.lora) * element
             how = "what adapters are merged into"
@@ -59,14 +65,10 @@ def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     Unlike ``largest_group_payload_bytes``, which nothing may exceed, this counts the prompt's record once:
     rollouts of a group share it unless weights were swapped in between their first steps.
     """
-    sampling, trainer = config.sampling, config.trainer
-    routing = 0
-    if trainer.routing_replay is not RoutingReplay.OFF and facts.num_experts:
-        routing = facts.num_moe_layers * facts.top_k * (1 if facts.num_experts <= 256 else 2) + 1
-    kept = 0
-    if trainer.keep_sampling_mask and sampling.cuts_vocabulary:
-        kept = 4 + 4 * (sampling.top_k or facts.vocab_size)
-    response = sampling.max_response_tokens
+    # Of a model without experts there is nothing to record, whatever the setting.
+    routing = routing_bytes_per_token(config, facts) if facts.num_experts else 0
+    kept = kept_bytes_per_token(config, facts)
+    response = config.sampling.max_response_tokens
     prompt = config.model.max_context_length - response
     # int32 ids; of responses float32 log-probabilities too.
     of_prompt = prompt * (4 + routing) + PAYLOAD_HEADER_BYTES

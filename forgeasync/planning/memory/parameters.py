@@ -68,15 +68,6 @@ def count_parameters(facts: ModelFacts) -> ParameterCounts:
     )
 
 
-def count_adapters(facts: ModelFacts, lora: LoraSection) -> int:
-    """Parameters of all adapters: rank * (inputs + outputs) of every adapted matrix."""
-    return sum(
-        lora.rank * sum(shape)
-        for name, shape in expected_shapes(facts).items()
-        if name.removesuffix(".weight").rsplit(".", 1)[-1] in lora.targets
-    )
-
-
 def count_merged(facts: ModelFacts, lora: LoraSection) -> int:
     """Parameters that merging adapters makes anew: the adapted ones and what is fused with them."""
     targets = set(lora.targets)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
+from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS, num_adapter_parameters
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem, total_bytes
 from forgeasync.planning.memory.moments import Moment, step_moments
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
-    count_adapters,
     trainer_parameters_per_rank,
 )
 
@@ -88,4 +87,6 @@ def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> li
 
 def _adapters_per_rank(config: RunConfig, facts: ModelFacts, lora: LoraSection) -> int:
     parallel = config.trainer.parallel
-    return math.ceil(count_adapters(facts, lora) / (parallel.data_shard * parallel.context * parallel.tensor))
+    return math.ceil(
+        num_adapter_parameters(facts, lora) / (parallel.data_shard * parallel.context * parallel.tensor)
+    )
