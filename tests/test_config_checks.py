@@ -153,7 +153,6 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["trainer.optimizer.decay_steps=[9,9]"],
             ["trainer.optimizer.decay_steps = [9, 9]", "the first before the second"],
         ),
-        (["trainer.compile=true"], ["trainer.compile = True", "needs trainer.dtype bfloat16"]),
         (
             ["trainer.cpu_offload=true", "lora={rank: 4, alpha: 8.0, targets: [q_proj]}"],
             ["trainer.cpu_offload = True", "must be false with a lora section"],

@@ -44,6 +44,7 @@ ALONE = {
     "moe, own routing": replace(MOE, sequences="unrecorded"),
     "moe, bfloat16": replace(MOE, dtype=BFLOAT16, learning_rate=1e-5),
     "moe, small step": replace(MOE, learning_rate=1e-5),
+    "moe, compiled": replace(MOE, compile=True),
     "moe, bfloat16, full AC": replace(MOE, dtype=BFLOAT16, checkpointing=FULL),
     "moe, bfloat16, full AC, compiled": replace(MOE, dtype=BFLOAT16, checkpointing=FULL, compile=True),
 }

@@ -20,7 +20,7 @@ from forgeasync.config.routing_checks import (
     check_router_bias,
     check_sequence_parallelism,
 )
-from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, Dtype, RunConfig
+from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, RunConfig
 from forgeasync.config.sizes import ROW_ALIGNMENT, largest_group_payload_bytes
 
 
@@ -145,15 +145,6 @@ def _check_schedules(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _check_compile(config: RunConfig) -> Iterator[Problem]:
-    if config.trainer.compile and config.trainer.dtype is not Dtype.BFLOAT16:
-        yield Problem(
-            field="trainer.compile",
-            value=config.trainer.compile,
-            remedy="needs trainer.dtype bfloat16: torch 2.13 compiles grouped matrix products in no other",
-        )
-
-
 def _check_offload(config: RunConfig) -> Iterator[Problem]:
     if config.trainer.cpu_offload and config.lora is not None:
         yield Problem(
@@ -233,7 +224,6 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_groups,
     _check_mesh,
     _check_schedules,
-    _check_compile,
     _check_offload,
     check_lora,
     check_launcher,

@@ -189,7 +189,7 @@ class TrainerSection(Section):
     """Length of a packed row; every microbatch is one row per data-parallel rank."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
-    """torch.compile of every layer; bfloat16 only."""
+    """torch.compile of every layer."""
     cpu_offload: bool = False
     """Keep the shards of parameters, gradients and optimizer state in host memory, and step there: more room
     on a GPU at the price of copies in every microbatch. Without a GPU they are there anyway."""

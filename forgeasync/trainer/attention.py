@@ -1,7 +1,7 @@
 """Attention over packed rows on a CPU, where TorchTitan's flex and varlen kernels do not run.
 
-Shape suffixes: B batch, L packed row length, N heads, H head size, S sequences of a group, M longest of them,
-P entries of all groups, padding included.
+Shape suffixes: B batch, L packed row length (of the flattened rows too), N heads, H head size, S sequences of
+a group, M longest of them, P entries of all groups, G groups.
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,27 @@ import torch.nn.functional as F
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
-NUM_GROUPS = 4
-"""Sequences are padded to the longest of their group: within a factor of two, but for the shortest group."""
+from forgeasync.trainer.attention_kernel import attend
+
+GROUP_RATIO = 1.25
+"""Sequences of a group are padded to less than this many times their length..."""
+SHORT = 16
+"""...but for the group of those that are shorter than this: more groups would cost more than padding does."""
 
 
 class PackedSequences(NamedTuple):
-    """Where each sequence of packed rows lies, and which part of the rows this rank's queries are."""
+    """Where each sequence of packed rows lies, and which part of the rows this rank's queries are.
 
-    tokens_by_group: tuple[torch.Tensor, ...]
-    """Of each group of sequences of like length int64 [S, M], indices of the flattened [B*L] tokens. Padded
-    entries repeat token 0: causal attention keeps them out of every real query's sight, because they come
-    last."""
+    Sequences of like length form a group and are padded to the longest of it.
+    """
+
+    token_of_P: torch.Tensor
+    """Int64, the flattened token of every entry: group after group, each [S, M]. Padded entries repeat token
+    0: causal attention keeps them out of every real query's sight, because they come last."""
     entry_of_L: torch.Tensor
-    """From a flattened token back to its place among the P entries, group after group."""
+    """Int64, from a flattened token back to its entry."""
+    shapes_G2: torch.Tensor
+    """Int64, S and M of every group."""
     query_start: int
     """First position of this rank's queries in each row; with context parallelism a rank has a part only."""
 
@@ -34,22 +42,20 @@ def packed_sequences(positions_BL: torch.Tensor, *, query_start: int = 0) -> Pac
     positions_L = positions_BL.flatten()
     starts = (positions_L == 0).nonzero().squeeze(1)
     lengths = torch.diff(starts, append=torch.tensor([positions_L.numel()]))
-    longest = int(lengths.max())
-    # Halving: group 0 holds what is longer than half of the longest, the last one all that is left.
-    group_of = (longest / lengths).log2().floor().clamp(max=NUM_GROUPS - 1)
+    group_of = (lengths.clamp(min=SHORT).log() / torch.tensor(GROUP_RATIO).log()).floor()
     entry_of_L = torch.empty_like(positions_L)
-    tokens_by_group = []
+    tokens, shapes = [], []
     num_entries = 0
     for group in group_of.unique():
-        own = group_of == group
-        offsets_M = torch.arange(int(lengths[own].max()))
-        is_token_SM = offsets_M < lengths[own][:, None]
-        token_of_SM = torch.where(is_token_SM, starts[own][:, None] + offsets_M, 0)
-        entries_SM = num_entries + torch.arange(token_of_SM.numel()).view_as(token_of_SM)
-        entry_of_L[token_of_SM[is_token_SM]] = entries_SM[is_token_SM]
-        tokens_by_group.append(token_of_SM)
+        is_own = group_of == group
+        offsets_M = torch.arange(int(lengths[is_own].max()))
+        is_token_SM = offsets_M < lengths[is_own][:, None]
+        token_of_SM = torch.where(is_token_SM, starts[is_own][:, None] + offsets_M, 0)
+        entry_of_L[token_of_SM[is_token_SM]] = num_entries + is_token_SM.flatten().nonzero().squeeze(1)
+        tokens.append(token_of_SM.flatten())
+        shapes.append(token_of_SM.shape)
         num_entries += token_of_SM.numel()
-    return PackedSequences(tuple(tokens_by_group), entry_of_L, query_start)
+    return PackedSequences(torch.cat(tokens), entry_of_L, torch.tensor(shapes), query_start)
 
 
 class PackedAttention(FlexAttention):
@@ -78,25 +84,27 @@ class PackedAttention(FlexAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        num_queries, length = q_BLNH.shape[1], k_BLNH.shape[1]
-        start = attention_masks.query_start
+        """Queries and keys are of one head size, values may be of another, which is the output's.
+
+        There may be fewer heads of keys and values whether or not ``enable_gqa`` says so.
+        """
+        num_queries, length, head_size = q_BLNH.shape[1], k_BLNH.shape[1], q_BLNH.shape[3]
+        start, value_size = attention_masks.query_start, v_BLNH.shape[3]
         # Queries of a part of the row take their places in it; the others' output is cut off again.
         q_BLNH = F.pad(q_BLNH, (0, 0, 0, 0, start, length - start - num_queries))
-        batch, length, num_heads, _ = q_BLNH.shape
-        # Values may have heads of another size than queries and keys.
-        flat = [x.reshape(batch * length, *x.shape[2:]) for x in (q_BLNH, k_BLNH, v_BLNH)]
-        outs = []
-        for token_of_SM in attention_masks.tokens_by_group:
-            q_SNMH, k_SNMH, v_SNMH = (_of_sequences(x_LNH, token_of_SM) for x_LNH in flat)
-            out_SNMH = F.scaled_dot_product_attention(
-                q_SNMH, k_SNMH, v_SNMH, is_causal=True, scale=scale, enable_gqa=enable_gqa
-            )
-            outs.append(out_SNMH.transpose(1, 2).flatten(0, 1))
-        out_LNH = torch.cat(outs).index_select(0, attention_masks.entry_of_L)
-        return out_LNH.view(batch, length, num_heads, -1)[:, start : start + num_queries]
-
-
-def _of_sequences(x_LNH: torch.Tensor, token_of_SM: torch.Tensor) -> torch.Tensor:
-    # index_select's gradient is several times as fast as that of indexing.
-    x_PNH = x_LNH.index_select(0, token_of_SM.flatten())
-    return x_PNH.view(*token_of_SM.shape, *x_LNH.shape[1:]).transpose(1, 2)
+        # The kernel wants heads of one size. Zeros change no score, and the output that they make is cut off.
+        q_LNH, k_LNH, v_LNH = (
+            F.pad(x, (0, max(head_size, value_size) - x.shape[3])).flatten(0, 1)
+            for x in (q_BLNH, k_BLNH, v_BLNH)
+        )
+        out_LNH, _ = attend(
+            q_LNH,
+            k_LNH,
+            v_LNH,
+            attention_masks.token_of_P,
+            attention_masks.entry_of_L,
+            attention_masks.shapes_G2,
+            head_size**-0.5 if scale is None else scale,
+        )
+        out_BLNH = out_LNH.view(-1, length, *out_LNH.shape[1:])
+        return out_BLNH[:, start : start + num_queries, :, :value_size]

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 
+from forgeasync.trainer.grouped_mm import grouped_mm
+
 
 class TrainingDtypeExperts(GroupedExperts):
     """SwiGLU experts over tokens sorted by expert, in the dtype of the weights."""
@@ -36,4 +38,4 @@ class TrainingDtypeExperts(GroupedExperts):
         weight_EOI = getattr(self, name)
         if isinstance(weight_EOI, DTensor):
             weight_EOI = weight_EOI.to_local()
-        return self._grouped_mm(A=x_RI, B_t=weight_EOI.transpose(-2, -1), offs=offsets_E)
+        return grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offsets_E)

@@ -16,6 +16,7 @@ from torchtitan.protocols.module import Module, ModuleDict
 from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
 from forgeasync.trainer.experts import TrainingDtypeExperts
+from forgeasync.trainer.grouped_mm import grouped_mm
 
 _GROUPED_STRIDE_BYTES = 16
 """Rows of the operands of a grouped product start at multiples of this many bytes."""
@@ -41,8 +42,8 @@ class GroupedAdapter(Module):
         # Zeros up to the next rank that grouped products take add nothing.
         padding = -a_ErI.shape[1] % (_GROUPED_STRIDE_BYTES // a_ErI.element_size())
         a_ErI, b_EOr = F.pad(a_ErI, (0, 0, 0, padding)), F.pad(b_EOr, (0, padding))
-        hidden_Rr = torch._grouped_mm(x_RI, a_ErI.transpose(-2, -1), offs=offsets_E)
-        return torch._grouped_mm(hidden_Rr, b_EOr.transpose(-2, -1), offs=offsets_E)
+        hidden_Rr = grouped_mm(x_RI, a_ErI.transpose(-2, -1), offsets_E)
+        return grouped_mm(hidden_Rr, b_EOr.transpose(-2, -1), offsets_E)
 
 
 def _own_part(parameter: torch.Tensor) -> torch.Tensor:

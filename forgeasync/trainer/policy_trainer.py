@@ -278,4 +278,5 @@ def _build_optimizer(
         betas=optimizer.betas,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
+        fused=True,
     )
