@@ -28,6 +28,7 @@ class PackedTrainer:
         sequences: Sequence[TrainingSequence],
         parallel: ParallelSection,
         *,
+        compile: bool,
         rank: int,
         port: int,
     ) -> None:
@@ -41,7 +42,11 @@ class PackedTrainer:
         longest = max(sequence.num_tokens for sequence in sequences)
         self._trainer = PolicyTrainer(
             section=TrainerSection(
-                parallel=parallel, tokens_per_row=longest, replay_probe_share=0.0, optimizer=optimizer
+                parallel=parallel,
+                tokens_per_row=longest,
+                compile=compile,
+                replay_probe_share=0.0,
+                optimizer=optimizer,
             ),
             facts=read_model_facts(str(model)),
             temperature=1.0,

@@ -18,7 +18,8 @@ from forgeasync.config.schema import ParallelSection
 from forgeasync.trainer.packing import TrainingSequence
 
 PADDED, PADDED_SORTED = "padded", "padded, sorted"
-PAIR = "packed, FSDP2 + EP2"
+PACKED, PACKED_COMPILED = "packed", "packed, compiled"
+PAIR, PAIR_COMPILED = "packed, FSDP2 + EP2", "packed, FSDP2 + EP2, compiled"
 
 
 class Trainer(Protocol):
@@ -64,8 +65,11 @@ def _build(work: Work, rank: int) -> Trainer:
         return trainer
     from throughput_packed import PackedTrainer
 
-    parallel = ParallelSection(num_procs=2, expert=2) if work.contender == PAIR else ParallelSection()
-    return PackedTrainer(work.model, work.sequences, parallel, rank=rank, port=work.port)
+    parallel = ParallelSection()
+    if work.contender in (PAIR, PAIR_COMPILED):
+        parallel = ParallelSection(num_procs=2, expert=2)
+    compile = work.contender in (PACKED_COMPILED, PAIR_COMPILED)
+    return PackedTrainer(work.model, work.sequences, parallel, compile=compile, rank=rank, port=work.port)
 
 
 def _serve(connection: Connection, work: Work, rank: int) -> None:
@@ -133,10 +137,10 @@ class Contender:
         )
 
     def best_size(self, num_threads: int) -> int:
-        """The fastest of the sizes, by the better of two steps."""
+        """The fastest of the sizes, by the best of three steps; what there is to compile is compiled first."""
 
         def fastest(size: int) -> float:
-            return min(self.step(Command(size=size, num_threads=num_threads)).step_s for _ in range(2))
+            return min(self.step(Command(size=size, num_threads=num_threads)).step_s for _ in range(3))
 
         return min(self._sizes, key=fastest)
 

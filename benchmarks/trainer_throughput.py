@@ -26,12 +26,23 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from throughput_data import DISTRIBUTIONS, make_sequences, num_tokens, with_room
-from throughput_process import PADDED, PADDED_SORTED, PAIR, Command, Contender, Step, Work
+from throughput_process import (
+    PACKED,
+    PACKED_COMPILED,
+    PADDED,
+    PADDED_SORTED,
+    PAIR,
+    PAIR_COMPILED,
+    Command,
+    Contender,
+    Step,
+    Work,
+)
 
 from forgeasync.trainer.packing import TrainingSequence
 
 MICRO_BATCHES = (4, 8, 16, 32)
-ROW_TOKENS = (1024, 2048, 4096)
+ROW_TOKENS = (2048, 4096, 8192)
 LOSS_TOLERANCE = 1e-5
 
 
@@ -69,8 +80,10 @@ def open_contenders(model: Path, sequences: list[TrainingSequence]) -> list[Cont
     return [
         contender(PADDED, MICRO_BATCHES),
         contender(PADDED_SORTED, MICRO_BATCHES),
-        contender("packed", rows),
+        contender(PACKED, rows),
+        contender(PACKED_COMPILED, rows),
         contender(PAIR, rows, num_procs=2),
+        contender(PAIR_COMPILED, rows, num_procs=2),
     ]
 
 

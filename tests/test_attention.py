@@ -34,9 +34,7 @@ def _reference(inputs: Tensors, positions_BL: torch.Tensor) -> torch.Tensor:
     outs = []
     for row, positions_L in enumerate(positions_BL):
         sequence_L = (positions_L == 0).cumsum(0)
-        is_seen_LL = (sequence_L[:, None] == sequence_L) & torch.ones(
-            len(positions_L), len(positions_L)
-        ).tril().bool()
+        is_seen_LL = (sequence_L[:, None] == sequence_L).tril()
         q_NLH, k_NLH, v_NLH = (x[row].double().transpose(0, 1) for x in inputs)
         out_NLH = F.scaled_dot_product_attention(q_NLH, k_NLH, v_NLH, attn_mask=is_seen_LL, enable_gqa=True)
         outs.append(out_NLH.transpose(0, 1))
@@ -93,4 +91,4 @@ def test_the_operator_is_what_compilers_are_told(dtype: torch.dtype) -> None:
     inputs = _inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16)
     flat = [x[0].detach().to(dtype).requires_grad_() for x in inputs]
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.library.opcheck(attend, (*flat, *packed_sequences(positions_BL)[:3], 0.25), atol=tolerance, rtol=0)
+    torch.library.opcheck(attend, (*flat, *packed_sequences(positions_BL)[:2], 0.25), atol=tolerance, rtol=0)

@@ -26,11 +26,9 @@ class PackedSequences(NamedTuple):
     Sequences of like length form a group and are padded to the longest of it.
     """
 
-    token_of_P: torch.Tensor
-    """Int64, the flattened token of every entry: group after group, each [S, M]. Padded entries repeat token
-    0: causal attention keeps them out of every real query's sight, because they come last."""
-    entry_of_L: torch.Tensor
-    """Int64, from a flattened token back to its entry."""
+    place_of_P: torch.Tensor
+    """Int64, which of the B*L flattened tokens each entry is: group after group, each [S, M]. Padding is B*L;
+    causal attention keeps them out of every real query's sight, because they come last."""
     shapes_G2: torch.Tensor
     """Int64, S and M of every group."""
     query_start: int
@@ -43,19 +41,15 @@ def packed_sequences(positions_BL: torch.Tensor, *, query_start: int = 0) -> Pac
     starts = (positions_L == 0).nonzero().squeeze(1)
     lengths = torch.diff(starts, append=torch.tensor([positions_L.numel()]))
     group_of = (lengths.clamp(min=SHORT).log() / torch.tensor(GROUP_RATIO).log()).floor()
-    entry_of_L = torch.empty_like(positions_L)
-    tokens, shapes = [], []
-    num_entries = 0
+    places, shapes = [], []
     for group in group_of.unique():
         is_own = group_of == group
         offsets_M = torch.arange(int(lengths[is_own].max()))
         is_token_SM = offsets_M < lengths[is_own][:, None]
-        token_of_SM = torch.where(is_token_SM, starts[is_own][:, None] + offsets_M, 0)
-        entry_of_L[token_of_SM[is_token_SM]] = num_entries + is_token_SM.flatten().nonzero().squeeze(1)
-        tokens.append(token_of_SM.flatten())
-        shapes.append(token_of_SM.shape)
-        num_entries += token_of_SM.numel()
-    return PackedSequences(torch.cat(tokens), entry_of_L, torch.tensor(shapes), query_start)
+        place_of_SM = torch.where(is_token_SM, starts[is_own][:, None] + offsets_M, positions_L.numel())
+        places.append(place_of_SM.flatten())
+        shapes.append(place_of_SM.shape)
+    return PackedSequences(torch.cat(places), torch.tensor(shapes), query_start)
 
 
 class PackedAttention(FlexAttention):
@@ -101,8 +95,7 @@ class PackedAttention(FlexAttention):
             q_LNH,
             k_LNH,
             v_LNH,
-            attention_masks.token_of_P,
-            attention_masks.entry_of_L,
+            attention_masks.place_of_P,
             attention_masks.shapes_G2,
             head_size**-0.5 if scale is None else scale,
         )

@@ -21,8 +21,7 @@ def attend(
     q_LNH: torch.Tensor,
     k_LNH: torch.Tensor,
     v_LNH: torch.Tensor,
-    token_of_P: torch.Tensor,
-    entry_of_L: torch.Tensor,
+    place_of_P: torch.Tensor,
     shapes_G2: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,15 +29,14 @@ def attend(
 
     For the index tensors see ``forgeasync.trainer.attention.PackedSequences``.
     """
-    q_PNH, k_PNH, v_PNH = (x.index_select(0, token_of_P) for x in (q_LNH, k_LNH, v_LNH))
-    out_PNH = torch.empty_like(q_PNH)
-    log_sums_PN = _empty_log_sums(q_PNH)
-    for group, shape in _groups(shapes_G2):
-        q, k, v = (_by_sequence(x[group], shape) for x in (q_PNH, k_PNH, v_PNH))
+    inputs = (q_LNH, k_LNH, v_LNH)
+    out, log_sums = _with_spare_row(q_LNH), _with_spare_row(_empty_log_sums(q_LNH))
+    for places_SM in _groups(place_of_P, shapes_G2):
+        q, k, v = (_take(x, places_SM) for x in inputs)
         out_SNMH, log_sums_SNM = _flash(q, k, v, is_causal=True, scale=scale)
-        _by_sequence(out_PNH[group], shape).copy_(out_SNMH)
-        _by_sequence(log_sums_PN[group], shape).copy_(log_sums_SNM)
-    return out_PNH.index_select(0, entry_of_L), log_sums_PN.index_select(0, entry_of_L)
+        _put(out, places_SM, out_SNMH)
+        _put(log_sums, places_SM, log_sums_SNM)
+    return out[:-1], log_sums[:-1]
 
 
 @torch.library.custom_op("forgeasync::packed_attention_backward", mutates_args=())
@@ -49,37 +47,45 @@ def attend_backward(
     v_LNH: torch.Tensor,
     out_LNH: torch.Tensor,
     log_sums_LN: torch.Tensor,
-    token_of_P: torch.Tensor,
-    entry_of_L: torch.Tensor,
+    place_of_P: torch.Tensor,
     shapes_G2: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values."""
-    tensors = [x.index_select(0, token_of_P) for x in (q_LNH, k_LNH, v_LNH, out_LNH, log_sums_LN)]
-    # Nothing comes from padded queries: they stand for a token that has its own entry.
-    grad_PNH = grad_LNH.new_zeros(len(token_of_P), *grad_LNH.shape[1:]).index_copy_(0, entry_of_L, grad_LNH)
-    grads_PNH = [torch.empty_like(x) for x in tensors[:3]]
-    for group, shape in _groups(shapes_G2):
-        q, k, v, out, log_sums = (_by_sequence(x[group], shape) for x in tensors)
-        grad = _by_sequence(grad_PNH[group], shape)
+    inputs = (q_LNH, k_LNH, v_LNH, out_LNH, log_sums_LN)
+    dq, dk, dv = (_with_spare_row(x) for x in inputs[:3])
+    for places_SM in _groups(place_of_P, shapes_G2):
+        q, k, v, out, log_sums = (_take(x, places_SM) for x in inputs)
+        # Nothing comes from padded queries: they stand for a token that has a place of its own.
+        is_padding_S1M1 = (places_SM == len(q_LNH))[:, None, :, None]
+        grad = _take(grad_LNH, places_SM).masked_fill_(is_padding_S1M1, 0)
         of_group = _flash_backward(grad, q, k, v, out, log_sums, 0.0, True, scale=scale)
-        for whole_PNH, part_SNMH in zip(grads_PNH, of_group, strict=True):
-            _by_sequence(whole_PNH[group], shape).copy_(part_SNMH)
-    dq_LNH, dk_LNH, dv_LNH = (x.index_select(0, entry_of_L) for x in grads_PNH)
-    return dq_LNH, dk_LNH, dv_LNH
+        for whole, part_SNMH in zip((dq, dk, dv), of_group, strict=True):
+            _put(whole, places_SM, part_SNMH)
+    return dq[:-1], dk[:-1], dv[:-1]
 
 
-def _groups(shapes_G2: torch.Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """The entries of each group, and its S and M."""
+def _groups(place_of_P: torch.Tensor, shapes_G2: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The places [S, M] of each group."""
     start = 0
     for num_sequences, longest in shapes_G2.tolist():
-        yield slice(start, start + num_sequences * longest), (num_sequences, longest)
+        yield place_of_P[start : start + num_sequences * longest].view(num_sequences, longest)
         start += num_sequences * longest
 
 
-def _by_sequence(entries: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """A view [S, N, M, ...] of a group's entries [S * M, N, ...]."""
-    return entries.view(*shape, *entries.shape[1:]).transpose(1, 2)
+def _take(x_LN: torch.Tensor, places_SM: torch.Tensor) -> torch.Tensor:
+    """[S, N, M, ...] of [L, N, ...]; padding gets what the last token has."""
+    tokens = places_SM.flatten().clamp(max=len(x_LN) - 1)
+    return x_LN.index_select(0, tokens).view(*places_SM.shape, *x_LN.shape[1:]).transpose(1, 2)
+
+
+def _put(whole: torch.Tensor, places_SM: torch.Tensor, part_SNM: torch.Tensor) -> None:
+    """The way back, to [L + 1, N, ...]: padding goes to the spare row."""
+    whole.index_copy_(0, places_SM.flatten(), part_SNM.transpose(1, 2).flatten(0, 1))
+
+
+def _with_spare_row(like_LN: torch.Tensor) -> torch.Tensor:
+    return like_LN.new_empty(len(like_LN) + 1, *like_LN.shape[1:])
 
 
 def _empty_log_sums(q_LNH: torch.Tensor) -> torch.Tensor:
@@ -92,8 +98,7 @@ def _(
     q_LNH: torch.Tensor,
     k_LNH: torch.Tensor,
     v_LNH: torch.Tensor,
-    token_of_P: torch.Tensor,
-    entry_of_L: torch.Tensor,
+    place_of_P: torch.Tensor,
     shapes_G2: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +113,7 @@ def _(
     v_LNH: torch.Tensor,
     out_LNH: torch.Tensor,
     log_sums_LN: torch.Tensor,
-    token_of_P: torch.Tensor,
-    entry_of_L: torch.Tensor,
+    place_of_P: torch.Tensor,
     shapes_G2: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,7 +136,7 @@ def _save(
 def _backward(
     ctx: _Context, grad_LNH: torch.Tensor, _: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    return *attend_backward(grad_LNH, *ctx.saved_tensors, ctx.scale), None, None, None, None
+    return *attend_backward(grad_LNH, *ctx.saved_tensors, ctx.scale), None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_save)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,11 +46,22 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self._call(func, args, kwargs or {})
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
                 self._watch(tensor.untyped_storage())
         return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Operators defined in Python are looked into: they allocate on their way."""
+        definition = OPDEFS.get(func._schema.name)
+        if definition is None:
+            return func(*args, **kwargs)
+        TorchDispatchMode.__enter__(self)
+        try:
+            return definition._init_fn(*args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

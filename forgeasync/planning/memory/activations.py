@@ -2,7 +2,7 @@
 
 Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
 differ without an accelerator: norms are computed step by step and keep x / rms(x) too, and attention works on
-copies of queries, keys and values that are laid out by sequence (``forgeasync.trainer.attention``).
+copies that are laid out by sequence (``forgeasync.trainer.attention_kernel``).
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ def layer_activations(
         whole=whole,
         selective=boundary + attention.selective + network.selective,
         boundary=boundary,
-        backward=max(attention.backward, network.backward),
+        # The network's backward pass comes first and frees what the network has kept.
+        backward=max(attention.backward - network.whole, network.backward),
     )
 
 
@@ -110,8 +111,12 @@ class _Count:
         kv_heads = facts.num_kv_heads / self._tensor
         queries, keys = heads * facts.head_dim, kv_heads * facts.head_dim
         values, out = kv_heads * facts.value_head_dim, heads * facts.value_head_dim
-        # What the kernel takes and gives; on CPUs the output again, in the order of the row.
-        kernel = queries + keys + values + out + (out if self._on_cpus else 0)
+        # What the kernel takes and gives.
+        kernel = queries + keys + values + out
+        if self._on_cpus and facts.value_head_dim != facts.head_dim:
+            # Values and output are of its head size there, and cut to their own afterwards.
+            kernel += values / facts.value_head_dim * facts.head_dim - values
+            kernel += queries
         kept = float(facts.hidden_size)
         extra = self.norm_extra(facts.hidden_size)
         if self._has_head_norms:
@@ -132,7 +137,10 @@ class _Count:
             + self.kernel_tokens * (kernel * element + heads * FLOAT32_BYTES)
             + extra,
             selective=self.tokens * element * self._selective_attention(queries, values, out),
-            backward=self.kernel_tokens * element * (2 * queries + keys + values + out),
+            # On CPUs copies of all that the kernel takes and gives come with them.
+            backward=self.kernel_tokens
+            * element
+            * (3 * kernel if self._on_cpus else 2 * queries + keys + values + out),
         )
 
     def _selective_attention(self, queries: float, values: float, out: float) -> float:
