@@ -137,7 +137,7 @@ class Contender:
         )
 
     def best_size(self, num_threads: int) -> int:
-        """The fastest of the sizes, by the best of three steps; what there is to compile is compiled first."""
+        """The fastest of the sizes, by the best of three steps: the first may compile."""
 
         def fastest(size: int) -> float:
             return min(self.step(Command(size=size, num_threads=num_threads)).step_s for _ in range(3))
