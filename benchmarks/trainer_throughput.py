@@ -106,6 +106,7 @@ def measure(
     for contender in running:
         num_threads = cores // contender.num_procs
         size = contender.best_size(num_threads)
+        print(f"{lengths}, {cores} cores, {contender.name}: fastest at {size}", flush=True)
         commands[contender.name] = Command(size=size, num_threads=num_threads)
         contender.step(dataclasses.replace(commands[contender.name], trims=True))
     steps: dict[str, list[Step]] = {contender.name: [] for contender in running}

@@ -227,6 +227,11 @@ def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
 
 def test_compiled(launch: Launch) -> None:
     """One graph a layer (fullgraph)."""
+    eager, compiled = launch(1)[0]["moe"], launch(1)[0]["moe, compiled"]
+    for metric in ("loss", "grad_norm"):
+        assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=TOLERANCE)
+    errors = relative_errors(compiled.gradients, eager.gradients)
+    assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
     eager = launch(1)[0]["moe, bfloat16, full AC"]
     compiled = launch(1)[0]["moe, bfloat16, full AC, compiled"]
     for metric in ("loss", "grad_norm"):
