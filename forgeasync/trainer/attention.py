@@ -84,12 +84,12 @@ class PackedAttention(FlexAttention):
         """
         num_queries, length, head_size = q_BLNH.shape[1], k_BLNH.shape[1], q_BLNH.shape[3]
         start, value_size = attention_masks.query_start, v_BLNH.shape[3]
-        # Queries of a part of the row take their places in it; the others' output is cut off again.
-        q_BLNH = F.pad(q_BLNH, (0, 0, 0, 0, start, length - start - num_queries))
+        if num_queries < length:
+            # Queries of a part of the row take their places in it; the others' output is cut off again.
+            q_BLNH = F.pad(q_BLNH, (0, 0, 0, 0, start, length - start - num_queries))
         # The kernel wants heads of one size. Zeros change no score, and the output that they make is cut off.
         q_LNH, k_LNH, v_LNH = (
-            F.pad(x, (0, max(head_size, value_size) - x.shape[3])).flatten(0, 1)
-            for x in (q_BLNH, k_BLNH, v_BLNH)
+            _widened(x, max(head_size, value_size)).flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)
         )
         out_LNH, _ = attend(
             q_LNH,
@@ -101,3 +101,9 @@ class PackedAttention(FlexAttention):
         )
         out_BLNH = out_LNH.view(-1, length, *out_LNH.shape[1:])
         return out_BLNH[:, start : start + num_queries, :, :value_size]
+
+
+def _widened(x_BLNH: torch.Tensor, head_size: int) -> torch.Tensor:
+    # Padding by nothing would copy.
+    missing = head_size - x_BLNH.shape[3]
+    return F.pad(x_BLNH, (0, missing)) if missing else x_BLNH
