@@ -46,7 +46,9 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
         0, np.arange(3, 9, dtype=np.int32), num_samples=6, sampling=SamplingSection(max_response_tokens=24)
     )
     assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
-    items = [TrainingItem(rollout=r, advantage=1.0 if i % 2 else -1.0) for i, r in enumerate(answer)]
+    items = [
+        TrainingItem(rollout=r, advantage=1.0 if i % 2 else -1.0, weight=1.0) for i, r in enumerate(answer)
+    ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
     result = await trainer.train_items(rows)
     await generators.free_payloads(answer)

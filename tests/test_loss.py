@@ -51,6 +51,7 @@ class Tokens:
                 "ages": rng.integers(0, 5, num),
                 "mask": mask,
                 "ids": ids,
+                "weights": rng.choice([1.0, 2.5, 7.0], len(lengths))[ids],
             }
             row["behavior"][~mask] = np.nan
             self.rows.append(row)
@@ -68,6 +69,7 @@ class Tokens:
             mask_T=torch.from_numpy(values["mask"]),
             sequence_ids_T=torch.from_numpy(values["ids"]),
             ages_T=torch.from_numpy(values["ages"]),
+            sample_weights_T=tensor("weights"),
             ref_logprobs_T=tensor("ref"),
         )
 
@@ -75,6 +77,7 @@ class Tokens:
 def hand_made(x: Sequence[np.ndarray], tokens: Tokens, case: str) -> float:
     """The loss of both rows; ``x`` is where gradients flow through."""
     means: list[float] = []
+    weights: list[float] = []
     for row, x_row in zip(tokens.rows, x, strict=True):
         for sequence in np.unique(row["ids"]):
             losses = []
@@ -91,7 +94,9 @@ def hand_made(x: Sequence[np.ndarray], tokens: Tokens, case: str) -> float:
                     losses.append(-(row["advantages"][t] - 0.3 * to_go) * x_row[t] * weight)
             if losses:
                 means.append(sum(losses) / len(losses))
-    return sum(means) / len(means)
+                weights.append(row["weights"][trained[0]])
+    assert len(set(weights)) > 1
+    return float(np.average(means, weights=weights))
 
 
 COMPOSED = {
@@ -116,7 +121,7 @@ def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
     tokens = Tokens(seed)
     loss = build_loss(COMPOSED[case])
     rows = [tokens.tensors(index) for index in range(2)]
-    total = sum(loss.count(row.mask_T, row.sequence_ids_T) for row in rows)
+    total = sum(loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T) for row in rows)
     results = [loss(row, total=total) for row in rows]
     x = [row["logprobs"] for row in tokens.rows]
     found = sum(float(result.loss.detach()) for result in results)
@@ -140,7 +145,7 @@ def test_decoupled_ppo_around_the_current_policy() -> None:
     """Its gradient is that of -A * logprob, weighted by current / behavior, 0 above the cap."""
     row = Tokens(0).tensors(0)
     loss = build_loss(section(objective={"kind": "decoupled_ppo", "clip": 0.2, "behavior_cap": 1.2}))
-    loss(row, total=1.0).loss.backward()
+    loss(dataclasses.replace(row, sample_weights_T=torch.ones(9)), total=1.0).loss.backward()
     ratio_T = (row.logprobs_T.detach() - row.behavior_logprobs_T).exp()
     weights_T = torch.where(row.mask_T & (ratio_T <= 1.2), ratio_T, 0.0)
     assert row.logprobs_T.grad is not None

@@ -283,6 +283,7 @@ def test_the_loss_in_the_docs(config_file: Path, tmp_path: Path, monkeypatch: py
         mask_T=torch.tensor([True, True, False]),
         sequence_ids_T=torch.tensor([0, 1, 1]),
         ages_T=torch.zeros(3, dtype=torch.int32),
+        sample_weights_T=torch.ones(3),
     )
     result = build_loss(config.algorithm)(tokens, total=2.0)
     # Where the ratio is 1 the gate is 2 / temperature and its slope 1, as PPO's.

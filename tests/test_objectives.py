@@ -277,6 +277,29 @@ def test_aggregations_of_a_batch_and_of_its_pieces(seed: int) -> None:
         assert pieces == pytest.approx(number, rel=1e-6, abs=1e-6)
 
 
+def test_a_sequence_of_weight_three_counts_like_three_of_it() -> None:
+    values = torch.tensor([1.0, -2.0, 4.0, 8.0, -16.0, 32.0])
+    mask = torch.tensor([True, True, True, False, True, True])
+    ids = torch.tensor([0, 0, 1, 1, 1, 2])
+    weights = torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0, 1.0])
+    again = [0, 1, 0, 1]
+    thrice = {
+        "values_T": torch.cat([values, values[again]]),
+        "mask_T": torch.cat([mask, mask[again]]),
+        "sequence_ids_T": torch.cat([ids, torch.tensor([3, 3, 4, 4])]),
+    }
+    for aggregate in (
+        aggregation.token_mean,
+        aggregation.sequence_mean_of_token_mean,
+        aggregation.sequence_mean_of_token_sum,
+        aggregation.constant_length(7),
+    ):
+        weighted = aggregate(values_T=values, mask_T=mask, sequence_ids_T=ids, weights_T=weights)
+        torch.testing.assert_close(weighted, aggregate(**thrice))
+        ones = aggregate(values_T=values, mask_T=mask, sequence_ids_T=ids, weights_T=torch.ones(6))
+        assert torch.equal(ones, aggregate(values_T=values, mask_T=mask, sequence_ids_T=ids))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -64,7 +64,7 @@ async def _train_on(
     trainer: TrainerMesh, generators: GeneratorRouter, samples: list[Sampled]
 ) -> dict[str, float]:
     items = [
-        TrainingItem(rollout=sampled.rollout, advantage=1.0 if index % 2 else -1.0)
+        TrainingItem(rollout=sampled.rollout, advantage=1.0 if index % 2 else -1.0, weight=1.0)
         for index, sampled in enumerate(samples)
     ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)

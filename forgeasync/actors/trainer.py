@@ -27,6 +27,7 @@ from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.loss import LossChoice, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.skipped_step import write_skipped_rows
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import RankLayout
 from forgeasync.weights.manifest import StagedShard
@@ -39,6 +40,9 @@ from forgeasync.weights.transports.transport import StagingSource
 if TYPE_CHECKING:
     from forgeasync.trainer.policy_trainer import PolicyTrainer
 
+SKIPPED_STEPS = "skipped_steps"
+"""Folder in the logs for the batches of steps that were skipped."""
+
 PAYLOAD_TIMEOUT_S = 60
 """For one payload of another host."""
 
@@ -47,7 +51,9 @@ class TrainerActor(Actor):
     """One rank of the trainer mesh."""
 
     def __init__(self, log_dir: Path) -> None:
-        redirect_process_output(log_dir / f"trainer-{current_rank().rank}.log")
+        self._rank = current_rank().rank
+        self._skipped_steps = log_dir / SKIPPED_STEPS
+        redirect_process_output(log_dir / f"trainer-{self._rank}.log")
         self._trainer: PolicyTrainer | None = None
 
     @endpoint
@@ -107,11 +113,28 @@ class TrainerActor(Actor):
     async def train_rows(self, rows: list[PackedRow]) -> StepResult:
         """One optimizer step; these are this data rank's rows."""
         assert self._trainer is not None
-        return self._trainer.train_step(rows)
+        result = self._trainer.train_step(rows)
+        self._keep_if_skipped(result, rows)
+        return result
+
+    def _keep_if_skipped(self, result: StepResult, rows: list[PackedRow]) -> None:
+        """The rows of a skipped step go into a file, for looking at."""
+        if result.skip_reason is not None:
+            write_skipped_rows(
+                self._skipped_steps,
+                rows,
+                step=result.policy_version,
+                rank=self._rank,
+                reason=result.skip_reason,
+            )
 
     @endpoint
     async def train_items(self, rows: list[list[TrainingItem]]) -> StepResult:
-        """The same over rollouts by reference: their arrays are read here, once."""
+        """The same over rollouts by reference: their arrays are read here, once.
+
+        Raises:
+            MismatchTooLarge: trainer and sampler do not compute the same distribution.
+        """
         assert self._trainer is not None
         trained_version = self._trainer.policy_version
         start_s = time.perf_counter()
@@ -122,7 +145,8 @@ class TrainerActor(Actor):
             pack_row([await self._read(item, trained_version, prompts) for item in items]) for items in rows
         ]
         read_s = time.perf_counter() - start_s
-        result = self._trainer.train_step(packed)
+        result = self._trainer.train_step(packed, max_fresh_mismatch=self._section.max_fresh_mismatch)
+        self._keep_if_skipped(result, packed)
         read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}
         return dataclasses.replace(result, metrics=metrics)
@@ -173,8 +197,13 @@ class TrainerActor(Actor):
 
     @endpoint
     async def stage_weights(self, slot: int) -> StagedShard:
-        """Copy this rank's part of the current weights into a staging buffer, cast to their dtype there."""
+        """Copy this rank's part of the current weights into a staging buffer, cast to their dtype there.
+
+        Raises:
+            NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
+        """
         assert self._trainer is not None
+        self._trainer.require_finite_weights(f"publishing version {self._trainer.policy_version}")
         start_s = time.perf_counter()
         staged = self._publisher.stage(slot, self._trainer.policy_version, self._trainer.named_weights())
         if self._puts_into_store:

@@ -5,7 +5,11 @@ whole batch, summed over the pieces, each piece's call gives its share of the ba
 add up.
 Without ``total`` a piece is taken for the whole. Sequences without a token masked in do not count.
 
-Shape suffix: T packed tokens; values and mask are float32 and bool.
+``weights_T`` says how often each sequence counts, the same number for all of its tokens; None is 1 for all.
+Weights multiply values and the count alike, so that a batch's loss is the weighted mean, whatever they add up
+to (the self-normalized estimator: Owen, "Monte Carlo theory, methods and examples", 2013, section 9.2).
+
+Shape suffix: T packed tokens; values and weights are float32, the mask is bool.
 """
 
 from collections.abc import Callable
@@ -26,10 +30,13 @@ class Aggregation(Protocol):
         values_T: torch.Tensor,
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
+        weights_T: torch.Tensor | None = None,
         total: torch.Tensor | float | None = None,
     ) -> torch.Tensor: ...
 
-    def count(self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
+    def count(
+        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What this piece adds to ``total``."""
         ...
 
@@ -39,7 +46,7 @@ class _Aggregation:
     """``summed`` gives the numerator, ``counted`` the denominator of a piece."""
 
     summed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    counted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    counted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
     def __call__(
         self,
@@ -47,24 +54,31 @@ class _Aggregation:
         values_T: torch.Tensor,
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
+        weights_T: torch.Tensor | None = None,
         total: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         if total is None:
-            total = self.count(mask_T, sequence_ids_T)
+            total = self.count(mask_T, sequence_ids_T, weights_T)
+        if weights_T is not None:
+            values_T = values_T * weights_T
         numerator = self.summed(values_T, mask_T, sequence_ids_T)
         return numerator / torch.as_tensor(total, dtype=numerator.dtype).clamp(min=1.0)
 
-    def count(self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
+    def count(
+        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What this piece adds to ``total``."""
-        return self.counted(mask_T, sequence_ids_T)
+        return self.counted(mask_T, sequence_ids_T, weights_T)
 
 
 def _masked_sum(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_T, values_T, 0.0).sum()
 
 
-def _num_tokens(mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
-    return mask_T.sum().float()
+def _num_tokens(
+    mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None
+) -> torch.Tensor:
+    return mask_T.sum().float() if weights_T is None else torch.where(mask_T, weights_T, 0.0).sum()
 
 
 def _sum_of_means(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,15 @@ def _sums(
     return sums_S.index_add(0, index_T, torch.where(mask_T, values_T, 0.0)), index_T
 
 
-def num_sequences(mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
-    """How many sequences have at least one token masked in; float32 scalar."""
-    return torch.as_tensor(float(sequence_ids_T[mask_T].unique().numel()), device=mask_T.device)
+def num_sequences(
+    mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """How many sequences have at least one token masked in; float32 scalar.
+
+    With ``weights_T`` [T], the same for all tokens of a sequence, each sequence counts that often.
+    """
+    ids_S, index_N = sequence_ids_T[mask_T].unique(return_inverse=True)
+    if weights_T is None:
+        return torch.as_tensor(float(len(ids_S)), device=mask_T.device)
+    weights_S = weights_T.new_zeros(len(ids_S)).scatter_reduce(0, index_N, weights_T[mask_T], "amax")
+    return weights_S.sum()

@@ -202,6 +202,12 @@ class TrainerSection(Section):
     replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)
     """Share of the rows on which the mismatch without routing replay is measured too, at the price of one
     more forward pass over them."""
+    max_skipped_steps: int = Field(default=3, gt=0)
+    """A step whose loss or gradient is not finite is skipped and counted; after this many in a row the run
+    ends with an error."""
+    max_fresh_mismatch: float = Field(default=0.5, gt=0.0)
+    """The run ends with an error before a step whose tokens, sampled under the very weights that train, have
+    log-probabilities that differ from the sampler's by more than this on average, in nats."""
     optimizer: OptimizerSection
 
     @field_validator("routing_replay", mode="before")
@@ -256,7 +262,7 @@ class LoraSection(Section):
 class CheckpointSection(Section):
     """Checkpoints that a run can be resumed from: ``--resume latest``."""
 
-    every_steps: int | None = Field(default=None, gt=0)
+    every_steps: int | None = Field(default=20, gt=0)
     """One is written after every this many steps, beside training; null: none."""
     keep: int = Field(default=2, gt=0)
     """The newest ones that are kept."""

@@ -24,6 +24,8 @@ class TrainingItem:
 
     rollout: StoredRollout
     advantage: float
+    weight: float
+    """How often it counts in the batch's loss (rollout accounting)."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,9 +53,9 @@ def group_advantages(groups: Sequence[Group], algorithm: AlgorithmSection) -> li
 def training_items(
     groups: Sequence[Group], weights: Sequence[float], algorithm: AlgorithmSection
 ) -> list[TrainingItem]:
-    """One item per rollout; a group's weight multiplies its advantages."""
+    """One item per rollout; ``weights`` has each group's weight from rollout accounting."""
     return [
-        TrainingItem(rollout=rollout, advantage=weight * float(advantage))
+        TrainingItem(rollout=rollout, advantage=float(advantage), weight=weight)
         for group, weight, advantages_G in zip(
             groups, weights, group_advantages(groups, algorithm), strict=True
         )
@@ -92,6 +94,7 @@ def training_sequence(
         behavior_logprobs_T=trace.logprobs_T,
         ages_T=_ages(item.rollout, trained_version),
         advantage=item.advantage,
+        weight=item.weight,
         expert_ids_SMK=expert_ids_SMK,
         kept_tokens=trace.kept_tokens if keep_sampling_mask else None,
     )

@@ -31,8 +31,8 @@ LossChoice = LossSection | Supervised
 class RowTokens:
     """The targets of a row; all [T]. ``logprobs_T`` has gradients.
 
-    ``mask_T`` is False for targets that are not to be trained on. ``ref_logprobs_T`` is None where no
-    reference is asked for.
+    ``mask_T`` is False for targets that are not to be trained on. ``sample_weights_T`` says how often the
+    target's sequence counts (rollout accounting). ``ref_logprobs_T`` is None where no reference is asked for.
     """
 
     logprobs_T: torch.Tensor
@@ -41,6 +41,7 @@ class RowTokens:
     mask_T: torch.Tensor
     sequence_ids_T: torch.Tensor
     ages_T: torch.Tensor
+    sample_weights_T: torch.Tensor
     ref_logprobs_T: torch.Tensor | None = None
 
 
@@ -74,9 +75,11 @@ class PolicyLoss:
         """Whether rows have to come with ``ref_logprobs_T``."""
         return self._penalty is not None
 
-    def count(self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
+    def count(
+        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
+    ) -> torch.Tensor:
         """What a row adds to the count of its batch."""
-        return self._aggregate.count(mask_T, sequence_ids_T)
+        return self._aggregate.count(mask_T, sequence_ids_T, sample_weights_T)
 
     def __call__(self, tokens: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
         """A row's share of the loss of a batch whose ``count`` is ``total``."""
@@ -110,7 +113,11 @@ class PolicyLoss:
         if added_T is not None:
             losses_T = losses_T + added_T
         loss = self._aggregate(
-            values_T=losses_T, mask_T=tokens.mask_T, sequence_ids_T=tokens.sequence_ids_T, total=total
+            values_T=losses_T,
+            mask_T=tokens.mask_T,
+            sequence_ids_T=tokens.sequence_ids_T,
+            weights_T=tokens.sample_weights_T,
+            total=total,
         )
         return RowLoss(loss=loss, sums=sums, weights_T=weights_T)
 

@@ -34,6 +34,8 @@ class TrainingSequence:
     behavior_logprobs_T: np.ndarray
     ages_T: np.ndarray
     advantage: float
+    weight: float = 1.0
+    """How often the sequence counts in the batch's loss."""
     expert_ids_SMK: np.ndarray | None = None
     kept_tokens: KeptTokens | None = None
 
@@ -55,6 +57,7 @@ class PackedRow:
     mask_L: np.ndarray
     behavior_logprobs_L: np.ndarray
     advantages_L: np.ndarray
+    sample_weights_L: np.ndarray
     ages_L: np.ndarray
     sequence_ids_L: np.ndarray
     expert_ids_LMK: np.ndarray | None
@@ -77,6 +80,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         mask_L=np.zeros(length, bool),
         behavior_logprobs_L=np.zeros(length, np.float32),
         advantages_L=np.zeros(length, np.float32),
+        sample_weights_L=np.zeros(length, np.float32),
         ages_L=np.zeros(length, np.int32),
         sequence_ids_L=np.full(length, NO_SEQUENCE, np.int64),
         expert_ids_LMK=_empty_routing(sequences, length),
@@ -97,6 +101,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         row.mask_L[targets] = True
         row.behavior_logprobs_L[targets] = sequence.behavior_logprobs_T
         row.advantages_L[targets] = sequence.advantage
+        row.sample_weights_L[targets] = sequence.weight
         row.ages_L[targets] = sequence.ages_T
         if row.expert_ids_LMK is not None and sequence.expert_ids_SMK is not None:
             row.expert_ids_LMK[start:end] = sequence.expert_ids_SMK

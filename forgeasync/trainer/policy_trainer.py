@@ -8,6 +8,7 @@ Shape suffixes: L packed row length, T its targets (the response tokens trained 
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,15 @@ from torchtitan.distributed import utils as dist_utils
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, OptimizerSection, RouterBias, TrainerSection
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
+from forgeasync.trainer.finite import (
+    Largest,
+    MismatchTooLarge,
+    agree,
+    describe_non_finite,
+    describe_row,
+    largest_values,
+    require_finite,
+)
 from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.hf_names import hf_names
 from forgeasync.trainer.loss import PolicyLoss, RowTokens
@@ -95,40 +105,82 @@ class PolicyTrainer:
         with self._forward.replay(row):
             return self._forward.logprobs(row)
 
-    def train_step(self, rows: Sequence[PackedRow]) -> StepResult:
+    def train_step(self, rows: Sequence[PackedRow], *, max_fresh_mismatch: float | None = None) -> StepResult:
         """One optimizer step over this rank's rows (one per microbatch, as many on every rank).
 
         The loss is that of all ranks' rows as one batch: neither packing nor the number of ranks changes
-        the gradient.
+        the gradient. Where a loss or a gradient of any rank is not finite, every rank leaves weights and
+        optimizer as they are, and the result says why; the version counts on, so that it is the number of
+        batches taken.
+
+        Raises:
+            MismatchTooLarge: on tokens sampled under the present weights, log-probabilities differ from the
+                sampler's by more than ``max_fresh_mismatch`` nats on average. No step was taken.
         """
         start_s = time.perf_counter()
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE)
         masks = [self._mask(row) for row in rows]
         total, num_trained, num_targets = self._count(rows, masks)
-        for row, mask_T in zip(rows, masks, strict=True):
-            self._accumulate_gradients(row, mask_T, total, sums)
+        problems = [
+            self._accumulate_gradients(index, row, mask_T, total, sums)
+            for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
+        ]
         learning_rate = self._set_learning_rate()
-        grad_norm = dist_utils.clip_grad_norm_(
-            [parameter for _, parameter in self._trained()],
-            self._section.optimizer.max_grad_norm,
-            ep_enabled=self._parallel_dims.ep_enabled,
+        # Before clipping: a norm that is nan makes every gradient nan.
+        gradients = largest_values(
+            (f"the gradient of {name}", parameter.grad) for name, parameter in self._trained()
         )
-        self._checkpoints.until_staged()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._router_bias is not None:
-            self._router_bias.step()
-        self.policy_version += 1
+        grad_norm = float(
+            dist_utils.clip_grad_norm_(
+                [parameter for _, parameter in self._trained()],
+                self._section.optimizer.max_grad_norm,
+                ep_enabled=self._parallel_dims.ep_enabled,
+            )
+        )
         metrics = sums.metrics(num_trained, mesh=self._loss_mesh)
-        metrics |= {"grad_norm": float(grad_norm), "learning_rate": learning_rate}
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if self._max_token_age is not None:
             metrics["off_policy/rejected_token_share"] = 1.0 - num_trained / max(1, num_targets)
+        skip_reason = self._reason_to_skip(problems, gradients, grad_norm)
+        if skip_reason is None and max_fresh_mismatch is not None:
+            self._check_fresh_mismatch(metrics, max_fresh_mismatch)
+        self._checkpoints.until_staged()
+        if skip_reason is None:
+            self._optimizer.step()
+        if self._router_bias is not None and skip_reason is None:
+            self._router_bias.step()
+        elif self._router_bias is not None:
+            self._router_bias.discard()
+        self._optimizer.zero_grad()
+        self.policy_version += 1
         return StepResult(
             policy_version=self.policy_version,
             num_targets=num_trained,
             num_padding_tokens=sums.num_padding_tokens,
             train_s=time.perf_counter() - start_s,
             metrics=metrics,
+            skip_reason=skip_reason,
+        )
+
+    def _reason_to_skip(
+        self, problems: Sequence[str | None], gradients: Largest, grad_norm: float
+    ) -> str | None:
+        """What is not finite on any rank, the same on all; ``problems`` are those of this rank's rows."""
+        of_row = next((text for text in problems if text is not None), None)
+        if math.isfinite(grad_norm):
+            return agree(of_row, None, None)
+        return agree(of_row, describe_non_finite(gradients), f"the norm of all gradients is {grad_norm}")
+
+    def _check_fresh_mismatch(self, metrics: dict[str, float], largest: float) -> None:
+        mismatch = metrics.get("mismatch/fresh_logprob_abs_mean", 0.0)
+        if mismatch <= largest:
+            return
+        self._optimizer.zero_grad()
+        raise MismatchTooLarge(
+            f"step {self.policy_version + 1}: on tokens sampled under the very weights that train, "
+            f"log-probabilities of trainer and sampler differ by {mismatch:.3g} nats on average, more than "
+            f"trainer.max_fresh_mismatch = {largest:g}: they do not compute the same distribution "
+            "(temperature, kept sets, routing or weights); the step was not taken"
         )
 
     def _mask(self, row: PackedRow) -> torch.Tensor:
@@ -143,7 +195,8 @@ class PolicyTrainer:
         counts = torch.zeros(3, dtype=torch.float64, device=DEVICE_TYPE)
         for row, mask_T in zip(rows, masks, strict=True):
             sequence_ids_T = torch.from_numpy(row.sequence_ids_L[row.mask_L]).to(DEVICE_TYPE)
-            counts[0] += self._loss.count(mask_T, sequence_ids_T)
+            sample_weights_T = torch.from_numpy(row.sample_weights_L[row.mask_L]).to(DEVICE_TYPE)
+            counts[0] += self._loss.count(mask_T, sequence_ids_T, sample_weights_T)
             counts[1] += mask_T.sum()
             counts[2] += row.num_targets
         if self._loss_mesh is not None:
@@ -152,8 +205,10 @@ class PolicyTrainer:
         return total, int(num_trained), int(num_targets)
 
     def _accumulate_gradients(
-        self, row: PackedRow, mask_T: torch.Tensor, total: float, sums: StepSums
-    ) -> None:
+        self, index: int, row: PackedRow, mask_T: torch.Tensor, total: float, sums: StepSums
+    ) -> str | None:
+        """A row's share of the gradients; what is wrong with its loss, if that is not finite."""
+
         def targets(values_L: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values_L[row.mask_L]).to(DEVICE_TYPE)
 
@@ -168,6 +223,7 @@ class PolicyTrainer:
                 mask_T=mask_T,
                 sequence_ids_T=targets(row.sequence_ids_L),
                 ages_T=targets(row.ages_L),
+                sample_weights_T=targets(row.sample_weights_L),
                 ref_logprobs_T=ref_logprobs_T,
             )
             result = self._loss(tokens, total=total)
@@ -188,6 +244,19 @@ class PolicyTrainer:
                 unreplayed_T = self.logprobs(row, replay_routing=False)
             sums.add_probe("with_replay", logprobs_T - behavior_T)
             sums.add_probe("without_replay", unreplayed_T - behavior_T)
+        return describe_row(
+            index,
+            result.loss.detach(),
+            {
+                "the log-probability": logprobs_T,
+                "the sampler's log-probability": behavior_T,
+                "the reference's log-probability": ref_logprobs_T,
+                "the advantage": tokens.advantages_T,
+                "the sample weight": tokens.sample_weights_T,
+                "the correction": result.weights_T,
+            },
+            mask_T,
+        )
 
     def _set_learning_rate(self) -> float:
         learning_rate = scheduled_learning_rate(self._section.optimizer, self.policy_version + 1)
@@ -205,15 +274,28 @@ class PolicyTrainer:
             NamedWeight(names=tuple(hf_names(name, self._facts)), tensor=tensor) for name, tensor in weights
         ]
 
+    def require_finite_weights(self, what: str) -> None:
+        """Refuse weights that are not finite; collective.
+
+        Raises:
+            NonFiniteWeights: names ``what`` is refused, and the tensor.
+        """
+        require_finite(((weight.names[0], weight.tensor) for weight in self.named_weights()), what=what)
+
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
         """Start to write a checkpoint beside training (collective); older ones than ``keep`` are removed.
 
-        Waits for the one before. What goes wrong is raised by a later step.
+        Waits for the one before. What goes wrong with writing is raised by a later step.
+
+        Raises:
+            NonFiniteWeights: weights or moments have nan or inf. Nothing is written or removed.
         """
-        self._checkpoints.begin(self._checkpoint_state(), folder, run_state=run_state, keep=keep)
+        state = self._checkpoint_state()
+        require_finite(state.items(), what=f"checkpoint {folder.name}")
+        self._checkpoints.begin(state, folder, run_state=run_state, keep=keep)
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint begun last is on the disk."""
@@ -246,7 +328,11 @@ class PolicyTrainer:
         """Write a Hugging Face folder (collective); config and tokenizer are copied from ``source``.
 
         With adapters it is a peft folder instead, of the adapters of the model at ``source``.
+
+        Raises:
+            NonFiniteWeights: weights have nan or inf. Nothing is written.
         """
+        self.require_finite_weights(f"export {folder.name}")
         if self._lora is None:
             hf_checkpoint.save(self.model, self._facts, folder, source=source)
         else:

@@ -57,4 +57,8 @@ class RouterBiasUpdate:
             bias_E = moe.expert_bias_E
             own_E = bias_E.to_local() if isinstance(bias_E, DTensor) else bias_E
             own_E += change_E.to(own_E.dtype)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the tokens counted so far."""
         self._counts_ME.zero_()

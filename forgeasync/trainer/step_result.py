@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class StepResult:
     """What one optimizer step measured, over the whole mesh.
 
-    ``metrics`` are means over the trained tokens, under their names in metrics.jsonl.
+    ``metrics`` are means over the trained tokens, under their names in metrics.jsonl. ``skip_reason`` says
+    what was not finite where the step was skipped: the version then has the weights of the one before.
     """
 
     policy_version: int
@@ -15,3 +16,4 @@ class StepResult:
     num_padding_tokens: int
     train_s: float
     metrics: dict[str, float]
+    skip_reason: str | None

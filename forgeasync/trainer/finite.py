@@ -1,0 +1,94 @@
+"""What is not finite is noticed on any rank and acted on by all of them.
+
+Shape suffix: T targets of a row.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from forgeasync.trainer.titan_cpu import DEVICE_TYPE
+
+
+class NonFiniteWeights(ArithmeticError):
+    """Weights or optimizer state with nan or inf: they are neither published nor written."""
+
+
+class MismatchTooLarge(ArithmeticError):
+    """The trainer does not compute the distribution that the generators sampled from."""
+
+
+def agree(*problems: str | None) -> str | None:
+    """What is wrong on any rank, the same answer on every rank; None if nothing is. Collective.
+
+    Each rank gives as many ``problems``, the one nearest to the cause first: what stands there on any rank is
+    the answer before what stands behind it on others. The usual answer, None, costs one small all-reduce.
+    """
+    is_wrong = torch.tensor(float(any(text is not None for text in problems)), device=DEVICE_TYPE)
+    dist.all_reduce(is_wrong)
+    if not is_wrong:
+        return None
+    found: list[tuple[str | None, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(found, problems)
+    return next(text for rank in zip(*found, strict=True) for text in rank if text is not None)
+
+
+Largest = Sequence[tuple[str, torch.Tensor]]
+"""Names of tensors, each with the largest absolute value of its part on this rank: nan where any value is."""
+
+
+@torch.no_grad()
+def largest_values(named: Iterable[tuple[str, torch.Tensor | None]]) -> Largest:
+    """Look at every floating-point tensor once, without a copy and without waiting for the device."""
+    local = (
+        (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in named
+        if tensor is not None and tensor.dtype.is_floating_point
+    )
+    return [(name, torch.linalg.vector_norm(part, ord=torch.inf)) for name, part in local if part.numel()]
+
+
+def describe_non_finite(largest: Largest) -> str | None:
+    """The first tensor that is not finite on this rank; None if all are."""
+    if not largest or bool(torch.stack([value.float() for _, value in largest]).isfinite().all()):
+        return None
+    name = next(name for name, value in largest if not value.isfinite())
+    return f"{name} has values that are nan or infinite {_own_rank()}"
+
+
+def require_finite(named: Iterable[tuple[str, torch.Tensor]], *, what: str) -> None:
+    """Refuse tensors with nan or inf; collective, so that every rank raises or none.
+
+    Raises:
+        NonFiniteWeights: says that ``what`` is refused, and names the tensor.
+    """
+    problem = agree(describe_non_finite(largest_values(named)))
+    if problem is not None:
+        raise NonFiniteWeights(f"{what} is refused: {problem}")
+
+
+def describe_row(
+    index: int, loss: torch.Tensor, inputs: Mapping[str, torch.Tensor | None], mask_T: torch.Tensor
+) -> str | None:
+    """The first of a row's loss and ``inputs`` [T], by name, that is not finite; None if all are.
+
+    A loss can be finite where its inputs, and so its gradients, are not: a clip cuts an infinite ratio.
+    """
+    given = {name: mask_T & ~values_T.isfinite() for name, values_T in inputs.items() if values_T is not None}
+    is_wrong = torch.stack([~loss.isfinite(), *(is_wrong_T.any() for is_wrong_T in given.values())])
+    if not bool(is_wrong.any()):
+        return None
+    row = f"the loss of row {index} {_own_rank()} is {float(loss)}"
+    for name, is_wrong_T in given.items():
+        if bool(is_wrong_T.any()):
+            values_T = inputs[name]
+            assert values_T is not None
+            place = int(is_wrong_T.nonzero()[0])
+            return f"{row}: {name} of its target {place} is {float(values_T[place])}"
+    return f"{row}, although all that the objective is given is finite"
+
+
+def _own_rank() -> str:
+    return f"on trainer rank {dist.get_rank()}"
