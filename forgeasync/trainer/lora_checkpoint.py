@@ -9,7 +9,7 @@ peft silently drops gate and up where down is missing.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -40,13 +40,19 @@ def save(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: P
                 for peft_name, tensor in zip(hf_names(name, facts), of_experts, strict=True)
             }
     if dist.get_rank() == 0:
-        partial = folder.with_name(folder.name + ".partial")
-        partial.mkdir(parents=True)
-        tensors |= dict(_zeros(facts, lora))
-        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(facts, lora, source), indent=1))
-        partial.rename(folder)
+        write_folder(tensors, facts, lora, folder, source=source)
     dist.barrier()
+
+
+def write_folder(
+    tensors: Mapping[str, torch.Tensor], facts: ModelFacts, lora: LoraSection, folder: Path, *, source: Path
+) -> None:
+    """Write whole adapters, by peft's names, as a folder that gets its name when all of it is there."""
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True)
+    save_file(dict(tensors) | dict(_zeros(facts, lora)), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+    (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(facts, lora, source), indent=1))
+    partial.rename(folder)
 
 
 def _filled_up(facts: ModelFacts, lora: LoraSection) -> list[str]:
