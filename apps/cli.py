@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 the config was refused (before any process started), 1 the
 import argparse
 import asyncio
 import contextlib
+import re
 import signal
 import sys
 import traceback
@@ -13,9 +14,12 @@ from collections.abc import Callable
 
 from monarch.actor import shutdown_context
 
+from forgeasync.actors.deadline import DeadlineExceeded
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import RunConfig
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 EXIT_REFUSED = 2
 EXIT_FAILED = 1
@@ -62,7 +66,9 @@ def exit_code(run: Callable[[], None]) -> int:
     except BaseException as error:
         cause = root_cause(error)
         traceback.print_exception(cause)
-        print(f"failed: {type(cause).__name__}: {last_words(cause)}", file=sys.stderr)
+        # A deadline's own name says nothing that the message does not: people know the standard one.
+        kind = TimeoutError if isinstance(cause, DeadlineExceeded) else type(cause)
+        print(f"failed: {kind.__name__}: {last_words(cause)}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 
@@ -82,9 +88,29 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def last_words(error: BaseException) -> str:
-    """One line: a short message whole, of a long one (an actor's remote traceback) its last line."""
+    """One line: a short message whole, of a long one (an actor's remote traceback) its last line.
+
+    An error without a message is named by the place that it comes from.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines) if len(lines) <= 3 else lines[-1]
+    if not lines:
+        return f"no message, {_place(error)}"
+    last = " ".join(lines) if len(lines) <= 3 else lines[-1]
+    # Python's own last line of a remote error without a message is "AssertionError" and nothing more.
+    is_bare = len(lines) > 3 and last.rstrip(": ").replace(".", "").isidentifier()
+    return f"{last} {_remote_place(lines)}" if is_bare else last
+
+
+def _place(error: BaseException) -> str:
+    """The innermost frame that an error passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"in {frames[-1].name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else "never raised"
+
+
+def _remote_place(lines: list[str]) -> str:
+    """The same of a traceback as text."""
+    frames = [match.groups() for line in lines if (match := _FRAME.match(line))]
+    return "".join(f"in {name} at {file}:{number}" for file, number, name in frames[-1:])
 
 
 def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:

@@ -180,7 +180,7 @@ class GrpoRun:
                 num_ranks=self.trainer.num_data_ranks,
             )
             train_start_s = time.perf_counter()
-            result = await self.trainer.train_items(rows)
+            result = await self.trainer.train_items(rows, step=step)
             train_s = time.perf_counter() - train_start_s
             await self.commit(batch, trainer_wait_share=wait_s / (wait_s + train_s))
 

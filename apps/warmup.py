@@ -114,7 +114,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                 rows = pack_rows(
                     sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks
                 )
-                result = await trainer.train_rows(rows)
+                result = await trainer.train_rows(rows, step=step)
                 if step % REPORT_EVERY == 0 or step == warmup.num_steps:
                     print(f"warm-up step {step}/{warmup.num_steps}  loss {result.metrics['loss']:.4f}")
             trained = Path(scratch) / "trained"
