@@ -1,6 +1,7 @@
 """The command line that all apps share: arguments in, exit code out.
 
-Exit codes: 0 done, 2 the config was refused (before any process started), 1 the run failed, 130 Ctrl-C.
+Exit codes: 0 done, 2 the config was refused (before any process started), 1 the run failed, 130 Ctrl-C,
+143 SIGTERM. The last two come after cleaning up, also where that failed.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 from monarch.actor import shutdown_context
 
+from apps.stopping import install_handlers, received_signal
 from forgeasync.actors.deadline import DeadlineExceeded
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
@@ -23,7 +25,8 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 EXIT_REFUSED = 2
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
+EXIT_SIGNAL = 128
+"""Plus the number of the signal that the app was told to stop with."""
 
 
 def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = False) -> argparse.Namespace:
@@ -50,8 +53,7 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
 
 def exit_code(run: Callable[[], None]) -> int:
     """Run an app and turn how it ended into an exit code, with the reason as the last lines on stderr."""
-    # A shell starts background jobs with SIGINT ignored and Python keeps it so: it shall end a run anyway.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    install_handlers()
     try:
         try:
             run()
@@ -61,15 +63,17 @@ def exit_code(run: Callable[[], None]) -> int:
         print(f"refused:\n{error}", file=sys.stderr)
         return EXIT_REFUSED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        received = received_signal() or signal.SIGINT
+        print(f"interrupted by {received.name}", file=sys.stderr)
+        return EXIT_SIGNAL + received
     except BaseException as error:
         cause = root_cause(error)
         traceback.print_exception(cause)
         # A deadline's own name says nothing that the message does not: people know the standard one.
         kind = TimeoutError if isinstance(cause, DeadlineExceeded) else type(cause)
         print(f"failed: {kind.__name__}: {last_words(cause)}", file=sys.stderr)
-        return EXIT_FAILED
+        received = received_signal()
+        return EXIT_FAILED if received is None else EXIT_SIGNAL + received
     return 0
 
 

@@ -27,6 +27,7 @@ from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
 from apps.resume import open_files
 from apps.serving import WeightServing
+from apps.stopping import run_main, telling
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
@@ -347,7 +348,7 @@ def main() -> int:
             show_plan(config)
         else:
             prepared = prepare(config, arguments.resume)
-            asyncio.run(train(prepared.config, prepared))
+            run_main(train(prepared.config, prepared))
 
     return exit_code(run)
 

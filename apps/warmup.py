@@ -6,7 +6,6 @@ Writes ``model.path`` as a Hugging Face folder that vLLM, TorchTitan and transfo
 is the RL run's: the same trainer mesh and packed rows, with the likelihood of worked examples as objective.
 """
 
-import asyncio
 import json
 import random
 import shutil
@@ -18,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from apps.cli import run_app
+from apps.stopping import run_main
 from forgeasync.actors.fleet import Fleet
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem
@@ -133,7 +133,7 @@ def main(config: RunConfig) -> None:
     if Path(config.model.path).exists():
         print(f"{config.model.path} exists already")
         return
-    asyncio.run(warm_up(config, config.warmup))
+    run_main(warm_up(config, config.warmup))
 
 
 if __name__ == "__main__":

@@ -212,7 +212,15 @@ class Fleet:
         return actor
 
     async def close(self) -> None:
-        """Stop every proc; procs that are gone already are no error."""
+        """Stop every proc; procs that are gone already are no error. Being cancelled does not cut it short."""
+        closing = asyncio.create_task(self._close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
+
+    async def _close(self) -> None:
         self._closing = True
         # Whatever fails, the rest is still done, the last one pushed first.
         async with contextlib.AsyncExitStack() as ending:
