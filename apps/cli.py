@@ -1,11 +1,13 @@
 """The command line that all apps share: arguments in, exit code out.
 
-Exit codes: 0 done, 2 the config was refused (before any process started), 1 the run failed, 130 Ctrl-C.
+Exit codes: 0 done, 2 the config was refused (before any process started), 1 the run failed, 130 Ctrl-C,
+143 SIGTERM. The last two come after cleaning up, also where that failed.
 """
 
 import argparse
 import asyncio
 import contextlib
+import re
 import signal
 import sys
 import traceback
@@ -13,13 +15,18 @@ from collections.abc import Callable
 
 from monarch.actor import shutdown_context
 
+from apps.stopping import install_handlers, received_signal
+from forgeasync.actors.deadline import DeadlineExceeded
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import RunConfig
 
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
 EXIT_REFUSED = 2
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
+EXIT_SIGNAL = 128
+"""Plus the number of the signal that the app was told to stop with."""
 
 
 def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = False) -> argparse.Namespace:
@@ -46,8 +53,7 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
 
 def exit_code(run: Callable[[], None]) -> int:
     """Run an app and turn how it ended into an exit code, with the reason as the last lines on stderr."""
-    # A shell starts background jobs with SIGINT ignored and Python keeps it so: it shall end a run anyway.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    install_handlers()
     try:
         try:
             run()
@@ -57,13 +63,17 @@ def exit_code(run: Callable[[], None]) -> int:
         print(f"refused:\n{error}", file=sys.stderr)
         return EXIT_REFUSED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        received = received_signal() or signal.SIGINT
+        print(f"interrupted by {received.name}", file=sys.stderr)
+        return EXIT_SIGNAL + received
     except BaseException as error:
         cause = root_cause(error)
         traceback.print_exception(cause)
-        print(f"failed: {type(cause).__name__}: {last_words(cause)}", file=sys.stderr)
-        return EXIT_FAILED
+        # A deadline's own name says nothing that the message does not: people know the standard one.
+        kind = TimeoutError if isinstance(cause, DeadlineExceeded) else type(cause)
+        print(f"failed: {kind.__name__}: {last_words(cause)}", file=sys.stderr)
+        received = received_signal()
+        return EXIT_FAILED if received is None else EXIT_SIGNAL + received
     return 0
 
 
@@ -82,9 +92,29 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def last_words(error: BaseException) -> str:
-    """One line: a short message whole, of a long one (an actor's remote traceback) its last line."""
+    """One line: a short message whole, of a long one (an actor's remote traceback) its last line.
+
+    An error without a message is named by the place that it comes from.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines) if len(lines) <= 3 else lines[-1]
+    if not lines:
+        return f"no message, {_place(error)}"
+    last = " ".join(lines) if len(lines) <= 3 else lines[-1]
+    # Python's own last line of a remote error without a message is "AssertionError" and nothing more.
+    is_bare = len(lines) > 3 and last.rstrip(": ").replace(".", "").isidentifier()
+    return f"{last} {_remote_place(lines)}" if is_bare else last
+
+
+def _place(error: BaseException) -> str:
+    """The innermost frame that an error passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"in {frames[-1].name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else "never raised"
+
+
+def _remote_place(lines: list[str]) -> str:
+    """The same of a traceback as text."""
+    frames = [match.groups() for line in lines if (match := _FRAME.match(line))]
+    return "".join(f"in {name} at {file}:{number}" for file, number, name in frames[-1:])
 
 
 def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:

@@ -27,6 +27,7 @@ from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
 from apps.resume import open_files
 from apps.serving import WeightServing
+from apps.stopping import run_main, telling
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
@@ -180,7 +181,7 @@ class GrpoRun:
                 num_ranks=self.trainer.num_data_ranks,
             )
             train_start_s = time.perf_counter()
-            result = await self.trainer.train_items(rows)
+            result = await self.trainer.train_items(rows, step=step)
             train_s = time.perf_counter() - train_start_s
             await self.commit(batch, trainer_wait_share=wait_s / (wait_s + train_s))
 
@@ -347,7 +348,7 @@ def main() -> int:
             show_plan(config)
         else:
             prepared = prepare(config, arguments.resume)
-            asyncio.run(train(prepared.config, prepared))
+            run_main(train(prepared.config, prepared))
 
     return exit_code(run)
 

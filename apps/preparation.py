@@ -21,7 +21,7 @@ from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_sha
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
-from forgeasync.payload.run_folder import SHARED_MEMORY
+from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,8 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
         # Not this machine's: every host checks its own when its folders are made.
         return []
+    # What dead runs hold is as good as free.
+    sweep_stale_folders()
     free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
     num_versions = weight_copies_in_shared_memory(config)
     weights_gib = num_versions * published_weight_bytes(config, facts) / 2**30

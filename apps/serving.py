@@ -68,7 +68,7 @@ class WeightServing:
             self._recorder.record_fetch(fetched)
             num_failed = 0 if fetched.is_complete else num_failed + 1
             if fetched.is_complete:
-                swap = await self._generators.finish_update(replica)
+                swap = await self._generators.finish_update(replica, manifest.version)
                 self._recorder.record_swap(swap)
                 # First: with it groups that run on become younger than their start says.
                 await self._buffer.progressed.call_one(swap.progress)

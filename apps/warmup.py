@@ -6,7 +6,6 @@ Writes ``model.path`` as a Hugging Face folder that vLLM, TorchTitan and transfo
 is the RL run's: the same trainer mesh and packed rows, with the likelihood of worked examples as objective.
 """
 
-import asyncio
 import json
 import random
 import shutil
@@ -18,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from apps.cli import run_app
+from apps.stopping import run_main
 from forgeasync.actors.fleet import Fleet
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem
@@ -114,7 +114,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                 rows = pack_rows(
                     sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks
                 )
-                result = await trainer.train_rows(rows)
+                result = await trainer.train_rows(rows, step=step)
                 if step % REPORT_EVERY == 0 or step == warmup.num_steps:
                     print(f"warm-up step {step}/{warmup.num_steps}  loss {result.metrics['loss']:.4f}")
             trained = Path(scratch) / "trained"
@@ -133,7 +133,7 @@ def main(config: RunConfig) -> None:
     if Path(config.model.path).exists():
         print(f"{config.model.path} exists already")
         return
-    asyncio.run(warm_up(config, config.warmup))
+    run_main(warm_up(config, config.warmup))
 
 
 if __name__ == "__main__":

@@ -159,14 +159,14 @@ class Bench:
         rdma = TransportChoice.RDMA
         idle = await self._generator.update.call_one(rdma, await self.publish(rdma))
         rows = [_training_row()]
-        await self._trainer.train_rows([rows, rows])
+        await self._trainer.train_rows([rows, rows], step=1)
         start_s = time.perf_counter()
-        await self._trainer.train_rows([rows, rows])
+        await self._trainer.train_rows([rows, rows], step=1)
         step_s = time.perf_counter() - start_s
         manifest = await self.publish(rdma)
         rows *= max(2, int(4 * idle.fetch.fetch_s / step_s))
         start_s = time.perf_counter()
-        training = asyncio.create_task(self._trainer.train_rows([rows, rows]))
+        training = asyncio.create_task(self._trainer.train_rows([rows, rows], step=1))
         await asyncio.sleep(0.3 * step_s)
         busy = await self._generator.update.call_one(rdma, manifest)
         is_still_training = not training.done()

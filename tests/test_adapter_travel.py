@@ -50,7 +50,7 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
         TrainingItem(rollout=r, advantage=1.0 if i % 2 else -1.0, weight=1.0) for i, r in enumerate(answer)
     ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
-    result = await trainer.train_items(rows)
+    result = await trainer.train_items(rows, step=1)
     await generators.free_payloads(answer)
     return result.metrics["mismatch/logprob_abs_max"]
 
@@ -79,7 +79,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
         fetches = []
         for update in range(NUM_UPDATES):
             fetches.append(await generators.begin_update(0, await trainer.stage_weights(update % 2)))
-            await generators.finish_update(0)
+            await generators.finish_update(0, fetches[-1].version)
             if update < NUM_UPDATES - 1:
                 mismatches.append(await _train_on_fresh(trainer, generators))
         await trainer.save_hf(out / "adapter", source=folder)

@@ -178,7 +178,8 @@ def test_a_missed_deadline_is_the_last_thing_printed(config_file: Path, tmp_path
     run_dir = tmp_path / "run"
     code, _, err = finish(start(config_file, f"run_dir={run_dir}", "timeouts.setup_s=0.5"))
     assert code == 1
-    assert "TimeoutError" in err.splitlines()[-1]
+    last = err.splitlines()[-1]
+    assert "TimeoutError" in last and "took longer than 0.5 s; timeouts.setup_s sets this limit" in last
 
 
 @pytest.mark.parametrize(

@@ -229,16 +229,21 @@ time.sleep(600)
 """
 
 
+def make_elsewhere(root: Path, *prefix: str) -> tuple[subprocess.Popen[str], Path]:
+    """A process that has made a folder and lives, and the folder."""
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-c", CREATE_AND_WAIT, str(root)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
 def test_folders_of_killed_controllers_are_swept_and_no_others(tmp_path: Path) -> None:
     own = create_run_folder(0, root=tmp_path)
     foreign = tmp_path / "forgeasync_payloads-of-someone-else"
     foreign.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", CREATE_AND_WAIT, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    process, theirs = make_elsewhere(tmp_path)
     try:
-        assert process.stdout is not None
-        theirs = Path(process.stdout.readline().strip())
         assert str(process.pid) in theirs.name and theirs.is_dir()
         assert sweep_stale_folders(root=tmp_path) == []
         process.send_signal(signal.SIGKILL)
@@ -249,17 +254,106 @@ def test_folders_of_killed_controllers_are_swept_and_no_others(tmp_path: Path) -
         process.kill()
         process.communicate()
     assert sorted(tmp_path.iterdir()) == sorted([own, foreign])
+    remove_run_folder(own)
 
 
-def test_a_reused_pid_and_another_namespace_are_told_apart(tmp_path: Path) -> None:
-    own = create_run_folder(0, root=tmp_path)
-    prefix, namespace, pid, start, token = own.name.rsplit("-", 4)
-    reused = tmp_path / "-".join([prefix, namespace, pid, str(int(start) - 1), token])
-    elsewhere = tmp_path / "-".join([prefix, str(int(namespace) + 1), "999999999", start, token])
-    reused.mkdir()
-    elsewhere.mkdir()
+UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+def test_a_folder_of_another_pid_namespace_is_swept_once_its_process_is_gone(tmp_path: Path) -> None:
+    tried = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no pid namespace can be made here: {tried.stderr.strip()}")
+    process, theirs = make_elsewhere(tmp_path, *UNSHARE)
+    try:
+        assert "-1-" in theirs.name, "it is the first process of a namespace"
+        assert sweep_stale_folders(root=tmp_path) == [] and (theirs / "x.group").exists()
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 30
+    while not (swept := sweep_stale_folders(root=tmp_path)):
+        assert time.monotonic() < deadline
+    assert swept == [theirs] and not list(tmp_path.iterdir())
+
+
+def test_folders_without_a_lock_are_told_apart_by_their_process(tmp_path: Path) -> None:
+    namespace = run_folder._own_pid_namespace()
+    start = run_folder._start_ticks(os.getpid())
+    assert start is not None
+    alive, reused, elsewhere = (
+        tmp_path / f"forgeasync_payloads-{where}-{os.getpid()}-{ticks}-0123abcd"
+        for where, ticks in ((namespace, start), (namespace, start - 1), (namespace + 1, start - 1))
+    )
+    for folder in (alive, reused, elsewhere):
+        folder.mkdir()
     assert sweep_stale_folders(root=tmp_path) == [reused]
-    assert sorted(tmp_path.iterdir()) == sorted([own, elsewhere])
+    assert sorted(tmp_path.iterdir()) == sorted([alive, elsewhere])
+
+
+def test_folders_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, theirs = make_elsewhere(tmp_path)
+    process.kill()
+    process.communicate()
+    with monkeypatch.context() as someone_else:
+        someone_else.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        assert sweep_stale_folders(root=tmp_path) == []
+    assert sweep_stale_folders(root=tmp_path) == [theirs]
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / "forgeasync_payloads-1-0123456789abcdef").symlink_to(kept)
+    assert sweep_stale_folders(root=tmp_path) == [] and kept.is_dir()
+
+
+CREATE_MANY = """
+import os, sys
+from pathlib import Path
+from forgeasync.payload.run_folder import create_run_folder, remove_run_folder
+for number in range(int(sys.argv[2])):
+    folder = create_run_folder(0, root=Path(sys.argv[1]))
+    (folder / "x.group").write_bytes(b"x")
+    if number % 3:
+        remove_run_folder(folder)
+for folder in Path(sys.argv[1]).glob(f"*-{os.getpid()}-*"):
+    assert (folder / "x.group").read_bytes() == b"x"
+    print(folder.name)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_sweepers_beside_each_other_take_nothing_from_the_living(tmp_path: Path) -> None:
+    """Sweepers look at every moment between making a folder and locking it; creators end by SIGKILL."""
+    num_folders = 300
+    creators = [
+        subprocess.Popen(
+            [sys.executable, "-c", CREATE_MANY, str(tmp_path), str(num_folders)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    swept: list[Path] = []
+
+    def sweep() -> None:
+        while any(creator.poll() is None for creator in creators):
+            swept.extend(sweep_stale_folders(root=tmp_path))
+        swept.extend(sweep_stale_folders(root=tmp_path))
+
+    sweepers = [threading.Thread(target=sweep) for _ in range(2)]
+    for sweeper in sweepers:
+        sweeper.start()
+    ended = [creator.communicate(timeout=60) for creator in creators]
+    for sweeper in sweepers:
+        sweeper.join()
+    for creator, (out, err) in zip(creators, ended, strict=True):
+        assert creator.returncode == -signal.SIGKILL, err
+        assert len(out.split()) == num_folders // 3
+        assert set(out.split()) <= {folder.name for folder in swept}
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_cannot_fit_is_refused_at_its_start(tmp_path: Path) -> None:

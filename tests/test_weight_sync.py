@@ -68,7 +68,7 @@ async def _train_on(
         for index, sampled in enumerate(samples)
     ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
-    result = await trainer.train_items(rows)
+    result = await trainer.train_items(rows, step=1)
     await _free(generators, samples)
     return result.metrics
 
@@ -110,7 +110,7 @@ async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0
     for replica in range(generators.num_replicas):
         fetched = await generators.begin_update(replica, manifest)
         assert fetched.is_complete, fetched
-        await generators.finish_update(replica)
+        await generators.finish_update(replica, manifest.version)
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:

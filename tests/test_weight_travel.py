@@ -122,14 +122,15 @@ async def _serve(
     while served < NUM_UPDATES:
         async with board.lease(replica, newer_than=served) as manifest:
             fetches.append(await generators.begin_update(replica, manifest))
-        await generators.finish_update(replica)
+        await generators.finish_update(replica, manifest.version)
         served = manifest.version
 
 
 async def _publish(trainer: TrainerMesh, board: WeightBoard, vocab_size: int) -> None:
     rng = np.random.default_rng(0)
-    for _ in range(NUM_UPDATES):
-        await trainer.train_rows(_random_rows(rng, vocab_size, trainer.num_data_ranks))
+    for update in range(NUM_UPDATES):
+        rows = _random_rows(rng, vocab_size, trainer.num_data_ranks)
+        await trainer.train_rows(rows, step=update + 1)
         await board.publish(trainer.stage_weights)
 
 

@@ -12,6 +12,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from forgeasync.actors.buffer import BufferActor
+from forgeasync.actors.deadline import deadline
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
@@ -197,19 +198,29 @@ class Fleet:
     async def start_scorer(self, config: RunConfig) -> ScorerActor:
         """The scorer; its endpoints are called with ``call_one``."""
         actor = self._spawn_here("scorer").spawn("scorer", ScorerActor, self.log_dir)
-        async with asyncio.timeout(config.timeouts.setup_s):
+        async with deadline(config.timeouts.setup_s, call="setting up the scorer", key="timeouts.setup_s"):
             await actor.setup.call_one(config.data, config.seed)
         return actor
 
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None = None) -> BufferActor:
         """The replay buffer, empty or as it was; its endpoints are called with ``call_one``."""
         actor = self._spawn_here("buffer").spawn("buffer", BufferActor, self.log_dir)
-        async with asyncio.timeout(config.timeouts.setup_s):
+        async with deadline(
+            config.timeouts.setup_s, call="setting up the replay buffer", key="timeouts.setup_s"
+        ):
             await actor.setup.call_one(config, resumed)
         return actor
 
     async def close(self) -> None:
-        """Stop every proc; procs that are gone already are no error."""
+        """Stop every proc; procs that are gone already are no error. Being cancelled does not cut it short."""
+        closing = asyncio.create_task(self._close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
+
+    async def _close(self) -> None:
         self._closing = True
         # Whatever fails, the rest is still done, the last one pushed first.
         async with contextlib.AsyncExitStack() as ending:

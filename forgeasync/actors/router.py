@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import ActorError
 
+from forgeasync.actors.deadline import deadline
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor, GeneratorSetup, RefusedGroup
 from forgeasync.config.schema import SamplingSection, TimeoutSection
 from forgeasync.data.rollout import StoredRollout
@@ -30,7 +31,9 @@ class GeneratorRouter:
 
     async def setup(self, setup: GeneratorSetup, host_ids: Sequence[str], folders: Sequence[Path]) -> None:
         """Load every engine; by replica, which host it is on and that host's folder for payloads."""
-        async with asyncio.timeout(self._timeouts.setup_s):
+        async with deadline(
+            self._timeouts.setup_s, call="loading the generators' engines", key="timeouts.setup_s"
+        ):
             await asyncio.gather(
                 *(
                     replica.setup.call_one(setup, host_id, folder)
@@ -52,16 +55,17 @@ class GeneratorRouter:
         A seed makes them reproducible.
 
         Raises:
-            TimeoutError: no answer within ``timeouts.generate_s``.
+            DeadlineExceeded: no answer within ``timeouts.generate_s``.
         """
-        async with self._least_busy(num_samples) as rank:
+        async with self._least_busy(num_samples, f"sampling group {group_id}") as rank:
             return await self._replicas[rank].sample_group.call_one(
                 group_id, prompt_ids_P, num_samples, sampling, seed
             )
 
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         """Give up groups wherever they are sampled."""
-        async with asyncio.timeout(self._timeouts.weights_s):
+        call = f"giving up groups {list(group_ids)} on the generators"
+        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
             await self.actors.cancel_groups.call(group_ids)
 
     async def respond(
@@ -75,9 +79,10 @@ class GeneratorRouter:
         """The texts of responses to one prompt; a seed makes them reproducible.
 
         Raises:
-            TimeoutError: no answer within ``timeouts.generate_s``.
+            DeadlineExceeded: no answer within ``timeouts.generate_s``.
         """
-        async with self._least_busy(num_samples) as rank:
+        what = f"answering a prompt of {len(prompt_ids_P)} tokens"
+        async with self._least_busy(num_samples, what) as rank:
             return await self._replicas[rank].respond.call_one(prompt_ids_P, num_samples, sampling, seed)
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
@@ -85,7 +90,8 @@ class GeneratorRouter:
         by_owner: dict[int, dict[str, None]] = {}
         for rollout in rollouts:
             by_owner.setdefault(rollout.generator_rank, {})[rollout.response.file] = None
-        async with asyncio.timeout(self._timeouts.weights_s):
+        call = f"freeing payloads on generators {sorted(by_owner)}"
+        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
             await asyncio.gather(
                 *(
                     self._replicas[rank].free_payloads.call_one(list(files))
@@ -94,11 +100,12 @@ class GeneratorRouter:
             )
 
     @asynccontextmanager
-    async def _least_busy(self, num_samples: int) -> AsyncIterator[int]:
+    async def _least_busy(self, num_samples: int, what: str) -> AsyncIterator[int]:
         rank = min(range(len(self._replicas)), key=self._num_in_flight.__getitem__)
         self._num_in_flight[rank] += num_samples
         try:
-            async with asyncio.timeout(self._timeouts.generate_s):
+            call = f"generator {rank} {what}"
+            async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
                 yield rank
         finally:
             self._num_in_flight[rank] -= num_samples
@@ -115,7 +122,8 @@ class GeneratorRouter:
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
-        async with asyncio.timeout(self._timeouts.setup_s):
+        call = "connecting the generators to the trainer's weights"
+        async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             try:
                 await asyncio.gather(
                     *(
@@ -130,23 +138,28 @@ class GeneratorRouter:
 
     async def begin_update(self, rank: int, manifest: Manifest) -> FetchReport:
         """Have one generator fetch a leased version; when this returns the lease may end."""
-        async with asyncio.timeout(self._timeouts.weights_s):
+        call = f"generator {rank} fetching version {manifest.version}"
+        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
             return await self._replicas[rank].begin_update.call_one(manifest)
 
-    async def finish_update(self, rank: int) -> SwapReport:
-        """Wait until one generator samples under the version it has fetched.
+    async def finish_update(self, rank: int, version: int) -> SwapReport:
+        """Wait until one generator samples under ``version``, which it has fetched.
 
         A generator that drains waits for its longest sequence.
         """
-        async with asyncio.timeout(self._timeouts.weights_s + self._timeouts.generate_s):
+        limit_s = self._timeouts.weights_s + self._timeouts.generate_s
+        call = f"generator {rank} swapping in version {version}"
+        async with deadline(limit_s, call=call, key="timeouts.weights_s + timeouts.generate_s"):
             return await self._replicas[rank].finish_update.call_one()
 
     async def stats(self) -> list[EngineStats]:
         """Counters of every engine since it started."""
-        async with asyncio.timeout(self._timeouts.generate_s):
+        call = "asking the generators for their counters"
+        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
             return list(await asyncio.gather(*(replica.stats.call_one() for replica in self._replicas)))
 
     async def shutdown(self) -> None:
         """Stop every engine."""
-        async with asyncio.timeout(self._timeouts.weights_s):
+        call = "stopping the generators' engines"
+        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
             await asyncio.gather(*(replica.shutdown.call_one() for replica in self._replicas))

@@ -1,9 +1,11 @@
 """All ranks of the trainer as one trainer: every call goes to all of them, each gets only its own rows."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from forgeasync.actors.deadline import deadline
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.config.model_facts import ModelFacts
@@ -18,15 +20,46 @@ from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.transport import StagingSource
 
+T = TypeVar("T")
+
 
 class TrainerMesh:
-    """The trainer mesh behind deadlines; a call past one raises TimeoutError."""
+    """The trainer mesh behind deadlines.
+
+    A rank answers one call after the other. So calls wait for their turn here, and the time that a call may
+    take begins when the ranks are free: staging weights behind a long train step does not use up its own.
+
+    Every call raises ``DeadlineExceeded`` where the ranks took longer than the config allows.
+    """
 
     def __init__(self, actors: TrainerActor, num_procs: int, timeouts: TimeoutSection) -> None:
         self._actors = actors
         self._ranks = [actors.slice(procs=rank) for rank in range(num_procs)]
         self._timeouts = timeouts
         self._data_ranks: list[int] = []
+        self._turn = asyncio.Lock()
+        self._staged = "the initial weights"
+
+    async def _on_every_rank(
+        self, calls: Callable[[], Sequence[Awaitable[T]]], limit_s: float, *, call: str, key: str
+    ) -> list[T]:
+        """What the ranks answer, in order, once the calls before this one have ended."""
+        await self._turn.acquire()
+
+        async def answers() -> list[T]:
+            async with deadline(limit_s, call=f"the trainer {call}", key=f"timeouts.{key}"):
+                return list(await asyncio.gather(*calls()))
+
+        # Ranks go on where the caller is cancelled: the next call's turn comes when they are done.
+        work = asyncio.create_task(answers())
+        work.add_done_callback(self._end_turn)
+        return await asyncio.shield(work)
+
+    def _end_turn(self, work: asyncio.Task[object]) -> None:
+        self._turn.release()
+        if not work.cancelled():
+            # Of a caller that was cancelled nobody else asks.
+            work.exception()
 
     async def setup(
         self,
@@ -46,26 +79,26 @@ class TrainerMesh:
 
         ``host_ids`` says by rank where each of them is.
         """
-        async with asyncio.timeout(self._timeouts.setup_s):
-            self._data_ranks = list(
-                await asyncio.gather(
-                    *(
-                        rank.setup.call_one(
-                            section,
-                            facts,
-                            temperature,
-                            loss,
-                            seed,
-                            checkpoint,
-                            lora,
-                            max_token_age,
-                            host_id,
-                            resume_from,
-                        )
-                        for rank, host_id in zip(self._ranks, host_ids, strict=True)
-                    )
+        self._data_ranks = await self._on_every_rank(
+            lambda: [
+                rank.setup.call_one(
+                    section,
+                    facts,
+                    temperature,
+                    loss,
+                    seed,
+                    checkpoint,
+                    lora,
+                    max_token_age,
+                    host_id,
+                    resume_from,
                 )
-            )
+                for rank, host_id in zip(self._ranks, host_ids, strict=True)
+            ],
+            self._timeouts.setup_s,
+            call="building its model",
+            key="setup_s",
+        )
 
     @property
     def num_procs(self) -> int:
@@ -78,35 +111,51 @@ class TrainerMesh:
 
     async def connect(self, generators: GeneratorRouter) -> None:
         """Let every rank read payloads that lie on the generators' hosts."""
-        async with asyncio.timeout(self._timeouts.setup_s):
-            await self._actors.connect.call(generators.actors)
+        await self._on_every_rank(
+            lambda: [rank.connect.call_one(generators.actors) for rank in self._ranks],
+            self._timeouts.setup_s,
+            call="connecting to the generators",
+            key="setup_s",
+        )
 
-    async def train_rows(self, rows_by_data_rank: list[list[PackedRow]]) -> StepResult:
+    async def train_rows(self, rows_by_data_rank: list[list[PackedRow]], *, step: int) -> StepResult:
         """One optimizer step; as many rows for every data rank."""
-        async with asyncio.timeout(self._timeouts.train_step_s):
-            results = await asyncio.gather(
-                *(
-                    rank.train_rows.call_one(rows_by_data_rank[data_rank])
-                    for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
-                )
-            )
+        results = await self._on_every_rank(
+            lambda: [
+                rank.train_rows.call_one(rows_by_data_rank[data_rank])
+                for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
+            ],
+            self._timeouts.train_step_s,
+            call=f"making step {step}",
+            key="train_step_s",
+        )
+        self._staged = f"the weights of step {step}"
         return results[0]
 
-    async def train_items(self, rows_by_data_rank: list[list[list[TrainingItem]]]) -> StepResult:
+    async def train_items(
+        self, rows_by_data_rank: list[list[list[TrainingItem]]], *, step: int
+    ) -> StepResult:
         """The same over rollouts by reference; every rank reads the arrays of its own rows."""
-        async with asyncio.timeout(self._timeouts.train_step_s):
-            results = await asyncio.gather(
-                *(
-                    rank.train_items.call_one(rows_by_data_rank[data_rank])
-                    for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
-                )
-            )
+        results = await self._on_every_rank(
+            lambda: [
+                rank.train_items.call_one(rows_by_data_rank[data_rank])
+                for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
+            ],
+            self._timeouts.train_step_s,
+            call=f"making step {step}",
+            key="train_step_s",
+        )
+        self._staged = f"the weights of step {step}"
         return results[0]
 
     async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
         """Who publishes what, and where it will lie."""
-        async with asyncio.timeout(self._timeouts.setup_s):
-            ranks = await asyncio.gather(*(rank.lay_out_weights.call_one(dtype) for rank in self._ranks))
+        ranks = await self._on_every_rank(
+            lambda: [rank.lay_out_weights.call_one(dtype) for rank in self._ranks],
+            self._timeouts.setup_s,
+            call="laying out its weights",
+            key="setup_s",
+        )
         self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
         return self._layout
 
@@ -114,20 +163,24 @@ class TrainerMesh:
         self, folders: Sequence[Path], transports: frozenset[TransportChoice]
     ) -> list[StagingSource]:
         """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
-        async with asyncio.timeout(self._timeouts.setup_s):
-            return list(
-                await asyncio.gather(
-                    *(
-                        rank.open_staging.call_one(folder, transports)
-                        for rank, folder in zip(self._ranks, folders, strict=True)
-                    )
-                )
-            )
+        return await self._on_every_rank(
+            lambda: [
+                rank.open_staging.call_one(folder, transports)
+                for rank, folder in zip(self._ranks, folders, strict=True)
+            ],
+            self._timeouts.setup_s,
+            call="allocating its staging buffers",
+            key="setup_s",
+        )
 
     async def stage_weights(self, slot: int) -> Manifest:
         """Copy the current weights into a slot of every rank's staging buffers."""
-        async with asyncio.timeout(self._timeouts.weights_s):
-            shards = await asyncio.gather(*(rank.stage_weights.call_one(slot) for rank in self._ranks))
+        shards = await self._on_every_rank(
+            lambda: [rank.stage_weights.call_one(slot) for rank in self._ranks],
+            self._timeouts.weights_s,
+            call=f"staging {self._staged}",
+            key="weights_s",
+        )
         assert len({shard.version for shard in shards}) == 1, "ranks are at different versions"
         return Manifest(
             version=shards[0].version,
@@ -139,17 +192,27 @@ class TrainerMesh:
 
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
         """Start to write a checkpoint beside training; waits for the one before."""
-        async with asyncio.timeout(self._timeouts.train_step_s):
-            await asyncio.gather(
-                *(rank.begin_checkpoint.call_one(folder, run_state, keep) for rank in self._ranks)
-            )
+        await self._on_every_rank(
+            lambda: [rank.begin_checkpoint.call_one(folder, run_state, keep) for rank in self._ranks],
+            self._timeouts.train_step_s,
+            call=f"beginning checkpoint {folder.name}",
+            key="train_step_s",
+        )
 
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint begun last is on the disk."""
-        async with asyncio.timeout(self._timeouts.train_step_s):
-            await asyncio.gather(*(rank.finish_checkpoint.call_one() for rank in self._ranks))
+        await self._on_every_rank(
+            lambda: [rank.finish_checkpoint.call_one() for rank in self._ranks],
+            self._timeouts.train_step_s,
+            call="finishing its checkpoint",
+            key="train_step_s",
+        )
 
     async def save_hf(self, folder: Path, *, source: Path) -> None:
         """Write the weights as a Hugging Face folder."""
-        async with asyncio.timeout(self._timeouts.train_step_s):
-            await asyncio.gather(*(rank.save_hf.call_one(folder, source) for rank in self._ranks))
+        await self._on_every_rank(
+            lambda: [rank.save_hf.call_one(folder, source) for rank in self._ranks],
+            self._timeouts.train_step_s,
+            call=f"writing {folder}",
+            key="train_step_s",
+        )

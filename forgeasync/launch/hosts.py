@@ -74,6 +74,11 @@ class Hosts(Protocol):
         ...
 
 
+async def stop(mesh: ProcMesh) -> None:
+    """Stop a mesh's procs."""
+    await mesh.stop()
+
+
 @dataclass(slots=True)
 class LocalHost:
     """The controller's machine."""
@@ -123,7 +128,9 @@ class LocalHosts:
 
     async def close(self) -> None:
         """See ``Hosts``; procs that are gone already are no error."""
-        while self._meshes:
-            await self._meshes.pop().stop()
-        while self._folders:
-            remove_run_folder(self._folders.pop())
+        try:
+            await asyncio.gather(*(stop(mesh) for mesh in self._meshes))
+        finally:
+            self._meshes.clear()
+            while self._folders:
+                remove_run_folder(self._folders.pop())

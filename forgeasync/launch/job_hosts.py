@@ -12,6 +12,7 @@ from pathlib import Path
 from monarch.actor import ActorError, HostMesh, ProcMesh
 from monarch.job import JobState, JobTrait
 
+from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.config.launch_schema import (
     KubernetesLauncher,
     LocalLauncher,
@@ -90,10 +91,11 @@ class JobHosts:
         """See ``Hosts``; waits for the scheduler, then for every host's agent.
 
         Raises:
-            TimeoutError: a host has no agent within ``timeouts.setup_s``.
+            DeadlineExceeded: a host has no agent within ``timeouts.setup_s``.
         """
         state = await _start(self._job)
-        async with asyncio.timeout(self._timeouts.setup_s):
+        call = "waiting for the agents of all hosts"
+        async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             for role in HostRole:
                 self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
                 self._hosts[role] = self._start_agents(role, self._meshes[role])
@@ -167,10 +169,11 @@ class JobHosts:
             problem = "its process has ended"
         else:
             try:
-                async with asyncio.timeout(self._timeouts.host_s):
+                call = "waiting for an answer"
+                async with deadline(self._timeouts.host_s, call=call, key="timeouts.host_s"):
                     await host.agent.beat.call_one()
-            except TimeoutError:
-                problem = f"it has not answered for {self._timeouts.host_s:.0f} s (timeouts.host_s)"
+            except DeadlineExceeded as late:
+                problem = str(late)
         if problem is not None:
             host.is_lost = True
             self._lost = HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
@@ -235,7 +238,7 @@ def _is_alive(pid: int) -> bool:
 async def _bounded(what: str, work: Awaitable[object]) -> None:
     """Wait for a part of the end, but not for ever: the other parts come after it."""
     try:
-        async with asyncio.timeout(CLOSE_S):
+        async with deadline(CLOSE_S, call=what, key="CLOSE_S in job_hosts.py"):
             await work
     except Exception as error:
         logger.warning("%s: %r", what, error)

@@ -46,11 +46,10 @@ def _bootstrap(python: str | None) -> BootstrapCommand:
     """How a proc is started: with the Python at hand, or with another one of its own host's.
 
     Monarch 0.7.0 has a public way to ask for another Python, and one to set a proc's environment, but none
-    for both; this can go when it has.
+    for both, nor for what a proc runs first; this can go when it has.
     """
-    if python is None:
-        return default_bootstrap_cmd()
-    return BootstrapCommand(python, None, ["-m", "monarch._src.actor.bootstrap_main"], {})
+    own = default_bootstrap_cmd()
+    return BootstrapCommand(python or own.program, None, ["-m", "forgeasync.launch.bootstrap_main"], own.env)
 
 
 def spawn_role(

@@ -1,9 +1,15 @@
 """The folder in shared memory in which a run keeps its payloads: made, removed, and swept after a crash.
 
-Its name says which process made it, so that any later run can tell whether that process still exists: one
-killed by SIGKILL must not hold its host's memory until the next reboot.
+The process that makes a folder holds a lock on it (flock) for as long as it lives. The kernel lets go of the
+lock when that process ends, in whatever way, and shows it to every container that shares ``/dev/shm``, where
+a process id would mean nothing. So a folder whose lock can be taken belongs to nobody, and any later run
+removes it: a run killed by SIGKILL must not hold its host's memory until the next reboot.
+
+Folders of releases that did not lock name their process instead, and are swept where that process would be
+seen: in the same pid namespace.
 """
 
+import fcntl
 import os
 import re
 import secrets
@@ -14,17 +20,25 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 _PREFIX = "forgeasync_payloads"
-_NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]{{8}}")
+_LOCKED_NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}")
+_UNLOCKED_NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]{{8}}")
+
+_held: dict[Path, int] = {}
+"""This process's folders, each with the descriptor that holds its lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Creator:
-    """A process: pids are reused, and mean nothing in another pid namespace that shares /dev/shm."""
+    """The process behind a folder without a lock: pids are reused, and differ between pid namespaces."""
 
     pid_namespace: int
     pid: int
     start_ticks: int
     """Clock ticks from the host's boot to the process's start."""
+
+    def is_gone(self) -> bool:
+        """Whether it has certainly ended."""
+        return self.pid_namespace == _own_pid_namespace() and _start_ticks(self.pid) != self.start_ticks
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -42,19 +56,51 @@ def _own_pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-def _new_name() -> str:
-    pid = os.getpid()
-    start_ticks = _start_ticks(pid)
-    assert start_ticks is not None, "this process has not ended"
-    return f"{_PREFIX}-{_own_pid_namespace()}-{pid}-{start_ticks}-{secrets.token_hex(4)}"
-
-
 def _creator(folder: Path) -> _Creator | None:
-    """Who made ``folder``; None for a name that ``_new_name`` did not give."""
-    if (match := _NAME.fullmatch(folder.name)) is None:
+    """Who made a folder without a lock; None for any other name."""
+    if (match := _UNLOCKED_NAME.fullmatch(folder.name)) is None:
         return None
     pid_namespace, pid, start_ticks = map(int, match.groups())
     return _Creator(pid_namespace=pid_namespace, pid=pid, start_ticks=start_ticks)
+
+
+def _is_same(folder: Path, descriptor: int) -> bool:
+    """Whether the folder is still the one that was opened."""
+    try:
+        return os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None where another process has it, or the folder is gone.
+
+    Also None for a folder of another user, whatever its permissions say.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between opening and locking, the one that had the lock may have removed the folder.
+        if os.fstat(descriptor).st_uid == os.getuid() and _is_same(folder, descriptor):
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _make_locked(root: Path) -> Path:
+    """A new folder whose lock this process holds."""
+    while True:
+        folder = root / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+        # A sweeper may see the folder before its lock is taken, and remove it: then another one is made.
+        if (descriptor := _try_lock(folder)) is not None:
+            _held[folder] = descriptor
+            return folder
 
 
 def _available_memory_bytes() -> int:
@@ -86,35 +132,40 @@ def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Pat
             f"payloads may take {capacity_bytes:,} bytes, but only {available_bytes:,} of memory are "
             "available on this host; lower the payload capacity"
         )
-    folder = root / _new_name()
-    folder.mkdir(mode=0o700)
-    return folder
+    return _make_locked(root)
 
 
 def remove_run_folder(folder: Path) -> None:
-    """Remove a run's folder with all its payloads; arrays that were read as views stay valid."""
-    assert _creator(folder) is not None, f"{folder} is not a folder of payloads"
+    """Remove a folder that this process has made, with all its payloads; views of arrays stay valid."""
+    assert folder in _held, f"{folder} is not a folder of payloads that this process has made"
     shutil.rmtree(folder)
+    os.close(_held.pop(folder))
+
+
+def remove_own_folders() -> None:
+    """Remove every folder that this process has made, in a hurry: what cannot be removed is left behind."""
+    for folder in list(_held):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_stale_folders(*, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's folders whose creating process is gone; returns which."""
+    """Remove this user's folders whose creating process is gone; returns which.
+
+    Several may sweep at once, beside others that make folders.
+    """
     removed = []
     for folder in sorted(root.glob(f"{_PREFIX}-*")):
         creator = _creator(folder)
-        if creator is None or creator.pid_namespace != _own_pid_namespace():
+        if creator is None and _LOCKED_NAME.fullmatch(folder.name) is None:
             continue
-        if _start_ticks(creator.pid) == creator.start_ticks:
+        if creator is not None and not creator.is_gone():
             continue
-        mine = root / _new_name()
-        try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            folder.rename(mine)
-        except FileNotFoundError:
-            # Two runs may start at once: whoever renames the folder removes it. Should it die over that, the
-            # folder is again one whose creator is gone.
+        if (descriptor := _try_lock(folder)) is None:
             continue
-        shutil.rmtree(mine)
-        removed.append(folder)
+        # What is not removed, because this process dies over it or because a process of the dead run still
+        # writes, is again a folder that nobody has locked.
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+        if not folder.exists():
+            removed.append(folder)
     return removed
