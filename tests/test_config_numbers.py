@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel, ValidationError
+from vllm import SamplingParams
 from vllm.config.lora import MaxLoRARanks
 
 from forgeasync.config.checks import check_config
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
-from forgeasync.config.schema import MAX_LORA_RANK, OptimizerSection, RunConfig
+from forgeasync.config.schema import MAX_LORA_RANK, MIN_TEMPERATURE, OptimizerSection, RunConfig
 from forgeasync.config.section import MAX_SEED
 from tests.config_samples import FACTS, MINIMAL, WARMUP
 
@@ -60,6 +61,8 @@ CASES = [
     ("model.max_context_length", 10**12, ["at most 4194304"], 128),
     ("sampling.max_response_tokens", 10**12, ["at most 1000000000"], 40),
     ("sampling.temperature", 2.5, ["at most 2", "vLLM takes no more"], 2.0),
+    ("sampling.temperature", 0.001, ["at least 0.01", "vLLM samples lower ones at 0.01", "trainer"], 0.01),
+    ("sampling.temperature", 0, ["at least 0.01", "0 is greedy", "no gradient"], 0.5),
     ("sampling.top_k", 1, ["always 1", "no gradient"], 2),
     ("sampling.top_p", 0.01, ["greater than 1 / 100", "no gradient"], 0.02),
     ("sampling.min_p", 1.0, ["less than 1"], 0.5),
@@ -127,6 +130,14 @@ def test_every_replica_has_a_seed_that_numpy_takes(config_file: Path) -> None:
     np.random.RandomState(MAX_SEED)
     with pytest.raises(ValueError):
         np.random.RandomState(MAX_SEED + 1)
+
+
+def test_temperatures_that_are_let_in_are_sampled_at() -> None:
+    assert SamplingParams(temperature=MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
+    assert SamplingParams(temperature=0.9 * MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
+    SamplingParams(temperature=2.0)
+    with pytest.raises(ValueError):
+        SamplingParams(temperature=2.01)
 
 
 def test_the_largest_rank_of_adapters_is_vllms() -> None:
