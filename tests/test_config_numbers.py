@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from vllm import SamplingParams
 from vllm.config.lora import MaxLoRARanks
+from vllm.exceptions import VLLMValidationError
 
 from forgeasync.config.checks import check_config
 from forgeasync.config.load import load_config
@@ -136,7 +137,7 @@ def test_temperatures_that_are_let_in_are_sampled_at() -> None:
     assert SamplingParams(temperature=MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
     assert SamplingParams(temperature=0.9 * MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
     SamplingParams(temperature=2.0)
-    with pytest.raises(ValueError):
+    with pytest.raises(VLLMValidationError):
         SamplingParams(temperature=2.01)
 
 

@@ -106,8 +106,8 @@ class SamplingSection(Section):
     """The distribution that responses are drawn from."""
 
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=2.0)
-    """vLLM samples lower ones at 0.01, while the trainer would divide by what is written here, and 0 is greedy:
-    a token without alternatives has no gradient. vLLM takes no more than 2."""
+    """vLLM samples lower ones at 0.01, while the trainer would divide by what is written here; 0 is greedy: a
+    token without alternatives has no gradient. vLLM takes no more than 2."""
     top_k: CountOrZero = 0
     """0 keeps all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
