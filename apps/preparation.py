@@ -8,10 +8,12 @@ import torch
 from transformers import AutoTokenizer
 
 from apps.resume import Resumed, check_checkpoint_folder, find_checkpoint, planned_folder
+from forgeasync.algorithms.trial_call import check_own_objective
 from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.checks import check_config, check_run_dir, check_without_model
 from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
+from forgeasync.config.loss_schema import PythonObjective
 from forgeasync.config.machine_checks import check_gpus
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
@@ -42,17 +44,24 @@ class Prepared:
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     """Check the config against itself, its model's shape and what runs before it have left.
 
+    A loss of one's own is called on a few made-up tokens.
+
     Raises:
         ConfigError: lists every problem.
     """
-    left_behind = [] if is_resumed else [*check_run_dir(config), *check_checkpoint_folder(config)]
-    problems = [*check_without_model(config), *left_behind]
+    own = check_without_model(config)
+    others = [] if is_resumed else [*check_run_dir(config), *check_checkpoint_folder(config)]
+    objective = config.algorithm.objective
+    if isinstance(objective, PythonObjective) and not any(
+        problem.field.startswith("algorithm.objective") for problem in own
+    ):
+        others += check_own_objective(objective)
     try:
         facts = read_model_facts(config.model.path)
     except ConfigError as error:
         # What is wrong with the rest of the config is worth knowing along with the missing model.
-        raise ConfigError([*error.problems, *problems]) from None
-    raise_if_any([*check_config(config, facts), *left_behind])
+        raise ConfigError([*error.problems, *own, *others]) from None
+    raise_if_any([*check_config(config, facts), *others])
     return facts
 
 

@@ -234,6 +234,20 @@ def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:
     assert rows["trainer rank: total"][0].endswith("GiB")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("trainer.optimizer.warmup_steps=0", "from step 1 on, of 400"),
+        ("trainer.optimizer.decay_steps=[200, 500]", "falls to 0 from step 200 to 500"),
+        ("trainer.optimizer.warmup_steps=401", "never reached: of 401 warm-up steps the run makes 400"),
+    ],
+)
+def test_the_plan_says_when_the_learning_rate_is_reached(facts: ModelFacts, change: str, words: str) -> None:
+    text = render(load_config(CONFIG_FILE, ["max_steps=400", change]), facts)
+    (line,) = (line for line in text.splitlines() if line.startswith("│ learning rate"))
+    assert words in line
+
+
 def test_synchronous_run_says_so(facts: ModelFacts) -> None:
     config = load_config(CONFIG_FILE, ["max_off_policy_steps=0"])
     assert "strictly synchronous" in render(config, facts)

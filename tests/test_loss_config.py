@@ -209,11 +209,11 @@ def test_what_goes_together_is_not(config_file: Path, parts: dict[str, str]) -> 
         ("objective={kind: gspo, clip: 1}", ["objective.clip = 1", "did you mean algorithm.objective.clip_"]),
         ("corrections=[{kind: tis}]", ["corrections.0.kind = 'tis'", "expected one of 'truncated_is'"]),
         ("corrections=[{kind: icepop, hi: 2}]", ["corrections.0.hi = 2", "algorithm.corrections.0.high?"]),
-        ("corrections=[{kind: truncated_is, cap: 0}]", ["corrections.0.cap = 0", "greater than 0"]),
+        ("corrections=[{kind: truncated_is, cap: 0}]", ["corrections.0.cap = 0", "at least 1e-30"]),
         ("corrections=[{kind: age_weight}]", ["corrections.0.half_life: required", "(In policy versions.)"]),
         ("corrections={kind: icepop}", ["corrections = {'kind': 'icepop'}", "expected a list"]),
         ("kl={estimator: k4, coefficient: 1}", ["kl.estimator = 'k4'", "'k1', 'k2', 'k3' or 'unbiased_k3'"]),
-        ("kl={estimator: k3, coefficient: 0}", ["kl.coefficient = 0", "must be greater than 0"]),
+        ("kl={estimator: k3, coefficient: 0}", ["kl.coefficient = 0", "must be at least 1e-30"]),
         ("kl=0.1", ["kl = 0.1", "expected a section with the keys estimator, coefficient, where"]),
     ],
 )

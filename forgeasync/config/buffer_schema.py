@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.config.section import Section
+from forgeasync.config.section import Count, Gibibytes, Section
 
 
 class StaleGroups(StrEnum):
@@ -41,18 +41,18 @@ class BufferSection(Section):
     stale_groups: StaleGroups = StaleGroups.WAIT
     age_of: AgeOf = AgeOf.OLDEST_TOKEN
     order: BatchOrder = BatchOrder.DEADLINE
-    max_groups: int | None = Field(default=None, gt=0)
+    max_groups: Count | None = None
     """Depth bound: most groups started and not yet trained on; null leaves it to max_off_policy_steps, which
     allows (max_off_policy_steps + 1) * groups_per_step. Where generation is the faster side, fewer mean
     fresher data at the same speed."""
-    max_in_flight: int | None = Field(default=None, gt=0)
+    max_in_flight: Count | None = None
     """In-flight bound: most groups being sampled or scored; null: as many as the depth bound allows."""
     adapt_load: bool = True
     """Move the number of groups in flight between one batch and these bounds, so that neither side starves
     and nothing waits for training longer than it must."""
     longest_first: bool = True
     """Within a batch's worth of prompts, start those first whose responses took longest before."""
-    max_attempts: int = Field(default=3, gt=0)
+    max_attempts: Count = 3
     """A prompt whose groups fail this many times is dropped."""
 
 
@@ -80,18 +80,18 @@ class AccountingSection(Section):
     """Rollout accounting: short responses finish first, and age limits drop long ones more often."""
 
     policy: AccountingPolicy = AccountingPolicy.EXACT
-    window_groups: int | None = Field(default=None, gt=0)
+    window_groups: Count | None = None
     """Of windowed_fifo."""
     replacement: Replacement = Replacement.REISSUE
-    max_weight: float = Field(default=4.0, gt=1.0)
+    max_weight: float = Field(default=4.0, gt=1.0, le=1e6)
     """Most that one group weighs with replacement ``weight``; what is left over waits for later groups."""
-    metric_groups: int = Field(default=1000, gt=0)
+    metric_groups: Count = 1000
     """Trailing window of the composition metrics."""
 
 
 class PayloadSection(Section):
     """Where rollouts' arrays wait between sampling and training: shared memory of their host."""
 
-    capacity_gib: float = Field(default=1.0, gt=0.0)
+    capacity_gib: Gibibytes = 1.0
     """Bound on the payloads of all generators together, wherever they lie: every generator host has room for
     as many. A group starts only when its largest possible payload fits in."""

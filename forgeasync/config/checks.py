@@ -14,6 +14,7 @@ from forgeasync.config.launch_checks import check_launcher
 from forgeasync.config.lora_checks import check_lora, check_lora_family, check_lora_sharding
 from forgeasync.config.loss_checks import check_loss
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.number_checks import check_nucleus, check_numbers
 from forgeasync.config.problems import Problem
 from forgeasync.config.routing_checks import (
     check_groups_of_experts,
@@ -132,19 +133,6 @@ def _check_mesh(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_schedules(config: RunConfig) -> Iterator[Problem]:
-    optimizers = {"trainer.optimizer": config.trainer.optimizer}
-    if config.warmup is not None:
-        optimizers["warmup.optimizer"] = config.warmup.optimizer
-    for name, optimizer in optimizers.items():
-        if optimizer.decay_steps is not None and not 0 <= optimizer.decay_steps[0] < optimizer.decay_steps[1]:
-            yield Problem(
-                field=f"{name}.decay_steps",
-                value=list(optimizer.decay_steps),
-                remedy="must be two steps, the first before the second",
-            )
-
-
 def _check_offload(config: RunConfig) -> Iterator[Problem]:
     if config.trainer.cpu_offload and config.lora is not None:
         yield Problem(
@@ -223,7 +211,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_accounting,
     check_groups,
     _check_mesh,
-    _check_schedules,
+    check_numbers,
     _check_offload,
     check_lora,
     check_launcher,
@@ -232,6 +220,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 
 _MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
     _check_model_shape,
+    check_nucleus,
     check_trainer_divides_model,
     check_sequence_parallelism,
     check_groups_of_experts,

@@ -37,6 +37,7 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
+    "multiple_of": ("multiple_of", "a multiple of"),
 }
 
 
@@ -100,7 +101,8 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             return Problem(field=field, value=value, remedy=f"expected {expected}, got {_FOUND[type(value)]}")
         case kind if kind in _BOUNDS:
             key, words = _BOUNDS[kind]
-            return Problem(field=field, value=value, remedy=f"must be {words} {context[key]}")
+            remedy = f"must be {words} {context[key]}{_meaning(location, values)}"
+            return Problem(field=field, value=value, remedy=remedy)
     return Problem(field=field, value=value, remedy=details["msg"])
 
 
@@ -151,6 +153,8 @@ def _unknown_key(location: tuple[str | int, ...], values: object) -> str:
 
 
 def _meaning(location: tuple[str | int, ...], values: object) -> str:
-    """The first sentence of the field's docstring in the schema."""
+    """The field's docstring in the schema; of an entry of a list that of the list."""
+    while isinstance(location[-1], int):
+        location = location[:-1]
     description = _section(location[:-1], values).model_fields[str(location[-1])].description
     return f" ({' '.join(description.split())})" if description else ""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from forgeasync.config.section import Section
+from forgeasync.config.section import MAX_SECONDS, Count, Procs, Section
 
 RESERVED_GPU_RESOURCE = "nvidia.com/gpu"
 """What ``gpus_per_host`` is called in Kubernetes."""
@@ -17,8 +17,8 @@ RESERVED_GPU_RESOURCE = "nvidia.com/gpu"
 class HostCounts(Section):
     """Hosts of each role; procs and replicas are spread evenly over them."""
 
-    trainer: int = Field(default=1, gt=0)
-    generators: int = Field(default=1, gt=0)
+    trainer: Procs = 1
+    generators: Procs = 1
 
 
 class HostNames(Section):
@@ -46,7 +46,7 @@ class SshLauncher(Section):
 
     kind: Literal["ssh"]
     hosts: HostNames
-    gpus_per_host: int = Field(ge=0)
+    gpus_per_host: int = Field(ge=0, le=1024)
     """0: the roles run on CPUs."""
     python: str = "python"
     """Python on the hosts, in which this package is installed."""
@@ -61,14 +61,14 @@ class SlurmLauncher(Section):
 
     kind: Literal["slurm"]
     hosts: HostCounts = HostCounts()
-    gpus_per_host: int = Field(ge=0)
+    gpus_per_host: int = Field(ge=0, le=1024)
     """0: the roles run on CPUs."""
     partition: str = Field(min_length=1)
     time_limit: str | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d+){0,2}$")
     """In sbatch's notation, such as 04:00:00; null: the partition's."""
     account: str | None = None
     qos: str | None = None
-    cpus_per_task: int | None = Field(default=None, gt=0)
+    cpus_per_task: Count | None = None
     mem: str | None = None
     """Memory of a host in sbatch's notation, such as 512G."""
     slurm_args: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class SlurmLauncher(Section):
     python: str = "python"
     """Python on the hosts, in which this package is installed."""
     port: int = Field(default=22222, gt=0, le=65535)
-    start_timeout_s: int | None = Field(default=None, gt=0)
+    start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))
     """The run ends when the job has not started by then; null: it waits."""
 
 
@@ -85,7 +85,7 @@ class KubernetesLauncher(Section):
 
     kind: Literal["kubernetes"]
     hosts: HostCounts = HostCounts()
-    gpus_per_host: int = Field(ge=0)
+    gpus_per_host: int = Field(ge=0, le=1024)
     """0: the roles run on CPUs."""
     namespace: str = Field(min_length=1)
     image: str = Field(min_length=1)
@@ -99,7 +99,7 @@ class KubernetesLauncher(Section):
     port: int = Field(default=26600, gt=0, le=65535)
     kubeconfig: str | None = None
     """A kubeconfig file, for a controller outside of the cluster; null: it runs in a pod."""
-    start_timeout_s: int | None = Field(default=None, gt=0)
+    start_timeout_s: int | None = Field(default=None, gt=0, le=int(MAX_SECONDS))
     """The run ends when a role's pods are not ready by then; null: it waits."""
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from forgeasync.config.section import Section
+from forgeasync.config.section import Count, Factor, Section
 
 RatioLevel = Literal["token", "sequence", "geometric"]
 """What an importance ratio is taken of: a token, a sequence, or a sequence per token."""
@@ -20,8 +20,8 @@ class PpoClip(Section):
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(default=0.28, gt=0.0)
-    dual_clip: float | None = Field(default=None, gt=1.0)
+    clip_high: Factor = 0.28
+    dual_clip: float | None = Field(default=None, gt=1.0, le=1e30)
     """Bounds the loss of a token of negative advantage to this many times the advantage; null does not."""
 
 
@@ -31,7 +31,7 @@ class Cispo(Section):
     kind: Literal["cispo"]
     clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
     """1 leaves small ratios as they are."""
-    clip_high: float = Field(gt=0.0)
+    clip_high: Factor
 
 
 class Gspo(Section):
@@ -39,7 +39,7 @@ class Gspo(Section):
 
     kind: Literal["gspo"]
     clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)
-    clip_high: float = Field(default=4e-4, gt=0.0)
+    clip_high: Factor = 4e-4
 
 
 class Reinforce(Section):
@@ -53,7 +53,7 @@ class DecoupledPpo(Section):
 
     kind: Literal["decoupled_ppo"]
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
-    behavior_cap: float = Field(default=5.0, gt=0.0)
+    behavior_cap: Factor = 5.0
     """Tokens whose weight is above it are left out."""
 
 
@@ -67,7 +67,7 @@ class Kimi15(Section):
     """The policy gradient and a square that holds sequences near the policy that sampled them."""
 
     kind: Literal["kimi15"]
-    tau: float = Field(gt=0.0)
+    tau: Factor
 
 
 class PythonObjective(Section):
@@ -89,7 +89,7 @@ class TruncatedIs(Section):
     """The ratio, cut at a cap."""
 
     kind: Literal["truncated_is"]
-    cap: float = Field(default=2.0, gt=0.0)
+    cap: Factor = 2.0
     level: RatioLevel = "token"
 
 
@@ -97,8 +97,8 @@ class MaskedIs(Section):
     """The ratio between two bounds, 0 outside of them."""
 
     kind: Literal["masked_is"]
-    low: float = Field(ge=0.0)
-    high: float = Field(gt=0.0)
+    low: float = Field(ge=0.0, le=1e30)
+    high: Factor
     level: RatioLevel = "token"
 
 
@@ -106,15 +106,15 @@ class IcePop(Section):
     """A token's ratio between two bounds, 0 outside of them."""
 
     kind: Literal["icepop"]
-    low: float = Field(default=0.5, ge=0.0)
-    high: float = Field(default=5.0, gt=0.0)
+    low: float = Field(default=0.5, ge=0.0, le=1e30)
+    high: Factor = 5.0
 
 
 class OffPolicySequenceMask(Section):
     """0 for sequences of negative advantage that have become much less likely since they were sampled."""
 
     kind: Literal["off_policy_sequence_mask"]
-    threshold: float = Field(gt=0.0)
+    threshold: Factor
     """In nats per token."""
 
 
@@ -122,7 +122,7 @@ class AgeWeight(Section):
     """Less weight for tokens of older policy versions."""
 
     kind: Literal["age_weight"]
-    half_life: float = Field(gt=0.0)
+    half_life: Factor
     """In policy versions."""
 
 
@@ -153,7 +153,7 @@ class ConstantLength(Section):
     """The sum over a sequence's tokens divided by a constant, mean over sequences."""
 
     kind: Literal["constant_length"]
-    length: int = Field(gt=0)
+    length: Count
     """In tokens; usually sampling.max_response_tokens."""
 
 
@@ -182,7 +182,7 @@ class KlSection(Section):
     """The penalty on moving away from the model that the run starts from."""
 
     estimator: KlEstimator
-    coefficient: float = Field(gt=0.0)
+    coefficient: Factor
     where: KlPlace = KlPlace.LOSS
 
 

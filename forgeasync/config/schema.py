@@ -14,7 +14,15 @@ from forgeasync.config.buffer_schema import AccountingSection, BufferSection, Pa
 from forgeasync.config.filter_schema import FilterSection
 from forgeasync.config.launch_schema import LauncherSection, LocalLauncher
 from forgeasync.config.loss_schema import LossSection
-from forgeasync.config.section import Section
+from forgeasync.config.section import (
+    Count,
+    CountOrZero,
+    Gibibytes,
+    Procs,
+    Seconds,
+    Section,
+    Seed,
+)
 from forgeasync.config.weights_schema import WeightsSection
 
 
@@ -23,13 +31,20 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+MAX_ROW_TOKENS = 2**22
+"""Rotary tables for every position of a row are built with the model: 2 GiB at this length."""
+
+MAX_TASKS = 10_000_000
+"""All problems of a run are held in the controller's memory, at about 0.5 KiB each."""
+
+
 class ModelSection(Section):
     """Which model is trained and sampled from."""
 
     path: str
     """Hugging Face folder (config.json, safetensors, tokenizer.json) or hub id; the trainer, the
     generators and the tokenizer all read this one place."""
-    max_context_length: int = Field(gt=0)
+    max_context_length: int = Field(gt=0, le=MAX_ROW_TOKENS)
     """Longest prompt plus response, in tokens."""
 
 
@@ -75,23 +90,29 @@ class DataSection(Section):
     """Where prompts come from."""
 
     source: Annotated[ReasoningGymSource | HuggingFaceSource, Field(discriminator="kind")]
-    num_train: int = Field(gt=0)
-    """Number of training problems; passes over them are reshuffled, seeded."""
-    num_held_out: int = Field(gt=0)
+    num_train: int = Field(gt=0, le=MAX_TASKS)
+    """Number of training problems, all in memory; passes over them are reshuffled, seeded."""
+    num_held_out: int = Field(gt=0, le=MAX_TASKS)
     """Number of held-out problems; none of them is ever trained on."""
     chat_template: bool = False
     """Render each prompt through the tokenizer's chat template; otherwise its text is used as is."""
 
 
+MIN_TEMPERATURE = 0.01
+"""``_MAX_TEMP`` of vLLM 0.32, which raises lower temperatures to it."""
+
+
 class SamplingSection(Section):
     """The distribution that responses are drawn from."""
 
-    temperature: float = Field(default=1.0, gt=0.0)
-    top_k: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=2.0)
+    """vLLM samples lower ones at 0.01, while the trainer would divide by what is written here; 0 is greedy: a
+    token without alternatives has no gradient. vLLM takes no more than 2."""
+    top_k: CountOrZero = 0
     """0 keeps all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    max_response_tokens: int = Field(gt=0)
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    max_response_tokens: Count
     """A response is cut here and counted as truncated."""
 
     @property
@@ -103,18 +124,18 @@ class SamplingSection(Section):
 class GeneratorSection(Section):
     """The generator mesh: vLLM engines behind a router."""
 
-    num_replicas: int = Field(default=1, gt=0)
+    num_replicas: Procs = 1
     """Engines; each lives in its own Monarch proc."""
-    tensor_parallel: int = Field(default=1, gt=0)
+    tensor_parallel: Procs = 1
     """GPUs per engine."""
     expert_parallel: bool = False
     """An engine's GPUs hold different experts, instead of a slice of every expert each."""
     dtype: Dtype = Dtype.FLOAT32
-    max_num_seqs: int = Field(default=64, gt=0)
+    max_num_seqs: int = Field(default=64, gt=0, le=65536)
     """Sequences an engine decodes at once."""
-    max_num_batched_tokens: int = Field(default=2048, gt=0)
+    max_num_batched_tokens: int = Field(default=2048, gt=0, le=MAX_ROW_TOKENS)
     """Tokens in one forward pass of the engine (chunked prefill splits longer prompts)."""
-    kv_cache_gib: float = Field(default=0.25, gt=0.0)
+    kv_cache_gib: Gibibytes = 0.25
     """KV cache of one engine process."""
     compile: bool = False
     """torch.compile and (on GPUs) CUDA graphs; off means eager."""
@@ -126,15 +147,15 @@ class GeneratorSection(Section):
 class ParallelSection(Section):
     """The trainer's mesh. The data-parallel shard degree is what num_procs leaves over."""
 
-    num_procs: int = Field(default=1, gt=0)
+    num_procs: Procs = 1
     """Trainer procs, one per GPU (or CPU process)."""
-    data_replicate: int = Field(default=1, gt=0)
+    data_replicate: Procs = 1
     """HSDP replicas of the sharded model."""
-    tensor: int = Field(default=1, gt=0)
+    tensor: Procs = 1
     sequence: bool = True
     """With tensor parallelism, split what lies between its matrix products along the sequence too."""
-    context: int = Field(default=1, gt=0)
-    expert: int = Field(default=1, gt=0)
+    context: Procs = 1
+    expert: Procs = 1
     """Expert parallel degree; borrows ranks of the other dimensions."""
 
     @property
@@ -149,17 +170,25 @@ class ActivationCheckpointing(StrEnum):
     FULL = "full"
 
 
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class OptimizerSection(Section):
     """AdamW with a linear warm-up to the learning rate and, if asked for, a linear decay to zero."""
 
-    learning_rate: float = Field(gt=0.0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0.0)
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    warmup_steps: int = Field(default=0, ge=0)
-    decay_steps: tuple[int, int] | None = None
+    learning_rate: float = Field(ge=1e-12, le=1.0)
+    """About how far one step moves every parameter."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """How much of the moments is kept at every step: 1 would never take a gradient in."""
+    eps: float = Field(default=1e-8, ge=1e-20, le=1.0)
+    """Added to the root of the second moment, which is 0 in float32 for gradients below 1e-22."""
+    weight_decay: float = Field(default=0.0, ge=0.0, le=1e12)
+    """A step takes off learning_rate * weight_decay of every parameter."""
+    warmup_steps: CountOrZero = 0
+    decay_steps: tuple[CountOrZero, CountOrZero] | None = None
     """The learning rate falls linearly to zero from the first of these steps to the second; null keeps it."""
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    max_grad_norm: float = Field(default=1.0, ge=1e-6, le=1e30)
+    """Larger gradients are scaled down to this norm; much smaller ones than the default vanish in eps."""
 
 
 class RoutingReplay(StrEnum):
@@ -185,7 +214,7 @@ class TrainerSection(Section):
     parallel: ParallelSection = ParallelSection()
     dtype: Dtype = Dtype.FLOAT32
     """Compute dtype; master weights and optimizer state are float32."""
-    tokens_per_row: int = Field(gt=0)
+    tokens_per_row: int = Field(gt=0, le=MAX_ROW_TOKENS)
     """Length of a packed row; every microbatch is one row per data-parallel rank."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
@@ -195,14 +224,14 @@ class TrainerSection(Section):
     on a GPU at the price of copies in every microbatch. Without a GPU they are there anyway."""
     routing_replay: RoutingReplay = RoutingReplay.ALL
     router_bias: RouterBias = RouterBias.FROZEN
-    router_bias_speed: float = Field(default=1e-3, gt=0.0)
-    """How far a step moves a bias that is updated."""
+    router_bias_speed: float = Field(default=1e-3, ge=1e-12, le=1.0)
+    """How far a step moves a bias that is updated; the scores that it is added to are from 0 to 1."""
     keep_sampling_mask: bool = True
     """The softmax runs over the tokens that the sampler kept (top-k, top-p, min-p), and only over them."""
     replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)
     """Share of the rows on which the mismatch without routing replay is measured too, at the price of one
     more forward pass over them."""
-    max_skipped_steps: int = Field(default=3, gt=0)
+    max_skipped_steps: Count = 3
     """A step whose loss or gradient is not finite is skipped and counted; after this many in a row the run
     ends with an error."""
     max_fresh_mismatch: float = Field(default=0.5, gt=0.0)
@@ -236,23 +265,27 @@ class AlgorithmSection(LossSection):
     """How rewards become gradients: advantages here, the loss in ``forgeasync.config.loss_schema``."""
 
     advantage: AdvantageName = AdvantageName.GRPO
-    pass_at_k: int | None = Field(default=None, gt=0)
+    pass_at_k: Count | None = None
     """Of advantage group_pass_at_k."""
-    group_size: int = Field(gt=0)
+    group_size: Count
     """Rollouts per prompt."""
-    groups_per_step: int = Field(gt=0)
+    groups_per_step: Count
     """Prompts per optimizer step."""
     filters: tuple[FilterSection, ...] = ()
     """Applied to every scored group, one after the other; what they drop is counted."""
-    max_filtered_in_a_row: int = Field(default=512, gt=0)
+    max_filtered_in_a_row: Count = 512
     """The run ends with an error once filters have dropped this many groups with none kept between."""
+
+
+MAX_LORA_RANK = 512
 
 
 class LoraSection(Section):
     """Train low-rank adapters of a frozen base model instead of its weights; only they travel."""
 
-    rank: int = Field(gt=0)
-    alpha: float = Field(gt=0.0)
+    rank: int = Field(gt=0, le=MAX_LORA_RANK)
+    """vLLM serves adapters up to this rank."""
+    alpha: float = Field(ge=1e-6, le=1e6)
     """An adapter's product is scaled by alpha / rank."""
     targets: tuple[str, ...] = Field(min_length=1)
     """Last part of the names of the linear layers to adapt, such as ``q_proj`` or ``down_proj``; of an MoE
@@ -262,9 +295,9 @@ class LoraSection(Section):
 class CheckpointSection(Section):
     """Checkpoints that a run can be resumed from: ``--resume latest``."""
 
-    every_steps: int | None = Field(default=20, gt=0)
+    every_steps: Count | None = 20
     """One is written after every this many steps, beside training; null: none."""
-    keep: int = Field(default=2, gt=0)
+    keep: Count = 2
     """The newest ones that are kept."""
     folder: str | None = None
     """Where they lie; null: ``checkpoints`` in the run's folder. All trainer procs have to see it."""
@@ -273,15 +306,15 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     """Accuracy on held-out problems, sampled with the training distribution."""
 
-    every_steps: int = Field(default=20, gt=0)
+    every_steps: Count = 20
     """Evaluated before the first step, after every this many steps and after the last."""
-    num_problems: int = Field(gt=0)
+    num_problems: Count
 
 
 class LoggingSection(Section):
     """What a run writes besides its metrics."""
 
-    rollouts_per_step: int = Field(default=4, ge=0)
+    rollouts_per_step: CountOrZero = 4
     """Rollouts with text written to rollouts.jsonl each step."""
     tensorboard: bool = True
 
@@ -289,46 +322,51 @@ class LoggingSection(Section):
 class TimeoutSection(Section):
     """Deadlines of actor calls, in seconds. Past one, the run ends with an error."""
 
-    setup_s: float = Field(default=300.0, gt=0.0)
-    generate_s: float = Field(default=300.0, gt=0.0)
-    train_step_s: float = Field(default=600.0, gt=0.0)
-    weights_s: float = Field(default=120.0, gt=0.0)
-    score_s: float = Field(default=60.0, gt=0.0)
-    host_s: float = Field(default=60.0, gt=0.0)
+    setup_s: Seconds = 300.0
+    generate_s: Seconds = 300.0
+    train_step_s: Seconds = 600.0
+    weights_s: Seconds = 120.0
+    score_s: Seconds = 60.0
+    host_s: Seconds = 60.0
     """Of many hosts: one that does not answer for this long ends the run, and one that is not asked for twice
     this long ends itself."""
-    sigterm_s: float = Field(default=30.0, gt=0.0)
+    sigterm_s: Seconds = 30.0
     """What a run that is told to stop (SIGTERM) takes at most for a checkpoint and the export of its weights.
     What kills it afterwards (KillWait of Slurm, terminationGracePeriodSeconds of Kubernetes, both 30 s by
     default) should leave 20 s more, in which its processes end."""
 
 
+Width = Annotated[int, Field(gt=0, le=65536)]
+
+
 class ShapeSection(Section):
     """Sizes of a Qwen3-MoE built from a seed."""
 
-    num_layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    num_experts: int = Field(gt=0)
-    top_k: int = Field(gt=0)
-    expert_hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=1024)
+    hidden_size: Width
+    num_heads: int = Field(gt=0, le=1024)
+    num_kv_heads: int = Field(gt=0, le=1024)
+    head_dim: int = Field(gt=0, le=512, multiple_of=2)
+    """Even: rotary positions turn pairs."""
+    num_experts: int = Field(gt=0, le=65535)
+    """Routing records hold experts' ids as 16-bit numbers at most."""
+    top_k: int = Field(gt=0, le=65535)
+    expert_hidden_size: Width
 
 
 class WarmupSection(Section):
     """How ``python -m apps.warmup`` builds the model at ``model.path``: random init, then a short
     supervised run on generated worked examples."""
 
-    seed: int = 0
+    seed: Seed = 0
     shape: ShapeSection
-    num_steps: int = Field(gt=0)
-    examples_per_step: int = Field(gt=0)
+    num_steps: Count
+    examples_per_step: Count
     optimizer: OptimizerSection
     direct_share: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the examples that guess the answer instead of working it out: the stand-in for text in the
     wild, which mostly does. RL then has to find out that working pays."""
-    guess_error: int = Field(default=0, ge=0)
+    guess_error: CountOrZero = 0
     """A guess is off by up to this much, uniformly."""
 
 
@@ -336,8 +374,9 @@ class RunConfig(Section):
     """One run."""
 
     name: str
-    seed: int = Field(default=0, ge=0)
-    max_steps: int = Field(gt=0)
+    seed: Seed = 0
+    """All random draws follow from it. NumPy takes 32 bits, and vLLM hands its seed on to NumPy."""
+    max_steps: Count
     """Optimizer steps."""
     run_dir: str | None = None
     """Folder of this run; by default runs/<name>-<time>."""

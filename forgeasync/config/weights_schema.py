@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from forgeasync.config.section import Section
+from forgeasync.config.section import MAX_SECONDS, Section
 
 
 class TransportChoice(StrEnum):
@@ -51,5 +51,6 @@ class WeightsSection(Section):
     """Serve prefixes that were computed under old weights to new requests."""
     delta: bool = False
     """Move only the blocks that changed since the version a generator holds."""
-    lease_timeout_s: float = Field(default=60.0, gt=0.0)
-    """A generator that takes longer over a fetch loses its claim on the buffer that it reads."""
+    lease_timeout_s: float = Field(default=60.0, ge=1.0, le=MAX_SECONDS)
+    """A generator that takes longer over a fetch loses its claim on the buffer that it reads. RDMA counts
+    whole seconds."""

@@ -119,7 +119,16 @@ def _steps(config: RunConfig, facts: ModelFacts) -> list[Row]:
     microbatches = -(-rows // ranks)
     held = int(config.generator.kv_cache_gib * 2**30) // kv_bytes_per_token(config, facts)
     groups = f"{algorithm.groups_per_step} groups of {algorithm.group_size}"
+    optimizer = config.trainer.optimizer
+    reached = f"from step {max(1, optimizer.warmup_steps):,} on, of {config.max_steps:,}"
+    if optimizer.warmup_steps > config.max_steps:
+        reached = (
+            f"never reached: of {optimizer.warmup_steps:,} warm-up steps the run makes {config.max_steps:,}"
+        )
+    elif optimizer.decay_steps is not None:
+        reached += "; falls to 0 from step {:,} to {:,}".format(*optimizer.decay_steps)
     return [
+        ("learning rate", f"{optimizer.learning_rate:g}", reached),
         ("rollouts per step", f"{rollouts:,}", groups),
         ("tokens per step", f"<= {rollouts * context:,}", f"if every one has {context:,} tokens"),
         ("rows per step", f"<= {rows:,}", f"of {row_length:,} tokens; {microbatches} a data-parallel rank"),
