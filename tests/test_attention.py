@@ -19,12 +19,21 @@ def _positions(rows: list[list[int]]) -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
-def _inputs(positions_BL: torch.Tensor, *, num_kv_heads: int, head_size: int, value_size: int) -> Tensors:
-    generator = torch.Generator().manual_seed(0)
+def _inputs(
+    positions_BL: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    head_size: int,
+    value_size: int,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> Tensors:
+    """Queries, keys and values ``scale`` times as large as N(0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
 
     def random(num_heads: int, size: int) -> torch.Tensor:
         shape = (*positions_BL.shape, num_heads, size)
-        return torch.randn(shape, generator=generator).requires_grad_()
+        return (scale * torch.randn(shape, generator=generator)).requires_grad_()
 
     return random(NUM_HEADS, head_size), random(num_kv_heads, head_size), random(num_kv_heads, value_size)
 
@@ -61,6 +70,27 @@ def _check(
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12))
 def test_sequences_of_any_lengths(lengths: list[int]) -> None:
     _check([lengths])
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0, 30.0])
+def test_large_scores(scale: float) -> None:
+    """Scores up to several thousand: nothing of a sequence beside it may reach exp() through the padding.
+
+    What float32 can give is judged by float32 attention without packing: the softmax is then close to a
+    maximum, and where two scores nearly tie its gradients are differences of large numbers.
+    """
+    positions_BL = _positions([[30, 33, 31, 32, 1]])
+    for seed in range(20):
+        inputs = _inputs(positions_BL, num_kv_heads=2, head_size=64, value_size=64, scale=scale, seed=seed)
+        attention = PackedAttention(PackedAttention.Config())
+        out = attention(*inputs, attention_masks=packed_sequences(positions_BL))
+        reference = _reference(inputs, positions_BL)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        ours = torch.autograd.grad(out, inputs, grad)
+        exact = torch.autograd.grad(reference, inputs, grad.double())
+        torch.testing.assert_close(out.double(), reference, atol=2e-5 * scale**2, rtol=0)
+        for our, their in zip(ours, exact, strict=True):
+            torch.testing.assert_close(our.double(), their.double(), atol=3e-5 * scale**3, rtol=0)
 
 
 def test_sequences_of_several_rows_share_groups() -> None:

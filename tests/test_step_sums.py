@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.trainer.packing import TrainingSequence, pack_row
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.step_sums import StepSums
 from tests.support.processes import run_ranks
 
@@ -19,13 +19,17 @@ def make_sequence(ages: list[int]) -> TrainingSequence:
     )
 
 
+def make_row(ages: list[list[int]]) -> PackedRow:
+    return pack_row([make_sequence(ages_of_one) for ages_of_one in ages])
+
+
 def _metrics(ages: list[list[int]], differences: list[float]) -> dict[str, float]:
     sums = StepSums(num_layers=1, device="cpu")
     sums.add_mismatch(
         torch.tensor(differences),
         torch.zeros(len(differences)),
         torch.ones(len(differences), dtype=torch.bool),
-        pack_row([make_sequence(a) for a in ages]),
+        make_row(ages),
     )
     return sums.metrics(len(differences), mesh=None)
 

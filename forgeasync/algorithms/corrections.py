@@ -14,10 +14,8 @@ from typing import Protocol
 
 import torch
 
+from forgeasync.algorithms.log_ratios import MAX_LOG_RATIO
 from forgeasync.algorithms.sequences import sequence_means, sequence_sums
-
-MAX_LOG_RATIO = 20.0
-"""A product over thousands of tokens must not become inf: e^20 is beyond every sensible cap."""
 
 
 class Level(StrEnum):

@@ -3,11 +3,14 @@
 Unbiased where tokens are drawn from the current policy; ``unbiased_k3`` also where they are not. Source of
 the names: Schulman, "Approximating KL Divergence", 2020.
 
+Ratios are at most e^20, in values and gradients (``forgeasync.algorithms.log_ratios``).
+
 Shape suffix: T packed tokens, float32. Gradients flow through ``logprobs_T``.
 """
 
 import torch
 
+from forgeasync.algorithms.log_ratios import capped
 from forgeasync.algorithms.sequences import sequence_sums
 
 
@@ -23,7 +26,7 @@ def k2(logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor) -> torch.Tensor:
 
 def k3(logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor) -> torch.Tensor:
     """r - 1 - log r with r = reference / current: unbiased and never negative."""
-    log_ratio_T = ref_logprobs_T - logprobs_T
+    log_ratio_T = capped(ref_logprobs_T - logprobs_T)
     return log_ratio_T.expm1() - log_ratio_T
 
 
@@ -34,7 +37,7 @@ def unbiased_k3(
 
     Source: DeepSeek-AI, "DeepSeek-V3.2", 2025, section on unbiased KL estimate.
     """
-    ratio_T = (logprobs_T - behavior_logprobs_T).exp()
+    ratio_T = capped(logprobs_T - behavior_logprobs_T).exp()
     return ratio_T * k3(logprobs_T, ref_logprobs_T)
 
 

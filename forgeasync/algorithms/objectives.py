@@ -6,6 +6,8 @@ int64 sequence ids: ``logprobs_T`` (under the current policy, with gradients), `
 ``sequence_ids_T``. It returns losses [T] (to be masked and aggregated by the caller) and metrics: sums over
 the masked tokens, to be divided by their number.
 
+Ratios and their gradients are at most e^20 (``forgeasync.algorithms.log_ratios``).
+
 Shape suffix: T packed tokens.
 """
 
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from forgeasync.algorithms.log_ratios import capped
 from forgeasync.algorithms.sequences import sequence_means, sequence_sums
 
 
@@ -50,7 +53,7 @@ def ppo_clip(clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | 
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T).exp()
+        ratio_T = capped(_log_ratios(logprobs_T, behavior_logprobs_T, mask_T)).exp()
         losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip_low, clip_high)
         sums = {"objective/clipped_share": is_clipped_T.sum()}
         if dual_clip is not None:
@@ -97,7 +100,7 @@ def cispo(clip_low: float, clip_high: float) -> Objective:
         mask_T: torch.Tensor,
         sequence_ids_T: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T).detach().exp()
+        ratio_T = capped(_log_ratios(logprobs_T, behavior_logprobs_T, mask_T).detach()).exp()
         clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
         is_clipped_T = mask_T & (clipped_T != ratio_T)
         return -clipped_T * advantages_T * logprobs_T, {"objective/clipped_share": is_clipped_T.sum()}
@@ -121,7 +124,7 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> Objective:
         sequence_ids_T: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T)
-        ratio_T = sequence_means(log_ratio_T, mask_T, sequence_ids_T).exp()
+        ratio_T = capped(sequence_means(log_ratio_T, mask_T, sequence_ids_T)).exp()
         losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip_low, clip_high)
         return losses_T, {"objective/clipped_share": is_clipped_T.sum()}
 
@@ -221,9 +224,9 @@ def decoupled_ppo(clip: float = 0.2, behavior_cap: float = 5.0) -> DecoupledObje
         sequence_ids_T: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         proximal_T = proximal_logprobs_T.detach()
-        weights_T = _log_ratios(proximal_T, behavior_logprobs_T, mask_T).exp()
+        weights_T = capped(_log_ratios(proximal_T, behavior_logprobs_T, mask_T)).exp()
         is_capped_T = mask_T & (weights_T > behavior_cap)
-        ratio_T = _log_ratios(logprobs_T, proximal_T, mask_T).exp()
+        ratio_T = capped(_log_ratios(logprobs_T, proximal_T, mask_T)).exp()
         losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip, clip)
         return torch.where(is_capped_T, 0.0, weights_T) * losses_T, {
             "objective/clipped_share": is_clipped_T.sum(),

@@ -24,7 +24,8 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `off_policy/rejected_token_share` *  | response tokens too old to be trained on; where there is a limit  |
 | `mismatch/logprob_abs_mean`          | abs(trainer logprob - sampler logprob), mean over tokens, in nats |
 | `mismatch/logprob_abs_max`           | the same, for the worst token                                     |
-| `mismatch/kl`                        | estimate of KL(sampler, trainer), mean over tokens, in nats       |
+| `mismatch/kl`                        | estimate of KL(sampler, trainer), mean over tokens, in nats; a    |
+|                                      | difference counts up to 20                                        |
 | `mismatch/fresh_logprob_abs_mean` *  | like `logprob_abs_mean`, over responses wholly of age 0           |
 | `response/length_mean`, `_min`, `_max` | tokens per response                                             |
 | `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`          |

@@ -56,9 +56,12 @@ def attend_backward(
     dq, dk, dv = (_with_spare_row(x) for x in inputs[:3])
     for places_SM in _groups(place_of_P, shapes_G2):
         q, k, v, out, log_sums = (_take(x, places_SM) for x in inputs)
-        # Nothing comes from padded queries: they stand for a token that has a place of its own.
-        is_padding_S1M1 = (places_SM == len(q_LNH))[:, None, :, None]
-        grad = _take(grad_LNH, places_SM).masked_fill_(is_padding_S1M1, 0)
+        # Nothing comes from padded queries: they stand for a token that has a place of its own. That token's
+        # log sum says nothing of the keys that they see here, and exp(score - log sum) could overflow;
+        # exp(score - inf) is 0.
+        is_padding_S1M = (places_SM == len(q_LNH))[:, None]
+        log_sums.masked_fill_(is_padding_S1M, torch.inf)
+        grad = _take(grad_LNH, places_SM).masked_fill_(is_padding_S1M[..., None], 0)
         of_group = _flash_backward(grad, q, k, v, out, log_sums, 0.0, True, scale=scale)
         for whole, part_SNMH in zip((dq, dk, dv), of_group, strict=True):
             _put(whole, places_SM, part_SNMH)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.corrections import MAX_LOG_RATIO
+from forgeasync.algorithms.log_ratios import MAX_LOG_RATIO, capped
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 
@@ -186,5 +186,9 @@ def _is_fresh(row: PackedRow) -> np.ndarray:
 
 
 def _k3(difference_T: torch.Tensor) -> torch.Tensor:
-    """KL(behavior || current) by the k3 estimator of Schulman, "Approximating KL Divergence", 2020."""
-    return difference_T.exp() - 1.0 - difference_T
+    """KL(behavior || current) by the k3 estimator of Schulman, "Approximating KL Divergence", 2020.
+
+    A difference counts up to ``MAX_LOG_RATIO``, 5e8 nats: one token must not make the mean infinite.
+    """
+    capped_T = capped(difference_T)
+    return capped_T.expm1() - capped_T
