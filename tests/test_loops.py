@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from apps.grpo import start
+from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.weights_schema import Interruption
 from tests.support.loops import (
     MAX_STEPS,
     Fleet,
     Generators,
     Recorder,
+    StartingFleet,
     Trainer,
     make_config,
+    make_prepared,
     make_problem,
     make_run,
 )
@@ -129,3 +133,11 @@ def test_a_fetch_that_succeeds_makes_up_for_those_before(tmp_path: Path) -> None
     run_to_the_end(tmp_path, generators=generators, recorder=recorder)
     assert generators.num_fetches == [5 * MAX_STEPS]
     assert generators.swapped == [(0, version) for version in range(1, MAX_STEPS + 1)]
+
+
+@pytest.mark.parametrize("age_of", list(AgeOf))
+def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(tmp_path: Path, age_of: AgeOf) -> None:
+    config = make_config(tmp_path, "max_off_policy_steps=3", f"buffer.age_of={age_of}")
+    fleet = StartingFleet()
+    asyncio.run(start(config, make_prepared(config), fleet, Recorder(), tmp_path))
+    assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)

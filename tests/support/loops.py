@@ -13,11 +13,13 @@ import numpy as np
 
 from apps.grpo import GrpoRun
 from apps.preparation import Prepared
+from apps.recorder import StepTimes
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.generator import CancelledGroup
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.decisions import Batch, Committed
 from forgeasync.buffer.replay_buffer import ReplayBuffer
+from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.load import load_config
 from forgeasync.config.schema import RunConfig, SamplingSection
 from forgeasync.data.rollout import StoredRollout
@@ -197,6 +199,9 @@ class Trainer:
         self.num_staged += 1
         return Manifest(version=len(self.steps), slot=slot, layout_digest="", checksums=(), copy_s=0.0)
 
+    async def connect(self, generators: Generators) -> None:
+        return None
+
     async def finish_checkpoint(self) -> None:
         return None
 
@@ -228,7 +233,14 @@ class Recorder:
         self.problems.append(problem)
 
     def record(
-        self, step: int, batch: Batch, result: StepResult, *parts: object, accuracy: float | None, **more: object
+        self,
+        step: int,
+        batch: Batch,
+        result: StepResult,
+        times: StepTimes,
+        *,
+        accuracy: float | None,
+        **counters: object,
     ) -> None:
         self.batches.append(batch)
         if accuracy is not None:
@@ -249,6 +261,29 @@ class Fleet:
         await asyncio.Event().wait()
 
 
+class StartingFleet:
+    """Starts nothing, and remembers what the trainer was asked to leave out."""
+
+    def __init__(self) -> None:
+        self.max_token_age: int | None = None
+
+    async def start_generators(self, *setup: object) -> Generators:
+        return Generators()
+
+    async def start_scorer(self, config: RunConfig) -> Scorer:
+        return Scorer()
+
+    async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None) -> LocalBuffer:
+        return LocalBuffer(config)
+
+    async def start_trainer(self, *setup: object, max_token_age: int | None, **more: object) -> Trainer:
+        self.max_token_age = max_token_age
+        return Trainer()
+
+    async def connect_weights(self, config: RunConfig, trainer: Trainer, generators: Generators) -> None:
+        return None
+
+
 def make_problem(number: int) -> Task:
     """Its prompt is its number."""
     return dataclasses.replace(make_task(number), prompt=str(number))
@@ -261,6 +296,19 @@ def make_config(folder: Path, *overrides: str) -> RunConfig:
     return load_config([file], [f"max_steps={MAX_STEPS}", *overrides])
 
 
+def make_prepared(config: RunConfig, held_out: Sequence[Task] = ()) -> Prepared:
+    """64 problems of a model that is not there."""
+    return Prepared(
+        config=config,
+        facts=FACTS,
+        model_path=Path(),
+        prompts=Prompts(),
+        train=[make_problem(index) for index in range(64)],
+        held_out=list(held_out),
+        resumed=None,
+    )
+
+
 def make_run(
     config: RunConfig,
     *,
@@ -270,18 +318,9 @@ def make_run(
     held_out: Sequence[Task] = (),
 ) -> GrpoRun:
     """A run whose loops are the real ones."""
-    prepared = Prepared(
-        config=config,
-        facts=FACTS,
-        model_path=Path(),
-        prompts=Prompts(),
-        train=[make_problem(index) for index in range(64)],
-        held_out=list(held_out),
-        resumed=None,
-    )
     return GrpoRun(
         config,
-        prepared,
+        make_prepared(config, held_out),
         trainer=trainer or Trainer(),
         generators=generators or Generators(),
         scorer=Scorer(),
