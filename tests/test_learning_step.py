@@ -1,4 +1,4 @@
-"""One real optimizer step, from rewards to weights: the better rollout becomes likelier, the worse ones less."""
+"""One real optimizer step from rewards to weights: the better rollout becomes likelier, worse ones less so."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled:
-    """Of every step: the learning rates of the optimizer's groups, the reported one, how far weights moved."""
+    """Of every step: learning rates of the optimizer's groups, the reported one, how far weights moved."""
 
     of_groups: list[set[float]]
     reported: list[float]
