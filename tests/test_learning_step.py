@@ -1,4 +1,4 @@
-"""One real optimizer step from rewards to weights: the better rollout becomes likelier, worse ones less so."""
+"""One real optimizer step from rewards to weights: the better rollout becomes likelier, worse ones less."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
