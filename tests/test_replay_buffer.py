@@ -21,6 +21,7 @@ from forgeasync.config.buffer_schema import (
     StaleGroups,
 )
 from forgeasync.data.progress import GroupProgress
+from forgeasync.data.rollout import Group
 from tests.support.buffer_world import BufferWorld, make_task
 from tests.support.rollouts import make_stored_rollout
 
@@ -261,6 +262,21 @@ def test_a_group_is_scored_once() -> None:
     world.sampled[0] = group
     with pytest.raises(AssertionError):
         world.score(0)
+
+
+def test_each_reward_stays_with_its_rollout() -> None:
+    """Through scoring, filtering and the batch: three rollouts, of which the outer two are kept."""
+    world = make_world(1, 0)
+    started(world)
+    rollouts = tuple(make_stored_rollout((0, 0, 1), text=text) for text in ("bad", "filtered", "good"))
+    world.buffer.finished(Group(group_id=0, draw_id=0, task=make_task(0), rollouts=rollouts))
+    world.buffer.scored(0, (-2.0, 5.0), (0, 2))
+    batch = world.buffer.take()
+    assert batch is not None
+    (group,) = batch.groups
+    assert group.rewards is not None
+    found = {one.text: reward for one, reward in zip(group.rollouts, group.rewards, strict=True)}
+    assert found == {"bad": -2.0, "good": 5.0}
 
 
 accountings = st.sampled_from(

@@ -5,8 +5,9 @@ import os
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,17 @@ def run_ranks(world_size: int, function: Callable[..., R], *arguments: object) -
             nprocs=world_size,
         )
         return [pickle.loads(Path(out, str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+@contextmanager
+def alone_in_this_process(folder: Path) -> Iterator[None]:
+    """A group of one gloo rank in this very process, for what is quick and asks for a group."""
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_alone(function: Callable[..., R], *arguments: object) -> R:

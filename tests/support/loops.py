@@ -1,0 +1,330 @@
+"""What the loops of a run talk to, as plain objects in one process: no Monarch, no engine, no model.
+
+A response's text is its reward, written out, so that a test can follow a reward from the text to what trains.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Generic, ParamSpec, TypeVar
+
+import numpy as np
+
+from apps.grpo import GrpoRun
+from apps.preparation import Prepared
+from apps.recorder import StepTimes
+from forgeasync.actors.buffer import BufferReport
+from forgeasync.actors.generator import CancelledGroup
+from forgeasync.buffer.async_buffer import AsyncReplayBuffer
+from forgeasync.buffer.decisions import Batch, Committed
+from forgeasync.buffer.replay_buffer import ReplayBuffer
+from forgeasync.buffer.snapshot import BufferSnapshot
+from forgeasync.config.load import load_config
+from forgeasync.config.schema import RunConfig, SamplingSection
+from forgeasync.data.rollout import StoredRollout
+from forgeasync.data.task import Task
+from forgeasync.sampler.stats import EngineStats
+from forgeasync.sampler.swap import SwapReport
+from forgeasync.trainer.batch import TrainingItem
+from forgeasync.trainer.step_result import StepResult
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.manifest import Manifest
+from tests.config_samples import FACTS, MINIMAL
+from tests.support.buffer_world import make_task
+from tests.support.rollouts import make_stored_rollout
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_STEPS = 3
+
+
+class Endpoint(Generic[P, R]):
+    """A coroutine function under the call of an actor's endpoint."""
+
+    def __init__(self, function: Callable[P, Awaitable[R]]) -> None:
+        self._function = function
+
+    async def call_one(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._function(*args, **kwargs)
+
+
+class LocalBuffer:
+    """The buffer actor's endpoints around a real buffer."""
+
+    def __init__(self, config: RunConfig) -> None:
+        algorithm = config.algorithm
+        state = ReplayBuffer(
+            groups_per_step=algorithm.groups_per_step,
+            group_size=algorithm.group_size,
+            max_off_policy_steps=config.max_off_policy_steps,
+            num_groups_in_run=config.max_steps * algorithm.groups_per_step,
+            section=config.buffer,
+            accounting=config.accounting,
+        )
+        self._buffer = buffer = AsyncReplayBuffer(state)
+        self.submit = Endpoint(buffer.submit)
+        self.start = Endpoint(buffer.start)
+        self.progressed = Endpoint(buffer.progressed)
+        self.finished = Endpoint(buffer.finished)
+        self.scored = Endpoint(buffer.scored)
+        self.failed = Endpoint(buffer.failed)
+        self.set_served_version = Endpoint(buffer.set_served_version)
+        self.take = Endpoint(buffer.take)
+        self.committed = Endpoint(self._committed)
+        self.report = Endpoint(self._report)
+
+    async def _committed(self, trainer_wait_share: float) -> Committed:
+        return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
+
+    async def _report(self) -> BufferReport:
+        state = self._buffer.state
+        return BufferReport(metrics=state.metrics(), num_dropped=state.num_dropped)
+
+
+class Generators:
+    """A router over generators that answer at once.
+
+    ``is_complete`` says of a replica's n-th fetch how it ends; groups in ``endless`` end when cancelled.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        *,
+        is_complete: Callable[[int, int], bool] = lambda replica, number: True,
+        endless: Sequence[int] = (),
+    ) -> None:
+        self.num_replicas = num_replicas
+        self._is_complete = is_complete
+        self._endless = {group_id: asyncio.Event() for group_id in endless}
+        self.num_fetches = [0] * num_replicas
+        self.swapped: list[tuple[int, int]] = []
+        """Replica and version."""
+        self.prompts: list[int] = []
+        """Of the groups, as they were started."""
+        self.cancelled: list[int] = []
+        self.freed: list[StoredRollout] = []
+        self.seeds: list[int | None] = []
+        self._landed = [0] * num_replicas
+        self._rng = np.random.default_rng(0)
+
+    async def sample_group(
+        self,
+        group_id: int,
+        prompt_ids_P: np.ndarray,
+        *,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int,
+    ) -> tuple[StoredRollout, ...] | CancelledGroup:
+        self.prompts.append(prompt_ids_P.item())
+        if group_id in self._endless:
+            await self._endless[group_id].wait()
+            return CancelledGroup()
+        version = min(self._landed)
+        rewards = self._rng.normal(0.5, 3.0, num_samples)
+        return tuple(
+            make_stored_rollout((version, 0, 4), num_prompt_tokens=1, text=f"{reward:.3f}")
+            for reward in rewards
+        )
+
+    async def respond(
+        self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
+    ) -> tuple[str, ...]:
+        """The prompt's only token is the reward in tenths."""
+        self.seeds.append(seed)
+        return (str(prompt_ids_P.item() / 10),) * num_samples
+
+    async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
+        number = self.num_fetches[replica]
+        self.num_fetches[replica] += 1
+        is_complete = self._is_complete(replica, number)
+        if is_complete:
+            self._landed[replica] = manifest.version
+        return FetchReport(
+            version=manifest.version,
+            is_complete=is_complete,
+            num_bytes_moved=0,
+            num_bytes_needed=0,
+            num_bad_blocks=int(not is_complete),
+            fetch_s=0.0,
+        )
+
+    async def finish_update(self, replica: int) -> SwapReport:
+        self.swapped.append((replica, self._landed[replica]))
+        return SwapReport(
+            pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
+        )
+
+    async def cancel_groups(self, group_ids: Sequence[int]) -> None:
+        self.cancelled += group_ids
+        for group_id in group_ids:
+            self._endless[group_id].set()
+
+    async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
+        self.freed += rollouts
+
+    async def stats(self) -> list[EngineStats]:
+        return [EngineStats(num_generated_tokens=0, busy_s=0.0)] * self.num_replicas
+
+
+class Scorer:
+    """Reads the reward out of a response."""
+
+    def __init__(self) -> None:
+        self.score = Endpoint(self._score)
+
+    async def _score(self, task: Task, responses: Sequence[str]) -> tuple[float, ...]:
+        return tuple(map(float, responses))
+
+
+class Trainer:
+    """Remembers what it trains on; each step makes a version."""
+
+    def __init__(self, num_data_ranks: int = 2) -> None:
+        self.num_data_ranks = num_data_ranks
+        self.steps: list[list[TrainingItem]] = []
+        self.num_staged = 0
+
+    async def train_items(self, rows: Sequence[Sequence[Sequence[TrainingItem]]]) -> StepResult:
+        assert len(rows) == self.num_data_ranks
+        self.steps.append([item for of_rank in rows for row in of_rank for item in row])
+        return StepResult(
+            policy_version=len(self.steps), num_targets=1, num_padding_tokens=0, train_s=0.0, metrics={}
+        )
+
+    async def stage_weights(self, slot: int) -> Manifest:
+        self.num_staged += 1
+        return Manifest(version=len(self.steps), slot=slot, layout_digest="", checksums=(), copy_s=0.0)
+
+    async def connect(self, generators: Generators) -> None:
+        return None
+
+    async def finish_checkpoint(self) -> None:
+        return None
+
+
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.accuracies: list[float | None] = []
+        self.rewards: list[float] = []
+        self.fetches: list[FetchReport] = []
+        self.swaps: list[SwapReport] = []
+        self.problems: list[str] = []
+
+    def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
+        self.accuracies.append(accuracy)
+
+    def record_scored(self, rewards: Sequence[float]) -> None:
+        self.rewards += rewards
+
+    def record_fetch(self, fetched: FetchReport) -> None:
+        self.fetches.append(fetched)
+
+    def record_swap(self, swap: SwapReport) -> None:
+        self.swaps.append(swap)
+
+    def warn(self, problem: str) -> None:
+        self.problems.append(problem)
+
+    def record(
+        self,
+        step: int,
+        batch: Batch,
+        result: StepResult,
+        times: StepTimes,
+        *,
+        accuracy: float | None,
+        **counters: object,
+    ) -> None:
+        self.batches.append(batch)
+        if accuracy is not None:
+            self.accuracies.append(accuracy)
+
+
+class Prompts:
+    """Encodes a prompt as one token: the number that it is."""
+
+    def encode(self, prompt: str) -> np.ndarray:
+        return np.array([int(prompt)], np.int32)
+
+
+class Fleet:
+    """Procs that never fail."""
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+
+class StartingFleet:
+    """Starts nothing, and remembers what the trainer was asked to leave out."""
+
+    def __init__(self) -> None:
+        self.max_token_age: int | None = None
+
+    async def start_generators(self, *setup: object) -> Generators:
+        return Generators()
+
+    async def start_scorer(self, config: RunConfig) -> Scorer:
+        return Scorer()
+
+    async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None) -> LocalBuffer:
+        return LocalBuffer(config)
+
+    async def start_trainer(self, *setup: object, max_token_age: int | None, **more: object) -> Trainer:
+        self.max_token_age = max_token_age
+        return Trainer()
+
+    async def connect_weights(self, config: RunConfig, trainer: Trainer, generators: Generators) -> None:
+        return None
+
+
+def make_problem(number: int) -> Task:
+    """Its prompt is its number."""
+    return dataclasses.replace(make_task(number), prompt=str(number))
+
+
+def make_config(folder: Path, *overrides: str) -> RunConfig:
+    """A run of ``MAX_STEPS`` steps with two groups of four rollouts each."""
+    file = folder / "run.yaml"
+    file.write_text(MINIMAL)
+    return load_config([file], [f"max_steps={MAX_STEPS}", *overrides])
+
+
+def make_prepared(config: RunConfig, held_out: Sequence[Task] = ()) -> Prepared:
+    """64 problems of a model that is not there."""
+    return Prepared(
+        config=config,
+        facts=FACTS,
+        model_path=Path(),
+        prompts=Prompts(),
+        train=[make_problem(index) for index in range(64)],
+        held_out=list(held_out),
+        resumed=None,
+    )
+
+
+def make_run(
+    config: RunConfig,
+    *,
+    generators: Generators | None = None,
+    trainer: Trainer | None = None,
+    recorder: Recorder | None = None,
+    held_out: Sequence[Task] = (),
+) -> GrpoRun:
+    """A run whose loops are the real ones."""
+    return GrpoRun(
+        config,
+        make_prepared(config, held_out),
+        trainer=trainer or Trainer(),
+        generators=generators or Generators(),
+        scorer=Scorer(),
+        buffer=LocalBuffer(config),
+        recorder=recorder or Recorder(),
+        checkpoints=Path(),
+    )
