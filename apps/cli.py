@@ -23,6 +23,9 @@ from forgeasync.config.schema import RunConfig
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
+_closing_words: list[str] = []
+"""What the last line says besides the reason."""
+
 EXIT_REFUSED = 2
 EXIT_FAILED = 1
 EXIT_SIGNAL = 128
@@ -64,17 +67,26 @@ def exit_code(run: Callable[[], None]) -> int:
         return EXIT_REFUSED
     except (KeyboardInterrupt, asyncio.CancelledError):
         received = received_signal() or signal.SIGINT
-        print(f"interrupted by {received.name}", file=sys.stderr)
+        print(_with_closing_words(f"interrupted by {received.name}"), file=sys.stderr)
         return EXIT_SIGNAL + received
     except BaseException as error:
         cause = root_cause(error)
         traceback.print_exception(cause)
         # A deadline's own name says nothing that the message does not: people know the standard one.
         kind = TimeoutError if isinstance(cause, DeadlineExceeded) else type(cause)
-        print(f"failed: {kind.__name__}: {last_words(cause)}", file=sys.stderr)
+        print(_with_closing_words(f"failed: {kind.__name__}: {last_words(cause)}"), file=sys.stderr)
         received = received_signal()
         return EXIT_FAILED if received is None else EXIT_SIGNAL + received
     return 0
+
+
+def add_closing_words(words: str) -> None:
+    """Have the last line say ``words`` too, if the app fails or is interrupted: where its results are."""
+    _closing_words.append(words)
+
+
+def _with_closing_words(reason: str) -> str:
+    return "; ".join([reason, *_closing_words])
 
 
 def _leave_monarch() -> None:

@@ -22,12 +22,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from apps.cli import exit_code, parse_arguments
+from apps.cli import add_closing_words, exit_code, parse_arguments
 from apps.preparation import Prepared, check, prepare
 from apps.recorder import RunRecorder, StepTimes
+from apps.rescue import save_newest_weights
 from apps.resume import open_files
 from apps.serving import WeightServing
-from apps.stopping import run_main, telling
+from apps.stopping import run_main
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
@@ -36,6 +37,7 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.decisions import Batch, DropReason, Start
+from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.checkpoint.run_state import RunState, model_shape
 from forgeasync.config.buffer_schema import AgeOf
@@ -54,9 +56,14 @@ from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.batch import deal_items, training_items
+from forgeasync.trainer.step_result import StepResult
 
 REPORT_COLUMNS = 120
 """Width of the dry run's table, also in a pipe."""
+
+
+class StepsSkipped(RuntimeError):
+    """Step after step had a loss or gradient that is not finite."""
 
 
 class GrpoRun:
@@ -84,10 +91,13 @@ class GrpoRun:
         self.checkpoints = checkpoints
         resumed = prepared.resumed
         self.first_version = 0 if resumed is None else resumed.state.step
+        self.version = self.first_version
+        self.num_skipped_in_a_row = 0
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
         self.order = TaskOrder(prepared.train, seed=config.seed, position=position)
         self.buffer = buffer
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
+        self.starvation = StarvationWatch(config.buffer.max_given_up_in_a_row)
         self.payloads = AsyncPayloadBudget(
             PayloadBudget(int(config.payload.capacity_gib * 2**30)),
             largest_group_bytes=largest_group_payload_bytes(config, prepared.facts),
@@ -132,8 +142,7 @@ class GrpoRun:
             seed=sampling_seed(self.config.seed, start.draw_id),
         )
         if isinstance(answer, RefusedGroup):
-            self.recorder.warn(answer.problem)
-            await self.give_up(start.group_id, DropReason.BAD_RECORD)
+            await self.give_up(start.group_id, DropReason.BAD_RECORD, answer.problem)
         elif isinstance(answer, CancelledGroup):
             await self.give_up(start.group_id, DropReason.CANCELLED)
         else:
@@ -142,8 +151,15 @@ class GrpoRun:
             await self.buffer.finished.call_one(group)
             await self.sampled.put(group)
 
-    async def give_up(self, group_id: int, reason: DropReason) -> None:
-        """A group will not come: the buffer says what takes its place."""
+    async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
+        """A group will not come: the buffer says what takes its place. ``problem`` is what was wrong with it.
+
+        Raises:
+            NothingTrains: too many in a row were given up.
+        """
+        if problem is not None:
+            self.recorder.warn(problem)
+            self.starvation.given_up(reason, problem)
         await self.payloads.release(group_id)
         await self.buffer.failed.call_one(group_id, reason)
 
@@ -157,6 +173,7 @@ class GrpoRun:
             self.recorder.record_scored(rewards)
             filtered = self.filtering.apply(group, rewards)
             if filtered.kept:
+                self.starvation.came_through()
                 lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
                 await self.free(lost)
             else:
@@ -212,9 +229,23 @@ class GrpoRun:
                 weights=self.serving.ledger,
                 accuracy=accuracy,
             )
+            self.count_skipped(step, result)
             if config.checkpoint.every_steps is not None and step % config.checkpoint.every_steps == 0:
                 await self.checkpoint(step)
         await self.trainer.finish_checkpoint()
+
+    def count_skipped(self, step: int, result: StepResult) -> None:
+        """Go on after a step that was skipped, but not for ever.
+
+        Raises:
+            StepsSkipped: it is one too many in a row.
+        """
+        self.num_skipped_in_a_row = 0 if result.skip_reason is None else self.num_skipped_in_a_row + 1
+        if self.num_skipped_in_a_row >= self.config.trainer.max_skipped_steps:
+            raise StepsSkipped(
+                f"{self.num_skipped_in_a_row} steps in a row were skipped (trainer.max_skipped_steps); "
+                f"the last one, {step}, because {result.skip_reason}"
+            )
 
     async def checkpoint(self, step: int) -> None:
         """Have the trainer begin to write a checkpoint; training goes on meanwhile."""
@@ -233,10 +264,21 @@ class GrpoRun:
         )
         self.recorder.record_checkpoint(time.perf_counter() - start_s)
 
+    async def checkpoint_now(self) -> int:
+        """Write a checkpoint of a run that was told to stop, wherever it was; the step that it is of."""
+        version = await self.trainer.policy_version()
+        if (await self.buffer.snapshot.call_one()).trainer_version < version:
+            # The step that was under way has come to its end.
+            await self.buffer.committed.call_one(0.0)
+        await self.checkpoint(version)
+        await self.trainer.finish_checkpoint()
+        return version
+
     async def commit(self, batch: Batch, *, trainer_wait_share: float) -> None:
         """A batch was trained on: free it, and let go of what is too old now."""
         await self.free(batch.groups)
         committed = await self.buffer.committed.call_one(trainer_wait_share)
+        self.version += 1
         await self.free(committed.lost)
         if committed.cancelled and self.config.weights.interruption is Interruption.CANCEL_STALE:
             await self.generators.cancel_groups(committed.cancelled)
@@ -317,9 +359,13 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         try:
             await fleet.open()
             run = await start(config, prepared, fleet, recorder, files.checkpoints)
-            await run.run(fleet)
-            final = run_dir.checkpoints.resolve() / "final"
-            await run.trainer.save_hf(final, source=prepared.model_path)
+            try:
+                await run.run(fleet)
+                final = run_dir.checkpoints.resolve() / "final"
+                await run.trainer.save_hf(final, source=prepared.model_path)
+            except BaseException as error:
+                add_closing_words(await save_newest_weights(run, run_dir, error))
+                raise
             console.message(f"wrote {final}")
         finally:
             await fleet.close()

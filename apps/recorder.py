@@ -1,5 +1,6 @@
 """Writes what a run does to its files and to the console."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.observability.console import StepConsole, StepLine
-from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics
+from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.sampler.stats import EngineStats
@@ -58,6 +59,8 @@ class RunRecorder:
         self._rollouts = RolloutWriter(run_dir.rollouts, per_step=config.logging.rollouts_per_step)
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._checkpoint_s: float | None = None
+        self._skipped_steps = run_dir.skipped_steps
+        self._num_skipped_steps = 0
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
         self._scored: list[float] = []
@@ -146,6 +149,9 @@ class RunRecorder:
             for rollout in group.rollouts
         )
         metrics["payload/num_waits"] = payloads.num_waits
+        if result.skip_reason is not None:
+            self._record_skipped(step, batch, result.skip_reason)
+        metrics["trainer/num_skipped_steps"] = self._num_skipped_steps
         metrics |= buffer.metrics | filtering.metrics() | self._weight_metrics(weights)
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         if self._scored:
@@ -162,6 +168,16 @@ class RunRecorder:
         self._scored.clear()
         self._fetches.clear()
         self._swaps.clear()
+
+    def _record_skipped(self, step: int, batch: Batch, reason: str) -> None:
+        """All rollouts of the batch go into a file, beside the rows that the trainer's ranks write there."""
+        self._num_skipped_steps += 1
+        file = self._skipped_steps / f"step-{step:08d}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            json.dumps({"step": step, "reason": reason, "rollouts": batch_records(step, batch)}, indent=1)
+        )
+        self._console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
 
     def _weight_metrics(self, ledger: WeightLedger) -> dict[str, float]:
         """How versions travelled since the last step."""

@@ -1,26 +1,32 @@
 """What is saved of a run that ends before its last step, whatever ends it.
 
-The newest good weights go to ``checkpoints/last``: from the trainer, if it still answers, else from the version
-that it published last, which lies in shared memory. A run that is told to stop (SIGTERM) first writes a
-checkpoint too.
+The newest good weights go to ``checkpoints/last``: from the trainer, if it still answers, else from the
+version that it published last, which lies in shared memory. A run that is told to stop by SIGTERM first
+writes a checkpoint, if there is time.
 """
 
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from forgeasync.actors.deadline import deadline
+from apps.cli import last_words, root_cause
+from apps.stopping import received_signal
+from forgeasync.actors.deadline import DeadlineExceeded, deadline
+from forgeasync.actors.fleet import ActorDied
 from forgeasync.checkpoint.folders import list_checkpoints
 from forgeasync.checkpoint.hf_folder import HfFolderWriter
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, TimeoutSection
-from forgeasync.weights.layout import WeightLayout
-from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staged_version import StagedVersion
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.launch.hosts import HostLost
+from forgeasync.observability.run_dir import RunDir
+from forgeasync.weights.staged_version import StagedVersion, StagedWeights
+
+if TYPE_CHECKING:
+    from apps.grpo import GrpoRun
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +35,11 @@ LAST = "last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """The version published last, and where it lies."""
-
-    manifest: Manifest
-    layout: WeightLayout
-    sources: Sequence[StagingSource]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rescue:
-    """Where weights can be had from once a run has failed, and where they go."""
+    """Where a run's newest weights can be had from, and where they go."""
 
     folder: Path
-    """Does not exist yet."""
+    """Is not there yet."""
     checkpoints: Path
     source: Path
     """The model that the run started from."""
@@ -52,45 +49,43 @@ class Rescue:
     export: Callable[[Path], Awaitable[int]]
     """Has the trainer write a folder; the version that it wrote."""
     checkpoint: Callable[[], Awaitable[int]]
-    """Writes a checkpoint of the present step; which step that is."""
-    staged: Staged | None
-    """None where nothing was published yet."""
+    """Has the trainer write a checkpoint; the step that it is of."""
+    staged: StagedWeights | None
+    """The version published last; None before the first."""
 
-    async def run(self, *, stop_signal: signal.Signals | None, trainer_failed: bool) -> str:
-        """Save what can be saved; what came of it, in words.
+    async def save(self, *, stop_signal: signal.Signals | None, trainer_failed: bool) -> str:
+        """Save what can be saved; what came of it, in words for the run's last line. Raises nothing.
 
-        ``stop_signal`` is what a run was told to stop by. Where ``trainer_failed``, the trainer is asked last.
+        ``stop_signal`` is what told the run to stop. Where ``trainer_failed``, the trainer is asked last.
         """
-        messages = []
+        words = []
         if stop_signal is signal.SIGTERM and not trainer_failed:
-            messages.append(await self._try_checkpoint())
-        from_trainer, from_memory = self._from_trainer, self._from_shared_memory
-        is_urgent = stop_signal is not None or trainer_failed
+            words += await self._try_checkpoint()
         limit_s, key = self.timeouts.train_step_s, "timeouts.train_step_s"
-        if is_urgent:
+        if stop_signal is not None or trainer_failed:
             limit_s, key = self.timeouts.sigterm_s, "timeouts.sigterm_s"
-        ways = [from_memory, from_trainer] if trainer_failed else [from_trainer, from_memory]
-        for way in ways:
+        ways = [self._from_trainer, self._from_shared_memory]
+        problems = []
+        for way in reversed(ways) if trainer_failed else ways:
             try:
                 async with deadline(limit_s, call="exporting the newest weights", key=key):
-                    messages.append(await way())
-                return "; ".join(filter(None, messages))
+                    return "; ".join([*words, await way()])
             except Exception as error:
-                # Whatever it is, there may be another way, and the reason that ended the run counts more.
-                logger.warning("the newest weights were not saved", exc_info=True)
-                messages.append(f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}")
+                # There may be another way, and the reason that ended the run counts more than this one.
+                logger.warning("the newest weights were not saved this way", exc_info=True)
+                problems.append(last_words(error))
         newest = list_checkpoints(self.checkpoints)
         kept = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
-        return f"the newest weights could not be saved ({'; '.join(filter(None, messages))}); {kept}"
+        return "; ".join([f"the newest weights could not be saved ({', '.join(problems)})", kept])
 
-    async def _try_checkpoint(self) -> str | None:
+    async def _try_checkpoint(self) -> list[str]:
         limit_s = self.timeouts.sigterm_s
         try:
             async with deadline(limit_s, call="writing a checkpoint", key="timeouts.sigterm_s"):
-                return f"go on after step {await self.checkpoint()} with --resume latest"
+                return [f"--resume latest goes on after step {await self.checkpoint()}"]
         except Exception:
             logger.warning("no checkpoint was written on the way out", exc_info=True)
-            return None
+            return ["there was no time for a checkpoint"]
 
     async def _from_trainer(self) -> str:
         version = await self.export(self.folder)
@@ -99,27 +94,44 @@ class Rescue:
     async def _from_shared_memory(self) -> str:
         if self.staged is None:
             raise LookupError("no version was published yet")
-        version = self.staged.manifest.version
-        await asyncio.to_thread(write_staged, self.staged, self)
-        return f"the weights of step {version}, as they were published, are in {self.folder}"
+        await asyncio.to_thread(self._write_staged, self.staged)
+        return f"the weights of step {self.staged.manifest.version}, as published, are in {self.folder}"
+
+    def _write_staged(self, staged: StagedWeights) -> None:
+        version = StagedVersion(staged)
+        # The trainer may still be at work on a folder of the final name.
+        folder = self.folder.with_name(f"{self.folder.name}-published")
+        if self.lora is None:
+            writer = HfFolderWriter(folder, source=self.source)
+            for name, tensor in version.tensors():
+                writer.add(name, tensor)
+            writer.finish()
+        else:
+            # Imports TorchTitan, which the controller needs for nothing else.
+            from forgeasync.trainer.lora_checkpoint import write_folder
+
+            write_folder(dict(version.tensors()), self.facts, self.lora, folder, source=self.source)
+        folder.rename(self.folder)
 
 
-def write_staged(staged: Staged, rescue: Rescue) -> None:
-    """Write a published version as the folder of ``rescue``.
-
-    Raises:
-        VersionUnreadable: it cannot be read from here, or is damaged.
-    """
-    version = StagedVersion(staged.layout, staged.sources, staged.manifest)
-    if rescue.lora is not None:
-        # Imports TorchTitan, which the controller needs for nothing else.
-        from forgeasync.trainer.lora_checkpoint import write_folder
-
-        write_folder(
-            dict(version.tensors()), rescue.facts, rescue.lora, rescue.folder, source=rescue.source
-        )
-        return
-    writer = HfFolderWriter(rescue.folder, source=rescue.source)
-    for name, tensor in version.tensors():
-        writer.add(name, tensor)
-    writer.finish()
+async def save_newest_weights(run: "GrpoRun", run_dir: RunDir, error: BaseException) -> str:
+    """Have the newest weights of a run that ends with ``error`` exported; where they are, in words."""
+    newest = run.serving.ledger.newest
+    if run.version == run.first_version and newest is None:
+        return "no step was made, so that there are no new weights"
+    cause = root_cause(error)
+    rescue = Rescue(
+        folder=run_dir.checkpoints.resolve() / LAST,
+        checkpoints=run.checkpoints,
+        source=run.prepared.model_path,
+        facts=run.prepared.facts,
+        lora=run.config.lora,
+        timeouts=run.config.timeouts,
+        export=lambda folder: run.trainer.save_hf(folder, source=run.prepared.model_path),
+        checkpoint=run.checkpoint_now,
+        staged=None if newest is None else run.trainer.staged(newest),
+    )
+    is_lost = isinstance(cause, ActorDied | HostLost | DeadlineExceeded)
+    return await rescue.save(
+        stop_signal=received_signal(), trainer_failed=is_lost and "trainer" in str(cause)
+    )

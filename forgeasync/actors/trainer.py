@@ -21,6 +21,7 @@ from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import Arrays, decode_rollout
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.observability.run_dir import SKIPPED_STEPS
 from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import RemotePayloadReader
 from forgeasync.payload.shared_memory import PayloadReader
@@ -39,9 +40,6 @@ from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
     from forgeasync.trainer.policy_trainer import PolicyTrainer
-
-SKIPPED_STEPS = "skipped_steps"
-"""Folder in the logs for the batches of steps that were skipped."""
 
 PAYLOAD_TIMEOUT_S = 60
 """For one payload of another host."""
@@ -223,7 +221,18 @@ class TrainerActor(Actor):
         self._trainer.finish_checkpoint()
 
     @endpoint
-    async def save_hf(self, folder: Path, source: Path) -> None:
-        """Write the weights as a Hugging Face folder."""
+    async def policy_version(self) -> int:
+        """Which weights this rank has."""
+        assert self._trainer is not None
+        return self._trainer.policy_version
+
+    @endpoint
+    async def save_hf(self, folder: Path, source: Path) -> int:
+        """Write the weights as a Hugging Face folder; returns their version.
+
+        Raises:
+            NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
+        """
         assert self._trainer is not None
         self._trainer.save_hf(folder, source=source)
+        return self._trainer.policy_version

@@ -18,6 +18,7 @@ from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.staged_version import StagedWeights
 from forgeasync.weights.transports.transport import StagingSource
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ class TrainerMesh:
         self._data_ranks: list[int] = []
         self._turn = asyncio.Lock()
         self._staged = "the initial weights"
+        self._layout: WeightLayout | None = None
+        self._sources: list[StagingSource] = []
 
     async def _on_every_rank(
         self, calls: Callable[[], Sequence[Awaitable[T]]], limit_s: float, *, call: str, key: str
@@ -156,14 +159,14 @@ class TrainerMesh:
             call="laying out its weights",
             key="setup_s",
         )
-        self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
-        return self._layout
+        layout = self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
+        return layout
 
     async def open_staging(
         self, folders: Sequence[Path], transports: frozenset[TransportChoice]
     ) -> list[StagingSource]:
         """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
-        return await self._on_every_rank(
+        self._sources = await self._on_every_rank(
             lambda: [
                 rank.open_staging.call_one(folder, transports)
                 for rank, folder in zip(self._ranks, folders, strict=True)
@@ -172,6 +175,12 @@ class TrainerMesh:
             call="allocating its staging buffers",
             key="setup_s",
         )
+        return self._sources
+
+    def staged(self, manifest: Manifest) -> StagedWeights:
+        """A version that was published, and how to reach it without the trainer's ranks."""
+        assert self._layout is not None
+        return StagedWeights(manifest=manifest, layout=self._layout, sources=tuple(self._sources))
 
     async def stage_weights(self, slot: int) -> Manifest:
         """Copy the current weights into a slot of every rank's staging buffers."""
@@ -182,6 +191,7 @@ class TrainerMesh:
             key="weights_s",
         )
         assert len({shard.version for shard in shards}) == 1, "ranks are at different versions"
+        assert self._layout is not None
         return Manifest(
             version=shards[0].version,
             slot=slot,
@@ -208,11 +218,23 @@ class TrainerMesh:
             key="train_step_s",
         )
 
-    async def save_hf(self, folder: Path, *, source: Path) -> None:
-        """Write the weights as a Hugging Face folder."""
-        await self._on_every_rank(
+    async def policy_version(self) -> int:
+        """Which weights the ranks have, once the calls before this one have ended."""
+        versions = await self._on_every_rank(
+            lambda: [rank.policy_version.call_one() for rank in self._ranks],
+            self._timeouts.train_step_s,
+            call="telling its version",
+            key="train_step_s",
+        )
+        assert len(set(versions)) == 1, "ranks are at different versions"
+        return versions[0]
+
+    async def save_hf(self, folder: Path, *, source: Path) -> int:
+        """Write the weights as a Hugging Face folder; returns their version."""
+        versions = await self._on_every_rank(
             lambda: [rank.save_hf.call_one(folder, source) for rank in self._ranks],
             self._timeouts.train_step_s,
             call=f"writing {folder}",
             key="train_step_s",
         )
+        return versions[0]

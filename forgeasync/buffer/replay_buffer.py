@@ -24,7 +24,7 @@ from forgeasync.buffer.deadlines import Deadlines
 from forgeasync.buffer.decisions import AGE_REASONS, Batch, Committed, DropReason, Start
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
-from forgeasync.buffer.snapshot import BufferSnapshot
+from forgeasync.buffer.snapshot import BufferSnapshot, Deficit
 from forgeasync.buffer.submissions import Submission, Submissions
 from forgeasync.config.buffer_schema import (
     AccountingPolicy,
@@ -99,6 +99,7 @@ class ReplayBuffer:
         # Of what the trainer can still count on.
         self._due = Deadlines()
         self._batch: list[_Entry] = []
+        self._deficits_before_batch: tuple[Deficit, ...] = ()
         self._num_ready_after_batch = 0
         self._was_bound = False
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
@@ -212,6 +213,7 @@ class ReplayBuffer:
         ids = self._ready.pop(self._groups_per_step)
         ids.sort(key=lambda group_id: self._entries[group_id].submission.draw_id)
         self._batch = [self._entries[group_id] for group_id in ids]
+        self._deficits_before_batch = self._ledger.deficits
         groups, weights = [], []
         for group_id, entry in zip(ids, self._batch, strict=True):
             assert entry.group is not None
@@ -230,19 +232,21 @@ class ReplayBuffer:
     # ---- a run that is resumed
 
     def snapshot(self) -> BufferSnapshot:
-        """What a buffer needs to continue from here; between two batches."""
-        assert not self._batch, "the batch was committed"
+        """What a buffer needs to continue from here.
+
+        A batch that was taken and not committed counts as complete: as far as is known it did not train.
+        """
         entries = [self._entries[group_id] for group_id in sorted(self._entries)]
         return BufferSnapshot(
             trainer_version=self._trainer_version,
             num_submitted=self._submissions.num_submitted,
             next_group_id=self._next_group_id,
             started=tuple(entry.submission for entry in entries if entry.group is None),
-            complete=tuple(entry.submission for entry in entries if entry.group is not None),
+            complete=tuple(entry.submission for entry in (*self._batch, *entries) if entry.group is not None),
             pending=self._submissions.pending(),
             num_reissued=self.num_reissued,
             num_restarted=self.num_restarted,
-            deficits=self._ledger.deficits,
+            deficits=self._deficits_before_batch if self._batch else self._ledger.deficits,
             num_censored=self._ledger.num_censored,
         )
 

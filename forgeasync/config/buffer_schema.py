@@ -54,6 +54,9 @@ class BufferSection(Section):
     """Within a batch's worth of prompts, start those first whose responses took longest before."""
     max_attempts: Count = 3
     """A prompt whose groups fail this many times is dropped."""
+    max_given_up_in_a_row: Count = 64
+    """The run ends with an error once this many groups in a row were refused or could not be scored, with
+    none kept between."""
 
 
 class AccountingPolicy(StrEnum):

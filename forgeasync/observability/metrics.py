@@ -49,6 +49,8 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `accounting/outstanding_deficit`     | weight of lost groups that no other has taken over yet            |
 | `accounting/num_censored`            | groups so far lost before their lengths were known                |
 | `accounting/weight_max`              | largest weight of the batch's groups                              |
+| `trainer/num_skipped_steps`          | steps so far whose loss or gradient was not finite on some rank:  |
+|                                      | weights stayed as they were, the batch is in logs/skipped_steps   |
 | `routing/num_moe_layers` *           | 0, where the model has no experts: then nothing is replayed, and  |
 |                                      | this is the only metric of routing                                |
 | `routing/recorded_share`             | tokens with a routing record, of those that anything depends on   |
@@ -95,6 +97,7 @@ from typing import Self
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
+from forgeasync.buffer.decisions import Batch
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout
 
 NUM_NONFINITE = "metrics/num_nonfinite"
@@ -299,6 +302,15 @@ class RolloutWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def batch_records(step: int, batch: Batch) -> list[dict[str, object]]:
+    """Every rollout of a batch as in rollouts.jsonl, with its group's ``weight`` besides."""
+    return [
+        _rollout_record(step, group, rollout, reward) | {"weight": weight}
+        for group, weight in zip(batch.groups, batch.weights, strict=True)
+        for rollout, reward in zip(group.rollouts, _rewards(group), strict=True)
+    ]
 
 
 def _rollout_record(step: int, group: Group, rollout: StoredRollout, reward: float) -> dict[str, object]:

@@ -5,7 +5,7 @@ runs/<name>-<time>/
     metrics.jsonl    one object per optimizer step (keys: forgeasync.observability.metrics)
     rollouts.jsonl   a few rollouts per step, with text
     checkpoints/     what a later run resumes from or samples with
-    logs/            output of the controller's libraries and of every actor process
+    logs/            output of the controller's libraries and of every actor process; batches of skipped steps
     tensorboard/     event files
 """
 
@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 
 from forgeasync.config.schema import RunConfig
+
+SKIPPED_STEPS = "skipped_steps"
 
 RUNS_FOLDER = Path("runs")
 """Parent of the runs that do not name their own folder; relative to the working directory."""
@@ -81,6 +83,11 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def skipped_steps(self) -> Path:
+        """Batches of steps whose loss or gradient was not finite."""
+        return self.logs / SKIPPED_STEPS
 
     @property
     def tensorboard(self) -> Path:

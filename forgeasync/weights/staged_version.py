@@ -4,7 +4,7 @@ The buffers are files in shared memory of the trainer's hosts: they outlive its 
 folder there exists.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,20 +27,31 @@ class _Part:
     offset: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """Which version is staged, and where."""
+
+    manifest: Manifest
+    layout: WeightLayout
+    sources: tuple[StagingSource, ...]
+    """By trainer rank."""
+
+
 class StagedVersion:
     """One version; whole tensors come out of the parts that ranks have staged."""
 
-    def __init__(self, layout: WeightLayout, sources: Sequence[StagingSource], manifest: Manifest) -> None:
+    def __init__(self, staged: StagedWeights) -> None:
         """Map the buffers of all ranks and check every block.
 
         Raises:
             VersionUnreadable: a buffer is not a file of this host, or a block has another checksum than the
                 manifest says.
         """
+        manifest, layout = staged.manifest, staged.layout
         self._layout = layout
         self._buffers = [
             _open(source.paths[manifest.slot], rank.num_bytes)
-            for source, rank in zip(sources, layout.ranks, strict=True)
+            for source, rank in zip(staged.sources, layout.ranks, strict=True)
         ]
         for rank, buffer, checksums in zip(layout.ranks, self._buffers, manifest.checksums, strict=True):
             for block, expected in enumerate(checksums.tolist()):
