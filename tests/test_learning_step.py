@@ -108,7 +108,7 @@ class Batches:
     def _logprobs(self, trainer: PolicyTrainer) -> list[np.ndarray]:
         zeros = np.zeros(NUM_TOKENS, np.float32)
         items = [
-            TrainingItem(rollout=self._rollout(i, ((0, 0, NUM_TOKENS),)), advantage=0.0)
+            TrainingItem(rollout=self._rollout(i, ((0, 0, NUM_TOKENS),)), advantage=0.0, weight=1.0)
             for i in range(NUM_ROLLOUTS)
         ]
         with torch.no_grad():

@@ -3,11 +3,16 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from apps.grpo import start
+from apps.cli import root_cause
+from apps.grpo import StepsSkipped, start
+from forgeasync.buffer.starvation import NothingTrains
+from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.weights_schema import Interruption
+from forgeasync.trainer.step_result import StepResult
 from tests.support.loops import (
     MAX_STEPS,
     Fleet,
@@ -141,3 +146,62 @@ def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(tmp_path: Path,
     fleet = StartingFleet()
     asyncio.run(start(config, make_prepared(config), fleet, Recorder(), tmp_path))
     assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
+
+
+def test_groups_refused_one_after_another_end_the_run_with_the_first_reason(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with pytest.raises(ExceptionGroup) as raised:
+        run_to_the_end(
+            tmp_path,
+            "buffer.max_given_up_in_a_row=7",
+            generators=Generators(refuses=True),
+            recorder=recorder,
+        )
+    cause = root_cause(raised.value)
+    assert isinstance(cause, NothingTrains)
+    assert "7 groups in a row were given up (7 bad_record; limit buffer.max_given_up_in_a_row = 7)" in str(
+        cause
+    )
+    assert "the first: group 0 has no experts" in str(cause)
+    assert len(recorder.problems) >= 7
+
+
+def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
+    trainer = Trainer(skipped=(1, 3, 4))
+    run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=3", trainer=trainer)
+    assert len(trainer.steps) == 5 and trainer.num_staged == 5
+    trainer = Trainer(skipped=(1, 3, 4))
+    with pytest.raises(ExceptionGroup) as raised:
+        run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=2", trainer=trainer)
+    assert isinstance(root_cause(raised.value), StepsSkipped)
+    assert len(trainer.steps) == 4, "skipped steps in a row count, not all of them"
+
+
+def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it(tmp_path: Path) -> None:
+    """Its cancelled call goes on in the trainer: the step counts once the trainer has made it."""
+
+    class SlowTrainer(Trainer):
+        under_way = asyncio.Event()
+
+        async def train_items(self, rows: object, *, step: int) -> StepResult:
+            if step == 2:
+                self.steps.append([])
+                self.under_way.set()
+                await asyncio.Event().wait()
+            return await super().train_items(rows, step=step)
+
+    async def stop() -> None:
+        running = asyncio.create_task(run.run(Fleet()))
+        await trainer.under_way.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await run.checkpoint_now() == 2
+
+    trainer = SlowTrainer()
+    config = make_config(tmp_path, "max_steps=5", "checkpoint.every_steps=null")
+    run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
+    asyncio.run(asyncio.wait_for(stop(), SECONDS))
+    ((name, run_state),) = trainer.checkpoints
+    state = msgspec.json.decode(run_state, type=RunState)
+    assert name == "step-00000002" and state.step == state.buffer.trainer_version == 2

@@ -193,7 +193,7 @@ def make_trainer(
     loss: LossSection,
     *,
     parallel: ParallelSection | None = None,
-    learning_rate: float = 1e-30,
+    learning_rate: float = 1e-12,
     lora: LoraSection | None = None,
     max_token_age: int | None = None,
 ) -> PolicyTrainer:
@@ -228,6 +228,7 @@ def _near_policy(folder: Path) -> list[TrainingSequence]:
                 sequence,
                 behavior_logprobs_T=(logprobs_T + noise_T).astype(np.float32),
                 ages_T=rng.integers(0, 4, len(logprobs_T)).astype(np.int32),
+                weight=[1.0, 2.5, 4.0][len(near) % 3],
             )
         )
     return near
@@ -368,9 +369,11 @@ def _by_hand(folder: Path, sequences: list[TrainingSequence]) -> tuple[Step, Ste
     mask = torch.from_numpy(row.ages_L[row.mask_L] <= 1)
     advantages = torch.from_numpy(row.advantages_L[row.mask_L])
     behavior = torch.from_numpy(row.behavior_logprobs_L[row.mask_L])
+    lengths = [len(sequence.response_ids_T) for sequence in sequences]
+    weights = torch.tensor([one.weight for one in sequences]).repeat_interleave(torch.tensor(lengths))
     with trainer._forward.replay(row):
         logprobs = trainer._forward.logprobs(row)
-        loss = -(advantages * logprobs)[mask].sum() / mask.sum()
+        loss = -(weights * advantages * logprobs)[mask].sum() / weights[mask].sum()
         loss.backward()
     own = {name: whole(p.grad) for name, p in trainer.model.named_parameters()}
     ratios = (logprobs.detach() - behavior)[mask].double().exp()
@@ -402,7 +405,7 @@ def _one_against_checkpoint(
     loss = section(objective={"kind": "reinforce"}, kl=penalty)
     # With recorded experts: the reference does not take them.
     trainer = make_trainer(folder, loss, learning_rate=3e-3, lora=lora)
-    free = [dataclasses.replace(sequence, kept_tokens=None) for sequence in sequences[:3]]
+    free = [dataclasses.replace(sequence, kept_tokens=None, weight=1.0) for sequence in sequences[:3]]
     unrecorded = pack_row([dataclasses.replace(sequence, expert_ids_SMK=None) for sequence in free])
     first = trainer.train_step([unrecorded]).metrics
     trainer.train_step([unrecorded])

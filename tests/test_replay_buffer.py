@@ -454,3 +454,15 @@ def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:
     metrics = again.buffer.metrics()
     assert metrics["buffer/num_restarted"] == 3 and metrics["buffer/num_reissued"] == 1
     assert again.buffer.num_trained == 2 and again.buffer.num_submitted == 9
+
+
+def test_a_batch_that_was_taken_and_not_committed_starts_again() -> None:
+    accounting = AccountingSection(replacement=Replacement.WEIGHT)
+    world = make_world(2, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=accounting)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 0, 1)
+    before = world.buffer.snapshot()
+    assert world.buffer.take() is not None
+    snapshot = world.buffer.snapshot()
+    assert snapshot == before
+    assert [one.task.task_id for one in snapshot.complete] == ["0", "1"]

@@ -53,7 +53,8 @@ def test_a_better_rollout_has_the_larger_advantage(advantage: AdvantageName) -> 
 
 def test_items_are_the_rollouts_in_their_order() -> None:
     groups = [make_group(0, (0.0, 1.0)), make_group(1, (1.0, 0.0, 3.0))]
-    items = training_items(groups, [1.0, 1.0], algorithm(AdvantageName.DR_GRPO))
+    items = training_items(groups, [1.0, 2.5], algorithm(AdvantageName.DR_GRPO))
+    assert [item.weight for item in items] == [1.0, 1.0, 2.5, 2.5, 2.5]
     assert [item.rollout for item in items] == [one for group in groups for one in group.rollouts]
     assert [item.advantage for item in items] == pytest.approx([-0.5, 0.5, -1 / 3, -4 / 3, 5 / 3])
 
@@ -105,7 +106,7 @@ def sequence_of(
 ) -> TrainingSequence:
     rollout = make_stored_rollout((4, 0, 1), (6, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
     return training_sequence(
-        TrainingItem(rollout=rollout, advantage=-0.75),
+        TrainingItem(rollout=rollout, advantage=-0.75, weight=2.5),
         TRACE,
         trained_version=7,
         routing_replay=routing_replay,
@@ -129,7 +130,7 @@ def test_a_sequence_has_the_trace_and_the_age_of_every_token() -> None:
     assert sequence.response_ids_T.tolist() == [1, 2, 3, 4]
     assert sequence.behavior_logprobs_T.tolist() == [-0.5, -1.0, -1.5, -2.0]
     assert sequence.ages_T.tolist() == [3, 1, 1, 1]
-    assert sequence.advantage == -0.75
+    assert sequence.advantage == -0.75 and sequence.weight == 2.5
     assert sequence.kept_tokens is TRACE.kept_tokens
     assert sequence_of(keep_sampling_mask=False).kept_tokens is None
 
@@ -138,7 +139,7 @@ def test_a_token_newer_than_the_trained_weights_is_a_bug() -> None:
     rollout = make_stored_rollout((4, 0, 1), (8, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
     with pytest.raises(AssertionError, match="no newer"):
         training_sequence(
-            TrainingItem(rollout=rollout, advantage=0.0),
+            TrainingItem(rollout=rollout, advantage=0.0, weight=1.0),
             TRACE,
             trained_version=7,
             routing_replay=RoutingReplay.OFF,
@@ -148,15 +149,15 @@ def test_a_token_newer_than_the_trained_weights_is_a_bug() -> None:
 
 def test_the_learning_rate_warms_up_stays_and_decays_to_zero() -> None:
     def schedule(**section: object) -> list[float]:
-        optimizer = OptimizerSection(learning_rate=8.0, **section)
+        optimizer = OptimizerSection(learning_rate=0.5, **section)
         return [scheduled_learning_rate(optimizer, step) for step in range(1, 10)]
 
-    assert schedule() == [8.0] * 9
-    assert schedule(warmup_steps=4) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]
-    assert schedule(decay_steps=(4, 8)) == [8.0, 8.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
-    assert schedule(warmup_steps=2, decay_steps=(4, 8)) == [4.0, 8.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
+    assert schedule() == [0.5] * 9
+    assert schedule(warmup_steps=4) == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert schedule(decay_steps=(4, 8)) == [0.5, 0.5, 0.5, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+    assert schedule(warmup_steps=2, decay_steps=(4, 8)) == [0.25, 0.5, 0.5, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
     both = schedule(warmup_steps=8, decay_steps=(4, 8))
-    assert both[5] == 8.0 * 6 / 8 * 2 / 4, "the factors multiply where the two overlap"
+    assert both[5] == 0.5 * 6 / 8 * 2 / 4, "the factors multiply where the two overlap"
 
 
 def test_grpo_compares_with_the_own_group() -> None:

@@ -15,7 +15,7 @@ from apps.grpo import GrpoRun
 from apps.preparation import Prepared
 from apps.recorder import StepTimes
 from forgeasync.actors.buffer import BufferReport
-from forgeasync.actors.generator import CancelledGroup
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.decisions import Batch, Committed
 from forgeasync.buffer.replay_buffer import ReplayBuffer
@@ -73,10 +73,14 @@ class LocalBuffer:
         self.set_served_version = Endpoint(buffer.set_served_version)
         self.take = Endpoint(buffer.take)
         self.committed = Endpoint(self._committed)
+        self.snapshot = Endpoint(self._snapshot)
         self.report = Endpoint(self._report)
 
     async def _committed(self, trainer_wait_share: float) -> Committed:
         return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
+
+    async def _snapshot(self) -> BufferSnapshot:
+        return self._buffer.snapshot()
 
     async def _report(self) -> BufferReport:
         state = self._buffer.state
@@ -86,7 +90,8 @@ class LocalBuffer:
 class Generators:
     """A router over generators that answer at once.
 
-    ``is_complete`` says of a replica's n-th fetch how it ends; groups in ``endless`` end when cancelled.
+    ``is_complete`` says of a replica's n-th fetch how it ends; groups in ``endless`` end when cancelled; with
+    ``refuses`` no group can be trained on.
     """
 
     def __init__(
@@ -95,7 +100,9 @@ class Generators:
         *,
         is_complete: Callable[[int, int], bool] = lambda replica, number: True,
         endless: Sequence[int] = (),
+        refuses: bool = False,
     ) -> None:
+        self._refuses = refuses
         self.num_replicas = num_replicas
         self._is_complete = is_complete
         self._endless = {group_id: asyncio.Event() for group_id in endless}
@@ -118,8 +125,10 @@ class Generators:
         num_samples: int,
         sampling: SamplingSection,
         seed: int,
-    ) -> tuple[StoredRollout, ...] | CancelledGroup:
+    ) -> tuple[StoredRollout, ...] | CancelledGroup | RefusedGroup:
         self.prompts.append(prompt_ids_P.item())
+        if self._refuses:
+            return RefusedGroup(problem=f"group {group_id} has no experts")
         if group_id in self._endless:
             await self._endless[group_id].wait()
             return CancelledGroup()
@@ -152,7 +161,8 @@ class Generators:
             fetch_s=0.0,
         )
 
-    async def finish_update(self, replica: int) -> SwapReport:
+    async def finish_update(self, replica: int, version: int) -> SwapReport:
+        assert version == self._landed[replica]
         self.swapped.append((replica, self._landed[replica]))
         return SwapReport(
             pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
@@ -183,16 +193,25 @@ class Scorer:
 class Trainer:
     """Remembers what it trains on; each step makes a version."""
 
-    def __init__(self, num_data_ranks: int = 2) -> None:
+    def __init__(self, num_data_ranks: int = 2, *, skipped: Sequence[int] = ()) -> None:
+        """Steps in ``skipped`` are not taken."""
         self.num_data_ranks = num_data_ranks
+        self._skipped = skipped
         self.steps: list[list[TrainingItem]] = []
         self.num_staged = 0
+        self.checkpoints: list[tuple[str, bytes]] = []
+        """Name and controller's part of each."""
 
-    async def train_items(self, rows: Sequence[Sequence[Sequence[TrainingItem]]]) -> StepResult:
-        assert len(rows) == self.num_data_ranks
+    async def train_items(self, rows: Sequence[Sequence[Sequence[TrainingItem]]], *, step: int) -> StepResult:
+        assert len(rows) == self.num_data_ranks and step == len(self.steps) + 1
         self.steps.append([item for of_rank in rows for row in of_rank for item in row])
         return StepResult(
-            policy_version=len(self.steps), num_targets=1, num_padding_tokens=0, train_s=0.0, metrics={}
+            policy_version=len(self.steps),
+            num_targets=1,
+            num_padding_tokens=0,
+            train_s=0.0,
+            metrics={},
+            skip_reason="nan" if len(self.steps) in self._skipped else None,
         )
 
     async def stage_weights(self, slot: int) -> Manifest:
@@ -202,12 +221,20 @@ class Trainer:
     async def connect(self, generators: Generators) -> None:
         return None
 
+    async def policy_version(self) -> int:
+        return len(self.steps)
+
+    async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        self.checkpoints.append((folder.name, run_state))
+
     async def finish_checkpoint(self) -> None:
         return None
 
 
 class Recorder:
     """Keeps what it is told."""
+
+    elapsed_s = 0.0
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -231,6 +258,9 @@ class Recorder:
 
     def warn(self, problem: str) -> None:
         self.problems.append(problem)
+
+    def record_checkpoint(self, checkpoint_s: float) -> None:
+        return None
 
     def record(
         self,
