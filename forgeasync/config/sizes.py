@@ -12,6 +12,14 @@ ROW_ALIGNMENT = 64
 LOGITS_CHUNK_TOKENS = 1024
 """Tokens of a row whose logits exist at the same time in the trainer."""
 
+GATHER_COST = 64
+"""A logit read row by row from the output matrix takes about as long as this many out of a matrix product, in
+forward and backward pass together: 55 to 75 on a CPU core, rows of 1,024 in float32."""
+
+GATHER_BLOCK_BYTES = 8 * 2**20
+"""Rows of the output matrix and of hidden states that are gathered at once for kept logits. Blocks that fit
+into the caches take a fifth of the time, and memory that is given back to the system is slow to get again."""
+
 PAYLOAD_OVERHEAD_BYTES = 1024
 """Header, table, alignment and its share of the file's last page of one payload, generously."""
 
