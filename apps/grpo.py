@@ -50,7 +50,7 @@ from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.payload.async_budget import AsyncPayloadBudget
-from forgeasync.payload.budget import PayloadBudget
+from forgeasync.payload.budget import PayloadBudget, largest_excess
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.batch import deal_items, training_items
 
@@ -87,9 +87,11 @@ class GrpoRun:
         self.order = TaskOrder(prepared.train, seed=config.seed, position=position)
         self.buffer = buffer
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
+        capacity = int(config.payload.capacity_gib * 2**30)
+        largest_group = largest_group_payload_bytes(config, prepared.facts)
+        excess = largest_excess(capacity, config.algorithm.groups_per_step, largest_group)
         self.payloads = AsyncPayloadBudget(
-            PayloadBudget(int(config.payload.capacity_gib * 2**30)),
-            largest_group_bytes=largest_group_payload_bytes(config, prepared.facts),
+            PayloadBudget(capacity, excess_bytes=excess), largest_group_bytes=largest_group
         )
         # Bounded by the buffer: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
@@ -132,12 +134,19 @@ class GrpoRun:
         )
         if isinstance(answer, RefusedGroup):
             self.recorder.warn(answer.problem)
-            await self.give_up(start.group_id, DropReason.BAD_RECORD)
+            await self.give_up(start.group_id, answer.reason)
         elif isinstance(answer, CancelledGroup):
             await self.give_up(start.group_id, DropReason.CANCELLED)
         else:
             group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=answer)
-            await self.payloads.settle(group.group_id, group.num_payload_bytes)
+            if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
+                self.recorder.warn(
+                    f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
+                    "for a group and left besides; see payload.capacity_gib"
+                )
+                await self.generators.free_payloads(group.rollouts)
+                await self.give_up(group.group_id, DropReason.OVERSIZED)
+                return
             await self.buffer.finished.call_one(group)
             await self.sampled.put(group)
 

@@ -65,9 +65,10 @@ def weight_copies_in_shared_memory(config: RunConfig) -> int:
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """The most bytes that the recorded arrays of one group can take in the payload store.
+    """What is reserved for the recorded arrays of one group in the payload store.
 
-    Longest prompt and response in every rollout, no prompt record shared, kept sets as large as they can be.
+    Longest prompt and response in every rollout, no prompt record shared, kept sets of top_k. Only sets with
+    ties can take more: CPU engines keep all logits that tie at rank top_k.
     """
     context, response = config.model.max_context_length, config.sampling.max_response_tokens
     per_token = 4 + routing_bytes_per_token(config, facts)
@@ -85,7 +86,10 @@ def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes that a response token's kept set takes in a payload at most; 0 where none is recorded."""
+    """Bytes that a response token's kept set takes in a payload at most; 0 where none is recorded.
+
+    Ties at rank top_k aside (``largest_group_payload_bytes``).
+    """
     if not (config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary):
         return 0
     return 4 + 4 * (config.sampling.top_k or facts.vocab_size)

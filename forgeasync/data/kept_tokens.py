@@ -12,8 +12,8 @@ import numpy as np
 from forgeasync.data.problems import RecordError
 
 NO_DISTRIBUTION = -1
-"""The one "id" in the row of a token whose log-probabilities were not numbers. An empty row would say that the
-whole vocabulary was kept; this one is refused."""
+"""The one "id" in the row of a token whose log-probabilities were not numbers. An empty row would say that
+the whole vocabulary was kept; this one is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
