@@ -53,7 +53,7 @@ from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.payload.async_budget import AsyncPayloadBudget
-from forgeasync.payload.budget import PayloadBudget
+from forgeasync.payload.budget import PayloadBudget, largest_excess
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.batch import deal_items, training_items
 from forgeasync.trainer.step_result import StepResult
@@ -98,9 +98,11 @@ class GrpoRun:
         self.buffer = buffer
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.starvation = StarvationWatch(config.buffer.max_given_up_in_a_row)
+        capacity = int(config.payload.capacity_gib * 2**30)
+        largest_group = largest_group_payload_bytes(config, prepared.facts)
+        excess = largest_excess(capacity, config.algorithm.groups_per_step, largest_group)
         self.payloads = AsyncPayloadBudget(
-            PayloadBudget(int(config.payload.capacity_gib * 2**30)),
-            largest_group_bytes=largest_group_payload_bytes(config, prepared.facts),
+            PayloadBudget(capacity, excess_bytes=excess), largest_group_bytes=largest_group
         )
         # Bounded by the buffer: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
@@ -142,12 +144,19 @@ class GrpoRun:
             seed=sampling_seed(self.config.seed, start.draw_id),
         )
         if isinstance(answer, RefusedGroup):
-            await self.give_up(start.group_id, DropReason.BAD_RECORD, answer.problem)
+            await self.give_up(start.group_id, answer.reason, answer.problem)
         elif isinstance(answer, CancelledGroup):
             await self.give_up(start.group_id, DropReason.CANCELLED)
         else:
             group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=answer)
-            await self.payloads.settle(group.group_id, group.num_payload_bytes)
+            if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
+                problem = (
+                    f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
+                    "for a group and left besides; see payload.capacity_gib"
+                )
+                await self.generators.free_payloads(group.rollouts)
+                await self.give_up(group.group_id, DropReason.OVERSIZED, problem)
+                return
             await self.buffer.finished.call_one(group)
             await self.sampled.put(group)
 

@@ -13,6 +13,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from forgeasync.config.schema import GeneratorSection, SamplingSection
 from forgeasync.config.weights_schema import WeightsSection
+from forgeasync.data.kept_tokens import KeptTokens, check_kept_tokens
+from forgeasync.data.problems import RecordError
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
 from tests.support.engines import kept_by_definition, nothing_to_fetch
@@ -209,6 +211,30 @@ def test_a_swap_in_mid_sequence_is_in_the_record_to_the_token(
                 rows = slice(first, rows.stop)
             np.testing.assert_array_equal(rows_RMK[rows], expected_SMK[rows])
     assert num_crossing, "no sequence was running during the swap"
+
+
+def test_masks_of_ties_of_everything_and_of_nan() -> None:
+    """By hand; top_k 2 of which the second ties, by vLLM's own cut."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    from forgeasync.sampler.cpu_capture import _masks
+
+    logits_BV = torch.tensor([[5.0, 1.0, 3.0, 3.0, 3.0], [5.0, 1.0, 4.0, 3.0, 2.0]])
+    logprobs_BV = apply_top_k_top_p(logits_BV, torch.tensor([2, 2]), None).log_softmax(-1)
+    no_numbers_BV = torch.full((2, 5), torch.nan)
+    no_numbers_BV[1, 3] = 0.0
+    masks = _masks(torch.cat([no_numbers_BV, logprobs_BV, torch.full((1, 5), -1.6)]))
+    rows = np.split(masks.token_ids, masks.offsets[1:-1])
+    assert [row.tolist() for row in rows] == [[-1], [-1], [0, 2, 3, 4], [0, 2], []]
+    kept = KeptTokens.from_rows(rows, vocab_size=5)
+    for start, problem in ((0, "no distribution"), (1, "no distribution"), (2, None)):
+        part = kept.slice(start, 5)
+        drawn = np.zeros(5 - start, np.int32)
+        if problem is None:
+            check_kept_tokens(part, drawn, vocab_size=5)
+        else:
+            with pytest.raises(RecordError, match=f"{problem} at response token 0"):
+                check_kept_tokens(part, drawn, vocab_size=5)
 
 
 @pytest.mark.parametrize(("name", "sampling"), [("crowd", SAMPLING), ("min_p", MIN_P)])

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from forgeasync.config.sizes import GATHER_COST
+from forgeasync.trainer import logprobs as logprobs_module
 from forgeasync.trainer.logprobs import chunked_kept_logprobs, kept_logprobs
+from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks
 
 
@@ -109,10 +112,20 @@ def test_no_tokens_at_all_still_have_gradients() -> None:
     assert logprobs.shape == (0,) and (weight.grad == 0).all()
 
 
-@pytest.mark.parametrize("largest_set", [3, 64], ids=["read-row-by-row", "dense"])
+ALWAYS_GATHER, NEVER_GATHER = 0, 10**9
+"""Costs of reading a logit that leave no choice."""
+
+
+@pytest.mark.parametrize("cost", [ALWAYS_GATHER, NEVER_GATHER], ids=["read-row-by-row", "dense"])
+@pytest.mark.parametrize("largest_set", [3, 64])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
-def test_chunks_change_nothing(largest_set: int, chunk_tokens: int) -> None:
+def test_chunks_change_nothing(
+    cost: int, largest_set: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_tokens, vocab_size, dim = 23, 64, 16
+    monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
+    # 3 pairs of rows at once: sets lie across the borders of blocks.
+    monkeypatch.setattr(logprobs_module, "GATHER_BLOCK_BYTES", 3 * 2 * 8 * dim)
     _, tokens, offsets, ids = make_case(3, num_tokens, vocab_size, largest_set=largest_set)
     hidden = torch.randn(num_tokens, dim, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(vocab_size, dim, dtype=torch.float64, requires_grad=True)
@@ -125,6 +138,35 @@ def test_chunks_change_nothing(largest_set: int, chunk_tokens: int) -> None:
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
     for gradient, exact in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, exact, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_uncut", [0, 40])
+def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the memory plan counts (``forgeasync.planning.memory.moments``), on both sides of the choice."""
+    num_tokens, vocab_size, dim, block_bytes = 128, 4096, 64, 2**18
+    monkeypatch.setattr(logprobs_module, "GATHER_BLOCK_BYTES", block_bytes)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, dim, generator=generator, requires_grad=True)
+    weight = torch.randn(vocab_size, dim, generator=generator, requires_grad=True)
+    logits_bytes = 4 * num_tokens * vocab_size
+    boundary = vocab_size // GATHER_COST
+    for width in (1, boundary - 1, boundary, vocab_size // 16 - 1, vocab_size // 2, vocab_size - 1):
+        ids = torch.arange(width, dtype=torch.int32).repeat(num_tokens - num_uncut)
+        widths = torch.tensor([width] * (num_tokens - num_uncut) + [0] * num_uncut)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), widths.cumsum(0)])
+        tokens = torch.zeros(num_tokens, dtype=torch.int64)
+        with torch.autograd.set_multithreading_enabled(False):
+            with LiveTensors([hidden, weight, tokens, offsets, ids]) as live:
+                ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids)
+                gradients = torch.autograd.grad(ours.sum(), (hidden, weight))
+        logits = 4.25 * logits_bytes if width >= boundary else 4 * logits_bytes * num_uncut / num_tokens
+        lists = logits_bytes / 4
+        spare = 4 * hidden.nbytes
+        assert live.peak_bytes <= logits + lists + weight.nbytes + block_bytes + spare, width
+        expected = kept_logprobs(hidden.double() @ weight.double().T, tokens, offsets, ids)
+        torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=1e-5)
+        for one, exact in zip(gradients, torch.autograd.grad(expected.sum(), (hidden, weight)), strict=True):
+            torch.testing.assert_close(one, exact, atol=1e-4, rtol=1e-4)
 
 
 def test_the_logits_of_a_whole_row_never_exist_together() -> None:
@@ -151,7 +193,7 @@ def test_the_logits_of_a_whole_row_never_exist_together() -> None:
     assert largest <= chunk_tokens * vocab_size
 
 
-def _sharded(seed: int, vocab_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _sharded(seed: int, vocab_size: int, cost: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Values and gradients with the vocabulary split over two ranks, and whole."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     logits, tokens, offsets, ids = make_case(seed, 17, vocab_size, largest_set=8)
@@ -160,6 +202,7 @@ def _sharded(seed: int, vocab_size: int) -> tuple[list[torch.Tensor], list[torch
     expected = kept_logprobs(whole, tokens, offsets, ids, 0.6)
     (expected * factors).sum().backward()
     results, references = [], []
+    logprobs_module.GATHER_COST = cost
     for placement in (Shard(1), Replicate()):
         sharded = DTensor.from_local(logits, mesh, [Replicate()]).redistribute(placements=[placement])
         sharded = sharded.detach().requires_grad_()
@@ -184,8 +227,10 @@ def _sharded(seed: int, vocab_size: int) -> tuple[list[torch.Tensor], list[torch
     return results, references
 
 
-@pytest.mark.parametrize("vocab_size", [40, 33])
-def test_a_vocabulary_over_two_ranks_gives_the_same(vocab_size: int) -> None:
-    for results, references in run_ranks(2, _sharded, 5, vocab_size):
+@pytest.mark.parametrize(
+    ("vocab_size", "cost"), [(40, ALWAYS_GATHER), (33, ALWAYS_GATHER), (33, NEVER_GATHER)]
+)
+def test_a_vocabulary_over_two_ranks_gives_the_same(vocab_size: int, cost: int) -> None:
+    for results, references in run_ranks(2, _sharded, 5, vocab_size, cost):
         for result, expected in zip(results, references, strict=True):
             torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)

@@ -156,6 +156,17 @@ def test_parameters_are_those_that_torchtitan_builds(name: str) -> None:
     assert counts.experts == sum(experts)
 
 
+def test_kept_sets_are_counted() -> None:
+    """By hand: 1,024 tokens of 4 x float32 logits and a mask; then 2 x, and a block of gathered rows."""
+    facts = dataclasses.replace(TINY, vocab_size=4096)
+    logits = 1024 * 4096 * 4
+    for cut, mask, block in (("sampling.top_k=20", logits / 4, 8 * 2**20), ("sampling.top_k=0", 0.0, 0.0)):
+        changes = (cut, "sampling.top_p=1.0", "sampling.min_p=0.0")
+        case = _case("kept", facts, length=160, tokens=1920, changes=changes)
+        first, second, *_ = step_moments(case.config, facts, count_parameters(facts), Machine.CPU)
+        assert (first.logits, second.logits) == (4 * logits + mask, 2 * logits + block)
+
+
 def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
     """By hand: 4 layers, rank 8; q 128 -> 128, k 128 -> 64, and down projections of 8 experts, 128 -> 128."""
     lora = "lora={rank: 8, alpha: 16, targets: [q_proj, k_proj, down_proj]}"

@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from forgeasync.actors.generator import RefusedGroup, store_group
+from forgeasync.buffer.decisions import DropReason
 from forgeasync.payload import run_folder, shared_memory
 from forgeasync.payload.reference import PayloadGone, PayloadRef, PayloadTorn, group_num_bytes
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from forgeasync.payload.shared_memory import PayloadReader, PayloadStoreFull, PayloadWriter
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
+from tests.test_records import make_rollout
 
 
 @pytest.fixture
@@ -379,3 +382,16 @@ def test_a_run_folder_goes_with_all_it_holds() -> None:
     assert not folder.exists()
     with pytest.raises(AssertionError, match="not a folder of payloads"):
         remove_run_folder(Path("/dev/shm"))
+
+
+def test_a_group_that_its_writer_has_no_room_for_is_refused_alone(folder: Path) -> None:
+    rollouts = [make_rollout(seed, 5, 40) for seed in range(3)]
+    writer = PayloadWriter(folder, HOST, 2**14)
+    stored = store_group(writer, rollouts, group_id=6, generator_rank=3)
+    assert isinstance(stored, tuple) and {one.generator_rank for one in stored} == {3}
+    held = writer.num_bytes_held
+    refused = store_group(writer, rollouts * 9, group_id=7, generator_rank=3)
+    assert isinstance(refused, RefusedGroup) and refused.reason is DropReason.OVERSIZED
+    assert "group 7: payloads of this generator may take 16,384 bytes" in refused.problem
+    assert writer.num_bytes_held == held, "nothing of it stays"
+    assert isinstance(store_group(writer, rollouts[:1], group_id=8, generator_rank=3), tuple)

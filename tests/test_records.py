@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.data.group_payload import decode_rollout, encode_group
-from forgeasync.data.kept_tokens import KeptTokens, all_kept, check_kept_tokens
+from forgeasync.data.kept_tokens import NO_DISTRIBUTION, KeptTokens, all_kept, check_kept_tokens
 from forgeasync.data.problems import RecordError
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
@@ -58,7 +58,7 @@ def make_rollout(
     return Rollout(
         prompt_ids_P=rng.integers(0, facts.vocab_size, num_prompt_tokens).astype(np.int32),
         response_ids_T=response,
-        logprobs_T=rng.standard_normal(num_response_tokens).astype(np.float32),
+        logprobs_T=-rng.exponential(size=num_response_tokens).astype(np.float32),
         version_spans=(VersionSpan(version=0, start=0, end=num_response_tokens),),
         text="",
         finish_reason=FinishReason.STOP,
@@ -188,8 +188,16 @@ def sound_rollout() -> Rollout:
     )
 
 
+def _with_logprob(rollout: Rollout, value: float) -> Rollout:
+    logprobs_T = rollout.logprobs_T.copy()
+    logprobs_T[4] = value
+    return dataclasses.replace(rollout, logprobs_T=logprobs_T)
+
+
 def test_a_sound_rollout_passes() -> None:
     check_rollout(sound_rollout(), BOTH, FACTS)
+    for value in (0.0, 1e-4, -300.0):
+        check_rollout(_with_logprob(sound_rollout(), value), BOTH, FACTS)
     unrecorded = dataclasses.replace(sound_rollout(), routed_experts=None, kept_tokens=None)
     check_rollout(unrecorded, Records(routing=False, kept_tokens=False), FACTS)
 
@@ -231,6 +239,28 @@ def broken_rollouts() -> dict[str, tuple[Rollout, str]]:
         "logprobs": (
             replace(rollout, logprobs_T=rollout.logprobs_T[:4]),
             r"logprobs: found 4 of them; the response has 6 tokens",
+        ),
+        "logprob nan": (
+            _with_logprob(rollout, np.nan),
+            r"logprobs: found nan at response token 4; must be finite",
+        ),
+        "logprob inf": (
+            _with_logprob(rollout, -np.inf),
+            r"logprobs: found -inf at response token 4; must be finite",
+        ),
+        "logprob positive": (
+            _with_logprob(rollout, 0.5),
+            r"logprobs: found 0\.5 at response token 4; .* at most 0",
+        ),
+        "no distribution": (
+            replace(
+                rollout,
+                kept_tokens=KeptTokens.from_rows(
+                    [[NO_DISTRIBUTION] if t == 2 else [int(rollout.response_ids_T[t])] for t in range(6)],
+                    vocab_size=20,
+                ),
+            ),
+            r"kept_tokens: found no distribution at response token 2; .* not numbers",
         ),
         "sampled missing": (
             replace(rollout, kept_tokens=KeptTokens.from_rows(without, vocab_size=20)),

@@ -1,6 +1,7 @@
 """A group that is refused or cancelled is counted; its prompt comes again and the others train."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,16 @@ from forgeasync.data.task import Task
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.scoring.filtering import AllFiltered
 from tests.support.models import write_random_model
-from tests.support.rollouts import make_stored_rollout
+from tests.support.rollouts import make_ref, make_stored_rollout
 from tests.support.runs import tiny_config
 
-REFUSED = (1, 2)
+REFUSED = (1,)
 """Ids of groups; those that take their places have later ones."""
 CANCELLED = (3,)
+OVERSIZED = (0,)
+"""Written, but larger than all of the store: kept sets with ties can be larger than what was reserved."""
+UNWRITTEN = (2,)
+"""The writer had no room."""
 
 
 class Generators:
@@ -52,6 +57,11 @@ class Generators:
             return RefusedGroup(problem=f"rollout 0 of group {group_id}: routed_experts: found 2; 3")
         if group_id in CANCELLED:
             return CancelledGroup()
+        if group_id in UNWRITTEN:
+            return RefusedGroup(problem=f"group {group_id}: full", reason=DropReason.OVERSIZED)
+        if group_id in OVERSIZED:
+            large = dataclasses.replace(make_stored_rollout((0, 0, 4)), response=make_ref(num_bytes=2**40))
+            return tuple(large for _ in range(num_samples))
         return tuple(make_stored_rollout((0, 0, 4)) for _ in range(num_samples))
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
@@ -131,14 +141,19 @@ def test_groups_that_do_not_come_are_counted_and_their_prompts_come_again(tmp_pa
     ended = run_first_batch(ALGORITHM, tmp_path, generators, recorder)
     assert len(ended.batch.groups) == ALGORITHM.groups_per_step
     dropped = ended.report.num_dropped
-    assert dropped[DropReason.BAD_RECORD] == len(REFUSED) == len(recorder.problems)
+    assert dropped[DropReason.BAD_RECORD] == len(REFUSED)
     assert dropped[DropReason.CANCELLED] == len(CANCELLED)
-    assert "routed_experts" in recorder.problems[0]
-    for lost in REFUSED + CANCELLED:
+    assert dropped[DropReason.OVERSIZED] == len(OVERSIZED + UNWRITTEN)
+    assert len(recorder.problems) == len(REFUSED + OVERSIZED + UNWRITTEN)
+    assert sum("routed_experts" in problem for problem in recorder.problems) == len(REFUSED)
+    assert sum("group 0 takes 1,099,511,627,776 bytes" in problem for problem in recorder.problems) == 1
+    lost_groups = REFUSED + CANCELLED + OVERSIZED + UNWRITTEN
+    for lost in lost_groups:
         again = [one for one, prompt in generators.prompts.items() if prompt == generators.prompts[lost]]
         assert max(again) > lost, "its prompt was sampled again"
-    assert ended.report.metrics["buffer/num_reissued"] == len(REFUSED + CANCELLED)
-    assert len(generators.freed) == ALGORITHM.groups_per_step * ALGORITHM.group_size
+    assert ended.report.metrics["buffer/num_reissued"] == len(lost_groups)
+    num_freed = ALGORITHM.groups_per_step + len(OVERSIZED)
+    assert len(generators.freed) == num_freed * ALGORITHM.group_size, "those of the batch and the oversized"
     assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
 
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 
 from forgeasync.algorithms import corrections, kl, objectives
 from forgeasync.algorithms.log_ratios import MAX_LOG_RATIO
+from forgeasync.trainer import logprobs as logprobs_module
 from forgeasync.trainer.grouped_mm import grouped_mm
 from forgeasync.trainer.logprobs import chunked_kept_logprobs
 from forgeasync.trainer.step_sums import StepSums
 from tests.support.processes import run_ranks
-from tests.test_kept_logprobs import make_case, reference
+from tests.test_kept_logprobs import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 from tests.test_replay_router import FACTS, make_moe, random_ids
 from tests.test_step_sums import make_row
 
@@ -149,12 +150,13 @@ def test_metrics_of_a_difference_that_overflows_are_finite() -> None:
 
 
 @SCALES
-@pytest.mark.parametrize("largest_set", [3, 64], ids=["few", "many"])
-def test_logprobs_of_large_logits(scale: float, largest_set: int) -> None:
+@pytest.mark.parametrize("cost", [ALWAYS_GATHER, NEVER_GATHER], ids=["read-row-by-row", "dense"])
+def test_logprobs_of_large_logits(scale: float, cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding is that of the logits themselves: they are products in float32."""
+    monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
     num_tokens, vocab_size, dim = 40, 64, 16
     generator = torch.Generator().manual_seed(0)
-    _, tokens, offsets, ids = make_case(1, num_tokens, vocab_size, largest_set=largest_set)
+    _, tokens, offsets, ids = make_case(1, num_tokens, vocab_size, largest_set=vocab_size)
     hidden_TD = torch.randn(num_tokens, dim, generator=generator) * scale
     weight_VD = torch.randn(vocab_size, dim, generator=generator) * scale
     factors_T = torch.linspace(-1, 2, num_tokens)

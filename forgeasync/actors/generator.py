@@ -16,6 +16,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch.rdma import RDMABuffer
 
+from forgeasync.buffer.decisions import DropReason
 from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection
@@ -28,7 +29,7 @@ from forgeasync.data.rollout import Rollout, StoredRollout
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import PayloadServer
-from forgeasync.payload.shared_memory import PayloadWriter
+from forgeasync.payload.shared_memory import PayloadStoreFull, PayloadWriter
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from forgeasync.weights.fetcher import FetchReport
@@ -58,14 +59,40 @@ class GeneratorSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedGroup:
-    """A group that must not be trained on; ``problem`` says which rollout and why."""
+    """A group that must not be trained on, or has no place; ``problem`` says which rollout and why."""
 
     problem: str
+    reason: DropReason = DropReason.BAD_RECORD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelledGroup:
     """A group that was given up: finished, it would have been too old to train on."""
+
+
+def store_group(
+    writer: PayloadWriter, rollouts: Sequence[Rollout], *, group_id: int, generator_rank: int
+) -> tuple[StoredRollout, ...] | RefusedGroup:
+    """Write a group's arrays, or say that there is no room for them."""
+    payload = encode_group(rollouts)
+    try:
+        refs = writer.write_group([*payload.prompts, *payload.responses])
+    except PayloadStoreFull as error:
+        return RefusedGroup(problem=f"group {group_id}: {error}", reason=DropReason.OVERSIZED)
+    prompts, responses = refs[: len(payload.prompts)], refs[len(payload.prompts) :]
+    return tuple(
+        StoredRollout(
+            generator_rank=generator_rank,
+            prompt=prompts[index],
+            response=response,
+            num_prompt_tokens=len(rollout.prompt_ids_P),
+            num_response_tokens=rollout.num_response_tokens,
+            version_spans=rollout.version_spans,
+            text=rollout.text,
+            finish_reason=rollout.finish_reason,
+        )
+        for rollout, response, index in zip(rollouts, responses, payload.prompt_of, strict=True)
+    )
 
 
 class GeneratorActor(Actor):
@@ -132,25 +159,7 @@ class GeneratorActor(Actor):
                 check_rollout(rollout, self._setup.records, self._setup.facts)
             except RecordError as error:
                 return RefusedGroup(problem=f"rollout {index} of group {group_id}: {error}")
-        return self._store(rollouts)
-
-    def _store(self, rollouts: Sequence[Rollout]) -> tuple[StoredRollout, ...]:
-        payload = encode_group(rollouts)
-        refs = self._payloads.write_group([*payload.prompts, *payload.responses])
-        prompts, responses = refs[: len(payload.prompts)], refs[len(payload.prompts) :]
-        return tuple(
-            StoredRollout(
-                generator_rank=self._rank,
-                prompt=prompts[index],
-                response=response,
-                num_prompt_tokens=len(rollout.prompt_ids_P),
-                num_response_tokens=rollout.num_response_tokens,
-                version_spans=rollout.version_spans,
-                text=rollout.text,
-                finish_reason=rollout.finish_reason,
-            )
-            for rollout, response, index in zip(rollouts, responses, payload.prompt_of, strict=True)
-        )
+        return store_group(self._payloads, rollouts, group_id=group_id, generator_rank=self._rank)
 
     @concurrent_endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:

@@ -13,7 +13,10 @@ class DropReason(StrEnum):
     STALE = "stale"
     """Older than max_off_policy_steps when the trainer could have taken it."""
     BAD_RECORD = "bad_record"
-    """Its routed experts or kept tokens contradict its tokens or the model."""
+    """Its log-probabilities are no numbers, or its routed experts or kept tokens contradict its tokens or the
+    model."""
+    OVERSIZED = "oversized"
+    """Its arrays are larger than the memory reserved for them and what was left besides."""
     CANCELLED = "cancelled"
     """Given up while it was sampled: finished, it would have been too old."""
     FILTERED = "filtered"

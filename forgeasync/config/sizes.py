@@ -12,6 +12,14 @@ ROW_ALIGNMENT = 64
 LOGITS_CHUNK_TOKENS = 1024
 """Tokens of a row whose logits exist at the same time in the trainer."""
 
+GATHER_COST = 64
+"""A logit read row by row from the output matrix takes about as long as this many out of a matrix product, in
+forward and backward pass together: 55 to 75 on a CPU core, rows of 1,024 in float32."""
+
+GATHER_BLOCK_BYTES = 8 * 2**20
+"""Rows of the output matrix and of hidden states that are gathered at once for kept logits. Blocks that fit
+into the caches take a fifth of the time, and memory that is given back to the system is slow to get again."""
+
 PAYLOAD_OVERHEAD_BYTES = 1024
 """Header, table, alignment and its share of the file's last page of one payload, generously."""
 
@@ -57,9 +65,10 @@ def weight_copies_in_shared_memory(config: RunConfig) -> int:
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """The most bytes that the recorded arrays of one group can take in the payload store.
+    """What is reserved for the recorded arrays of one group in the payload store.
 
-    Longest prompt and response in every rollout, no prompt record shared, kept sets as large as they can be.
+    Longest prompt and response in every rollout, no prompt record shared, kept sets of top_k. Only sets with
+    ties can take more: CPU engines keep all logits that tie at rank top_k.
     """
     context, response = config.model.max_context_length, config.sampling.max_response_tokens
     per_token = 4 + routing_bytes_per_token(config, facts)
@@ -77,7 +86,10 @@ def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes that a response token's kept set takes in a payload at most; 0 where none is recorded."""
+    """Bytes that a response token's kept set takes in a payload at most; 0 where none is recorded.
+
+    Ties at rank top_k aside (``largest_group_payload_bytes``).
+    """
     if not (config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary):
         return 0
     return 4 + 4 * (config.sampling.top_k or facts.vocab_size)

@@ -11,6 +11,10 @@ import numpy as np
 
 from forgeasync.data.problems import RecordError
 
+NO_DISTRIBUTION = -1
+"""The one "id" in the row of a token whose log-probabilities were not numbers. An empty row would say that
+the whole vocabulary was kept; this one is refused."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
@@ -68,8 +72,9 @@ def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_siz
     """Check kept sets against the tokens that were drawn.
 
     Raises:
-        RecordError: another number of tokens, an id outside the vocabulary or twice in a row, or a sampled
-            token that its own set lacks; names field, value and what would be right.
+        RecordError: another number of tokens, a row of ``NO_DISTRIBUTION``, an id outside the vocabulary or
+            twice in a row, or a sampled token that its own set lacks; names field, value and what would be
+            right.
     """
     if kept.num_tokens != len(response_ids_T):
         raise RecordError(
@@ -82,11 +87,18 @@ def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_siz
         )
     if kept.ids_N.size == 0:
         return
+    row_of_N = np.repeat(np.arange(len(widths_T)), widths_T)
+    is_unknown_N = kept.ids_N == NO_DISTRIBUTION
+    if is_unknown_N.any():
+        raise RecordError(
+            "kept_tokens",
+            f"no distribution at response token {int(row_of_N[np.argmax(is_unknown_N)])}",
+            "the sampler's log-probabilities were not numbers there",
+        )
     lowest, highest = int(kept.ids_N.min()), int(kept.ids_N.max())
     if lowest < 0 or highest >= vocab_size:
         value = lowest if lowest < 0 else highest
         raise RecordError("kept_tokens", f"token id {value}", f"must lie in [0, {vocab_size})")
-    row_of_N = np.repeat(np.arange(len(widths_T)), widths_T)
     is_repeated_N = (np.diff(kept.ids_N) <= 0) & (np.diff(row_of_N) == 0)
     if is_repeated_N.any():
         row = int(row_of_N[np.argmax(is_repeated_N)])

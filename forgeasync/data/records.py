@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.data.kept_tokens import check_kept_tokens
 from forgeasync.data.problems import RecordError
 from forgeasync.data.rollout import Rollout
 from forgeasync.data.routing import check_routing
+
+MAX_LOGPROB = 1e-3
+"""Rounding can put the log-probability of a sure token above 0, but no further than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ def check_rollout(rollout: Rollout, records: Records, facts: ModelFacts) -> None
         raise RecordError(
             "logprobs", f"{len(rollout.logprobs_T)} of them", f"the response has {num_response_tokens} tokens"
         )
+    _check_logprobs(rollout.logprobs_T)
     if records.routing:
         if rollout.routed_experts is None:
             raise RecordError(
@@ -50,3 +56,15 @@ def check_rollout(rollout: Rollout, records: Records, facts: ModelFacts) -> None
                 "kept_tokens", "none", "trainer.keep_sampling_mask needs the engine to record them"
             )
         check_kept_tokens(rollout.kept_tokens, rollout.response_ids_T, vocab_size=facts.vocab_size)
+
+
+def _check_logprobs(logprobs_T: np.ndarray) -> None:
+    """One NaN would be in every gradient of its batch."""
+    is_sound_T = np.isfinite(logprobs_T) & (logprobs_T <= MAX_LOGPROB)
+    if not is_sound_T.all():
+        token = int(np.argmin(is_sound_T))
+        raise RecordError(
+            "logprobs",
+            f"{logprobs_T[token]:g} at response token {token}",
+            "must be finite and at most 0, as a logarithm of a probability is",
+        )

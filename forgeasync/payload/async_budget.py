@@ -26,10 +26,12 @@ class AsyncPayloadBudget:
             self.num_waits += 1
             await self._changed.wait_for(lambda: self.state.reserve(group_id, self._largest_group_bytes))
 
-    async def settle(self, group_id: int, num_bytes: int) -> None:
-        """The group was written."""
-        self.state.settle(group_id, num_bytes)
-        await self._notify()
+    async def settle(self, group_id: int, num_bytes: int) -> bool:
+        """Whether the group that was written may stay; if not, free its file and ``release`` it."""
+        may_stay = self.state.settle(group_id, num_bytes)
+        if may_stay:
+            await self._notify()
+        return may_stay
 
     async def release(self, group_id: int) -> None:
         """The group's payloads are freed, or it will have none."""

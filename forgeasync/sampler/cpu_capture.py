@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 
+from forgeasync.data.kept_tokens import NO_DISTRIBUTION
 from forgeasync.sampler.cpu_seeds import SeededCPUModelRunner
 
 
@@ -121,10 +122,21 @@ class RecordingCPUModelRunner(SeededCPUModelRunner):
 
 
 def _masks(logprobs_BV: torch.Tensor) -> SamplingMaskLists:
-    """Kept ids of every request; none at all for one that keeps the whole vocabulary."""
-    is_kept_BV = logprobs_BV.numpy() > -np.inf
+    """Kept ids of every request; none at all for one that keeps the whole vocabulary.
+
+    Where logits tie at rank top_k, this build keeps all of them, more than top_k: they are the distribution
+    that was drawn from, and so they are recorded. (On GPUs vLLM's Triton kernel removes ties beyond top_k,
+    those within 1e-9 of each other; its record takes sets of any size too.) A row with a NaN, of which
+    nothing is above -inf, has no distribution: it becomes a row that ``check_kept_tokens`` refuses.
+    """
+    logprobs = logprobs_BV.numpy()
+    is_kept_BV = logprobs > -np.inf
+    has_none_B = np.isnan(logprobs).any(axis=1) | ~is_kept_BV.any(axis=1)
     widths_B = is_kept_BV.sum(axis=1)
-    is_cut_B = widths_B < is_kept_BV.shape[1]
+    is_cut_B = (widths_B < is_kept_BV.shape[1]) & ~has_none_B
     offsets = np.zeros(len(widths_B) + 1, np.int64)
-    np.cumsum(np.where(is_cut_B, widths_B, 0), out=offsets[1:])
-    return SamplingMaskLists(np.nonzero(is_kept_BV & is_cut_B[:, None])[1].astype(np.int32), offsets)
+    np.cumsum(np.where(has_none_B, 1, np.where(is_cut_B, widths_B, 0)), out=offsets[1:])
+    ids = np.full(offsets[-1], NO_DISTRIBUTION, np.int32)
+    is_stored_N = np.repeat(~has_none_B, np.diff(offsets))
+    ids[is_stored_N] = np.nonzero(is_kept_BV & is_cut_B[:, None])[1]
+    return SamplingMaskLists(ids, offsets)

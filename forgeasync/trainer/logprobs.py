@@ -8,7 +8,7 @@ Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of
 C tokens with a cut vocabulary, U tokens without.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from forgeasync.config.sizes import LOGITS_CHUNK_TOKENS
-
-GATHER_COST = 16
-"""A logit read row by row from the output matrix costs about as much as this many out of a matrix product."""
+from forgeasync.config.sizes import GATHER_BLOCK_BYTES, GATHER_COST, LOGITS_CHUNK_TOKENS
 
 
 def kept_logprobs(
@@ -39,15 +36,8 @@ def kept_logprobs(
     """
     vocabulary = VocabularySlice.of(logits_TV, dim=1)
     local_Tv = logits_TV.to_local() if isinstance(logits_TV, DTensor) else logits_TV
-    scaled_Tv = _at_least_float32(local_Tv) / temperature
-    return _assemble(
-        token_ids_T,
-        kept_offsets,
-        kept_ids,
-        vocabulary,
-        read=lambda token_N, id_N: scaled_Tv[token_N, id_N],
-        whole_rows=lambda token_U: scaled_Tv[token_U],
-    )
+    is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
+    return _dense_logprobs(_scaled(local_Tv, temperature), is_cut_away_Tv, token_ids_T, vocabulary)
 
 
 def chunked_kept_logprobs(
@@ -63,8 +53,9 @@ def chunked_kept_logprobs(
     """``kept_logprobs(hidden @ weight.T, ...)`` without ever holding the logits of all tokens: float32 [T].
 
     A chunk's logits are computed, used and dropped, and computed again in the backward pass. Where the kept
-    sets are small, only the logits in them are computed at all. ``weight_VD`` may be a DTensor sharded over
-    the vocabulary; ``hidden_TD`` is then the same on all of its ranks.
+    sets are small, only the logits in them are computed at all; however large they are, a chunk takes no more
+    memory than the whole logits of its tokens would, and ``GATHER_BLOCK_BYTES``. ``weight_VD`` may be a
+    DTensor sharded over the vocabulary; ``hidden_TD`` is then the same on all of its ranks.
     """
     vocabulary = VocabularySlice.of(weight_VD, dim=0)
     if isinstance(weight_VD, DTensor):
@@ -173,51 +164,128 @@ def _chunk_logprobs(
     vocabulary: VocabularySlice,
 ) -> torch.Tensor:
     num_whole = int((kept_offsets[1:] == kept_offsets[:-1]).sum())
+    # Less time, and less memory too: the list of kept ids takes some 60 bytes an id, in all its forms.
     if (len(kept_ids) * GATHER_COST) < (len(token_ids_T) - num_whole) * vocabulary.size:
-
-        def read(token_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-            # Rounded to the dtype a matrix product would give, as in the sampler.
-            dots_N = (_at_least_float32(hidden_TD[token_N]) * weight_vD[id_N]).sum(-1).to(hidden_TD.dtype)
-            return _at_least_float32(dots_N) / temperature
-
-        def whole_rows(token_U: torch.Tensor) -> torch.Tensor:
-            return _at_least_float32(hidden_TD[token_U] @ weight_vD.T) / temperature
-    else:
-        scaled_Tv = _at_least_float32(hidden_TD @ weight_vD.T) / temperature
-
-        def read(token_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-            return scaled_Tv[token_N, id_N]
-
-        def whole_rows(token_U: torch.Tensor) -> torch.Tensor:
-            return scaled_Tv[token_U]
-
-    return _assemble(token_ids_T, kept_offsets, kept_ids, vocabulary, read=read, whole_rows=whole_rows)
+        return _gathered_logprobs(
+            hidden_TD, weight_vD, token_ids_T, kept_offsets, kept_ids, temperature, vocabulary
+        )
+    # The ids become a mask before there are logits: as pairs of indices wide sets take more than those do.
+    is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
+    scaled_Tv = _scaled(hidden_TD @ weight_vD.T, temperature)
+    return _dense_logprobs(scaled_Tv, is_cut_away_Tv, token_ids_T, vocabulary)
 
 
-def _assemble(
+def _cut_away(
+    kept_offsets: torch.Tensor, kept_ids: torch.Tensor, vocabulary: VocabularySlice
+) -> torch.Tensor | None:
+    """Which ids of the slice are not in the tokens' kept sets, bool [T, v]; None where nothing is cut."""
+    if len(kept_ids) == 0:
+        return None
+    widths_T = kept_offsets.diff()
+    token_N = torch.repeat_interleave(torch.arange(len(widths_T), device=widths_T.device), widths_T)
+    ids_N = kept_ids.long()
+    if vocabulary.group is not None:
+        is_mine_N = (ids_N >= vocabulary.start) & (ids_N < vocabulary.end)
+        token_N, ids_N = token_N[is_mine_N], ids_N[is_mine_N] - vocabulary.start
+    width = vocabulary.end - vocabulary.start
+    # All of a cut token's ids, none of another's; then less the kept ones.
+    is_cut_away_Tv = (widths_T > 0)[:, None].expand(-1, width).clone()
+    is_cut_away_Tv[token_N, ids_N] = False
+    return is_cut_away_Tv
+
+
+def _dense_logprobs(
+    scaled_Tv: torch.Tensor,
+    is_cut_away_Tv: torch.Tensor | None,
+    token_ids_T: torch.Tensor,
+    vocabulary: VocabularySlice,
+) -> torch.Tensor:
+    """From the scaled logits of the whole slice, which are overwritten."""
+    if is_cut_away_Tv is not None:
+        scaled_Tv = scaled_Tv.masked_fill_(is_cut_away_Tv, -torch.inf)
+    return _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)
+
+
+def _gathered_logprobs(
+    hidden_TD: torch.Tensor,
+    weight_vD: torch.Tensor,
     token_ids_T: torch.Tensor,
     kept_offsets: torch.Tensor,
     kept_ids: torch.Tensor,
+    temperature: float,
     vocabulary: VocabularySlice,
-    *,
-    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    whole_rows: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Cut and uncut tokens, each in their own way, back in one order.
-
-    ``read`` gives scaled logits at pairs of token and id (within the slice), ``whole_rows`` those of whole
-    tokens.
-    """
+    """Cut and uncut tokens, each in their own way, back in one order."""
     widths_T = kept_offsets.diff()
     token_C = widths_T.nonzero().squeeze(1)
     token_U = (widths_T == 0).nonzero().squeeze(1)
-    uncut_U = _uncut_logprobs(token_ids_T[token_U].long(), vocabulary, whole_rows(token_U))
     cut_N = torch.repeat_interleave(torch.arange(len(token_C), device=widths_T.device), widths_T[token_C])
-    kept_ids_N = kept_ids.long()
-    values_N = _read_slice(token_C[cut_N], kept_ids_N, vocabulary, read)
+    token_N, kept_ids_N = token_C[cut_N], kept_ids.long()
+    if vocabulary.group is None:
+        mine_N, local_ids_N = None, kept_ids_N
+    else:
+        mine_N = ((kept_ids_N >= vocabulary.start) & (kept_ids_N < vocabulary.end)).nonzero().squeeze(1)
+        token_N, local_ids_N = token_N[mine_N], kept_ids_N[mine_N] - vocabulary.start
+    dots_N, logits_Uv = _SomeLogits.apply(hidden_TD, weight_vD, token_N, local_ids_N, token_U)
+    # Rounded to the dtype a matrix product would give, as in the sampler.
+    values_N = _scaled(dots_N.to(hidden_TD.dtype), temperature)
+    if mine_N is not None:
+        everywhere_N = torch.zeros(len(kept_ids_N), dtype=values_N.dtype, device=values_N.device)
+        values_N = vocabulary.sum(everywhere_N.index_put((mine_N,), values_N))
     cut_C = _cut_logprobs(values_N, cut_N, kept_ids_N == token_ids_T[token_C][cut_N], num_cut=len(token_C))
+    scaled_Uv = _scaled(logits_Uv, temperature)
+    uncut_U = _uncut_logprobs(token_ids_T[token_U].long(), vocabulary, scaled_Uv)
     logprobs_T = torch.zeros(len(widths_T), dtype=uncut_U.dtype, device=uncut_U.device)
     return logprobs_T.index_put((token_C,), cut_C).index_put((token_U,), uncut_U)
+
+
+class _SomeLogits(torch.autograd.Function):
+    """Logits of pairs of token and id [N], and of all ids for some tokens [U, v].
+
+    Rows of pairs are gathered in blocks of ``GATHER_BLOCK_BYTES``: autograd would keep those of all pairs
+    from the forward to the backward pass, and have a gradient of the weight for each of the two kinds.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden_TD: torch.Tensor,
+        weight_vD: torch.Tensor,
+        token_N: torch.Tensor,
+        id_N: torch.Tensor,
+        token_U: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(hidden_TD, weight_vD, token_N, id_N, token_U)
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+        dots_N = torch.empty(len(id_N), dtype=dtype, device=id_N.device)
+        for block in _blocks(hidden_TD, len(id_N)):
+            rows = hidden_TD[token_N[block]].to(dtype)
+            dots_N[block] = rows.mul_(weight_vD[id_N[block]]).sum(-1)
+        return dots_N, hidden_TD[token_U] @ weight_vD.T
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad_N: torch.Tensor, grad_Uv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        hidden_TD, weight_vD, token_N, id_N, token_U = ctx.saved_tensors
+        grad_weight_vD = grad_Uv.T @ hidden_TD[token_U]
+        grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=grad_N.dtype)
+        grad_hidden_TD[token_U] = (grad_Uv @ weight_vD).to(grad_N.dtype)
+        for block in _blocks(hidden_TD, len(id_N)):
+            factors = grad_N[block, None]
+            # ``index_put_`` adds up in one order on GPUs too, ``index_add_`` does not.
+            rows = weight_vD[id_N[block]].to(grad_N.dtype).mul_(factors)
+            grad_hidden_TD.index_put_((token_N[block],), rows, accumulate=True)
+            rows = hidden_TD[token_N[block]].to(grad_N.dtype).mul_(factors)
+            grad_weight_vD.index_put_((id_N[block],), rows.to(weight_vD.dtype), accumulate=True)
+        return grad_hidden_TD.to(hidden_TD.dtype), grad_weight_vD, None, None, None
+
+
+def _blocks(hidden_TD: torch.Tensor, num_pairs: int) -> Iterator[slice]:
+    """Parts of the pairs; of each, two rows in float32 (float64) exist at once."""
+    element = torch.promote_types(hidden_TD.dtype, torch.float32).itemsize
+    size = max(1, GATHER_BLOCK_BYTES // (2 * element * hidden_TD.shape[1]))
+    return (slice(start, start + size) for start in range(0, num_pairs, size))
 
 
 def _cut_logprobs(
@@ -263,5 +331,6 @@ def _read_slice(
     return vocabulary.sum(values_N.index_put((mine,), values))
 
 
-def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """New memory, of at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature

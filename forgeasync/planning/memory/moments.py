@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS
+from forgeasync.config.sizes import (
+    BYTES_PER_ELEMENT,
+    GATHER_BLOCK_BYTES,
+    GATHER_COST,
+    LOGITS_CHUNK_TOKENS,
+    kept_bytes_per_token,
+)
 from forgeasync.planning.memory.activations import layer_activations, outside_activations
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
 from forgeasync.planning.memory.parameters import ParameterCounts, trainer_parameters_per_rank
@@ -102,25 +108,36 @@ def step_moments(
 def _output_layer(
     config: RunConfig, facts: ModelFacts, units: _Units, activations: float
 ) -> tuple[Moment, Moment]:
-    """Backward pass of a chunk: while its logits' gradients are made, and when the weight's are."""
+    """Backward pass of a chunk: while its logits' gradients are made, and when the weight's are.
+
+    Where only the logits in kept sets are computed there is less of the former: those of the uncut tokens,
+    and lists of at most one id for every ``GATHER_COST`` logits.
+    """
     trainer = config.trainer
     chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
-    logits = chunk * facts.vocab_size / trainer.parallel.tensor * FLOAT32_BYTES
+    num_logits = chunk * facts.vocab_size / trainer.parallel.tensor
+    logits = num_logits * FLOAT32_BYTES
+    mask, block = 0.0, 0.0
+    if kept_bytes_per_token(config, facts):
+        mask = num_logits
+        rows = num_logits / GATHER_COST * 2 * facts.hidden_size * FLOAT32_BYTES
+        block = min(rows, GATHER_BLOCK_BYTES)
     # Those of earlier chunks, added up.
     earlier = units.head_gradients if trainer.tokens_per_row > LOGITS_CHUNK_TOKENS else 0.0
     return (
         Moment(
             name="backward pass of the output layer",
             activations=activations,
-            # Scaled logits, the gradient through the chosen one, and three that make up the log-sum-exp's.
-            logits=5 * logits,
+            # Scaled logits, the gradient through the chosen one, two that make up the log-sum-exp's, and
+            # which of them are cut away.
+            logits=4 * logits + mask,
             gathered_weights=units.head_weights,
             gathered_gradients=earlier,
         ),
         Moment(
             name="gradient of the output layer",
             activations=activations,
-            logits=2 * logits,
+            logits=2 * logits + block,
             gathered_weights=units.head_weights,
             gathered_gradients=units.head_gradients + earlier,
         ),

@@ -38,7 +38,7 @@ def trainer_memory(
     chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
     how = {
         "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}",
-        "logits chunk": f"{chunk:,} tokens, with gradients",
+        "logits chunk": f"{chunk:,} tokens, with gradients and what kept sets take",
         "gathered weights": f"in {trainer.dtype.value}, by FSDP2",
         "gathered gradients": "before they are reduced, and float32 buffers",
         "optimizer's intermediates": "square roots of AdamW",
