@@ -21,7 +21,7 @@ from forgeasync.config.resolve import resolve
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.data.prompts import PromptEncoder
-from forgeasync.data.sources import build_source
+from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task
 from forgeasync.payload.run_folder import SHARED_MEMORY
 
@@ -63,6 +63,27 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
         raise ConfigError([*error.problems, *own, *others]) from None
     raise_if_any([*check_config(config, facts), *others])
     return facts
+
+
+def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
+    """What a dry run checks: ``check`` and a look at the data; the model's facts and what was looked at.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    problems: list[Problem] = []
+    facts, looked_at = None, ""
+    try:
+        facts = check(config)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        looked_at = look_at_data(config.data, seed=config.seed)
+    except ConfigError as error:
+        problems += error.problems
+    raise_if_any(problems)
+    assert facts is not None, "a check without facts has raised"
+    return facts, looked_at
 
 
 def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
@@ -129,6 +150,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
                 max_context_length=config.model.max_context_length,
                 max_response_tokens=config.sampling.max_response_tokens,
             )
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     return Prepared(
