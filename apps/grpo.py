@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from apps.cli import add_closing_words, exit_code, parse_arguments
-from apps.preparation import Prepared, check, prepare
+from apps.preparation import Prepared, check_plan, prepare
 from apps.recorder import RunRecorder, StepTimes
 from apps.rescue import save_newest_weights
 from apps.resume import open_files
@@ -386,8 +386,9 @@ def show_plan(config: RunConfig) -> None:
     from forgeasync.launch.render import render_launch
     from forgeasync.planning.report import dry_run_report
 
-    facts = check(config)
-    report = dry_run_report(config, facts, shape_from=model_config_file(config.model.path))
+    facts, looked_at = check_plan(config)
+    shape_from = model_config_file(config.model.path)
+    report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at)
     Console(width=REPORT_COLUMNS).print(report)
     if (spec := render_launch(config)) is not None:
         print(f"\nwith launcher {config.launcher.kind}:\n{spec}")

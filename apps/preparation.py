@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from apps.resume import Resumed, check_checkpoint_folder, find_checkpoint, planned_folder
+from apps.resume import Resumed, check_checkpoint_folder, find_checkpoint, planned_export, planned_folder
 from forgeasync.algorithms.trial_call import check_own_objective
 from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.config.checks import check_config, check_run_dir, check_without_model
+from forgeasync.config.checks import check_config, check_without_model
 from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
 from forgeasync.config.loss_schema import PythonObjective
 from forgeasync.config.machine_checks import check_gpus
@@ -21,9 +21,11 @@ from forgeasync.config.resolve import resolve
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.data.prompts import PromptEncoder
-from forgeasync.data.sources import build_source
+from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task
+from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
+from forgeasync.planning.memory.machine import available_host_bytes, check_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,8 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
         ConfigError: lists every problem.
     """
     own = check_without_model(config)
-    others = [] if is_resumed else [*check_run_dir(config), *check_checkpoint_folder(config)]
+    others = [*check_run_dir(config, is_resumed=is_resumed)]
+    others += check_checkpoint_folder(config, is_resumed=is_resumed)
     objective = config.algorithm.objective
     if isinstance(objective, PythonObjective) and not any(
         problem.field.startswith("algorithm.objective") for problem in own
@@ -63,6 +66,27 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
         raise ConfigError([*error.problems, *own, *others]) from None
     raise_if_any([*check_config(config, facts), *others])
     return facts
+
+
+def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
+    """What a dry run checks: ``check`` and a look at the data; the model's facts and what was looked at.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    problems: list[Problem] = []
+    facts, looked_at = None, ""
+    try:
+        facts = check(config)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        looked_at = look_at_data(config.data, seed=config.seed)
+    except ConfigError as error:
+        problems += error.problems
+    raise_if_any(problems)
+    assert facts is not None, "a check without facts has raised"
+    return facts, looked_at
 
 
 def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
@@ -83,6 +107,12 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
         "docker run --shm-size=... gives a container more"
     )
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of this machine's smallest GPU; None without any."""
+    gpus = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=None)
 
 
 def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts) -> list[Problem]:
@@ -110,8 +140,9 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     raise_if_any(
         [
             *check_gpus(config, torch.cuda.device_count()),
+            *check_memory(config, facts, host_bytes=available_host_bytes(), gpu_bytes=_gpu_bytes()),
             *_check_shared_memory(config, facts),
-            *check_room(config, facts, planned_folder(config)),
+            *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]
     )
     folder = model_folder(config.model.path)
@@ -131,6 +162,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
                 max_context_length=config.model.max_context_length,
                 max_response_tokens=config.sampling.max_response_tokens,
             )
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     return Prepared(

@@ -55,7 +55,9 @@ class RunRecorder:
         self._console = console
         tensorboard = run_dir.tensorboard if config.logging.tensorboard else None
         first_step = None if resumed is None else resumed.step + 1
-        self._metrics = MetricsWriter(run_dir.metrics, tensorboard_dir=tensorboard, first_step=first_step)
+        self._metrics = MetricsWriter(
+            run_dir.metrics, tensorboard_dir=tensorboard, first_step=first_step, say=console.message
+        )
         self._rollouts = RolloutWriter(run_dir.rollouts, per_step=config.logging.rollouts_per_step)
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._checkpoint_s: float | None = None

@@ -11,7 +11,7 @@ from forgeasync.config.load import dump_config
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
 from forgeasync.config.schema import RunConfig
-from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir
+from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir, check_folder
 from forgeasync.observability.truncation import cut_after, put_aside
 
 LATEST = "latest"
@@ -38,12 +38,20 @@ def planned_folder(config: RunConfig) -> Path:
     """Where checkpoints will lie, or a folder above it where the run's folder has no name yet."""
     if config.checkpoint.folder is not None:
         return Path(config.checkpoint.folder)
+    return planned_export(config)
+
+
+def planned_export(config: RunConfig) -> Path:
+    """Where the trained model will lie, or a folder above it."""
     return RUNS_FOLDER if config.run_dir is None else RunDir(path=Path(config.run_dir)).checkpoints
 
 
-def check_checkpoint_folder(config: RunConfig) -> Iterator[Problem]:
-    """Whether a new run would remove the checkpoints of another, as too old ones of its own."""
-    if list_checkpoints(planned_folder(config)):
+def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
+    """Whether checkpoints can be written, and a new run would remove those of another as too old ones."""
+    folder = config.checkpoint.folder
+    problems = [] if folder is None else list(check_folder("checkpoint.folder", Path(folder)))
+    yield from problems
+    if not problems and not is_resumed and list_checkpoints(planned_folder(config)):
         yield Problem(
             field="checkpoint.folder",
             value=str(planned_folder(config)),
@@ -83,10 +91,13 @@ def open_files(config: RunConfig, resumed: Resumed | None) -> RunFiles:
     """Make or reopen the run's folder; remove checkpoints that were never finished.
 
     Raises:
-        ValueError: another run has begun in the folder meanwhile.
+        ConfigError: another run has begun in the folder meanwhile.
     """
     messages: list[str] = []
     if resumed is None:
+        left = [] if config.run_dir is None else RunDir(path=Path(config.run_dir)).put_start_aside()
+        if left:
+            messages.append(f"run_dir held a start that never trained; moved to {', '.join(left)}")
         run_dir = RunDir.create(config, dump_config(config), datetime.now())
     else:
         assert config.run_dir is not None

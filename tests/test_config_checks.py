@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from forgeasync.config.checks import check_config, check_run_dir
+from forgeasync.config.checks import check_config
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RunConfig
@@ -221,15 +221,6 @@ def test_replicated_data_parallelism_leaves_expert_ranks(config_file: Path) -> N
 def test_group_size_one_is_fine_for_batch_advantages(config_file: Path) -> None:
     overrides = ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"]
     assert check_config(load_config(config_file, overrides), FACTS) == []
-
-
-def test_run_dir_of_an_earlier_run_is_refused(config_file: Path, tmp_path: Path) -> None:
-    config = load_config(config_file, [f"run_dir={tmp_path}"])
-    assert list(check_run_dir(config)) == []
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    message = only(list(check_run_dir(config)))
-    assert f"run_dir = {str(tmp_path)!r}" in message
-    assert "give another folder" in message
 
 
 @given(

@@ -17,11 +17,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from apps.preparation import check_plan
+from forgeasync.config.load import load_config
+from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import DataSection
 from forgeasync.data.prompts import PromptEncoder
-from forgeasync.data.sources import build_source
+from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task
 from forgeasync.scoring.scorer import build_scorer, last_number
+from tests.config_samples import CONFIGS
 
 # One digit and two terms leave 200 distinct problems.
 SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -197,7 +201,7 @@ class TestHuggingFace:
         write_problems(jsonl, ["same"] * 8 + [f"other {i}" for i in range(4)])
         source = build_source(records(jsonl, num_train=4, num_held_out=1), seed=0)
         assert len(set(texts(source.train))) == 4
-        with pytest.raises(ValueError, match=r"data.num_train: 5 .* only 4"):
+        with pytest.raises(ValueError, match=r"data.num_train = 5: only 4"):
             build_source(records(jsonl, num_train=5, num_held_out=1), seed=0)
 
     def test_tasks_hold_question_instruction_and_answer(self, jsonl: Path) -> None:
@@ -234,7 +238,7 @@ class TestHuggingFace:
             ({"question_field": "prompt"}, r"question_field.*no text"),
             ({"answer_field": "reward_model.truth"}, r"data\.source\.answer_field.*'ground_truth'"),
             ({"answer_field": "note.x"}, r"answer_field.*note is a str"),
-            ({"split": "validation"}, r"'validation' \(data\.source\.split\)"),
+            ({"split": "validation"}, r"data\.source\.split = 'validation'.*one split 'train'"),
             ({"num_train": 10}, r"data\.num_train \+ data\.num_held_out.*10 \+ 3.*has 12"),
         ],
     )
@@ -262,6 +266,146 @@ class TestHuggingFace:
         with pytest.raises(ValueError, match=rf"data\.source\.path.*'{name}'") as caught:
             build_source(records(name), seed=0)
         assert re.search(cause, str(caught.value))
+
+    def write_lines(self, path: Path, *lines: object, num: int = 12) -> DataSection:
+        """Good records, of which the first ones are replaced; as text where a line is text."""
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        rest = [json.dumps({"q": f"question {i}", "a": i}) for i in range(num - len(texts))]
+        path.write_text("\n".join([*texts, *rest]) + "\n")
+        return records(path, question_field="q", answer_field="a")
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ({"q": "x"}, r"data\.source\.answer_field = 'a': does not exist in line 1 of"),
+            ({"a": 1}, r"data\.source\.question_field = 'q': does not exist in line 1 of"),
+            ({"q": "x", "a": ""}, r"answer_field = 'a': is empty \(''\) in line 1"),
+            ({"q": "x", "a": None}, r"answer_field = 'a': is empty \(None\) in line 1"),
+            ({"q": " \n", "a": 1}, r"question_field = 'q': is empty \(' \\n'\) in line 1"),
+            ({"q": "x", "a": [1]}, r"answer_field = 'a': is no text or number but a list in line 1.*\[1\]"),
+            ({"q": "x", "a": True}, r"answer_field = 'a': is no text or number but a bool"),
+            ({"q": "x", "a": float("nan")}, r"answer_field = 'a': is nan in line 1.*finite"),
+            ({"q": "x", "a": float("inf")}, r"answer_field = 'a': is inf in line 1.*finite"),
+            ('{"q": "x", "a"', r"source\.path.*line 1, column \d+ is not valid JSON.*near"),
+            ("", r"answer_field.*line 3"),
+            ("[1, 2]x", r"source\.path.*line 1, column 7 is not valid JSON"),
+            ("17", r"source\.path.*line 1 holds int 17; must be an object"),
+            ("[" * 100_000, r"source\.path.*(nested too deeply|not valid JSON)"),
+        ],
+    )
+    def test_a_bad_record_is_named_by_line_field_and_value(
+        self, jsonl: Path, line: object, message: str
+    ) -> None:
+        lines = [line] if line else ["", json.dumps({"q": "x", "a": 1}), json.dumps({"q": "y"})]
+        with pytest.raises(ConfigError, match=message):
+            build_source(self.write_lines(jsonl, *lines), seed=0)
+
+    def test_a_bad_record_is_found_wherever_it_stands(self, jsonl: Path) -> None:
+        """Also where this seed would not draw it."""
+        good = [{"q": f"first {i}", "a": i} for i in range(299)]
+        for bad in ({"q": "x"}, '{"q": '):
+            data = self.write_lines(jsonl, *good, bad, num=301)
+            with pytest.raises(ConfigError, match="line 300"):
+                build_source(data, seed=0)
+
+    def test_records_may_have_other_keys_that_differ(self, jsonl: Path) -> None:
+        data = self.write_lines(
+            jsonl, {"q": "x", "a": "1/2", "note": {"b": 1}}, {"q": "y", "a": 2, "note": 3}
+        )
+        assert len(build_source(data, seed=0).train) == 5
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (7, "7"),
+            (2**70, str(2**70)),
+            (0.5, "0.5"),
+            (1e22, "1" + "0" * 22),
+            (1e-7, "0.0000001"),
+            ("x", "x"),
+        ],
+    )
+    def test_numbers_become_decimals(self, jsonl: Path, value: object, text: str) -> None:
+        data = self.write_lines(jsonl, {"q": "this", "a": value}, num=8)
+        source = build_source(data, seed=0)
+        assert [task.answer for task in source.train + source.held_out if task.prompt == "this"] == [text]
+
+    @pytest.mark.parametrize(("name", "text"), [("e.jsonl", ""), ("e.json", "[]"), ("e.csv", "")])
+    def test_empty_files(self, jsonl: Path, name: str, text: str) -> None:
+        file = jsonl.parent / name
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"data\.source\.path.*(has no records|No columns)"):
+            build_source(records(file), seed=0)
+
+    def test_a_list_of_records_is_read_and_its_errors_have_lines(self, jsonl: Path) -> None:
+        file = jsonl.with_suffix(".json")
+        found = [{"q": f"question {i}", "a": i} for i in range(9)]
+        data = records(file, question_field="q", answer_field="a")
+        file.write_text(json.dumps(found, indent=1))
+        assert len(build_source(data, seed=0).train) == 5
+        file.write_text(json.dumps(found, indent=1).replace('"a": 3', '"a" 3'))
+        with pytest.raises(ConfigError, match=r"line 16, column 7 is not valid JSON"):
+            build_source(data, seed=0)
+        del found[4]["a"]
+        file.write_text(json.dumps(found))
+        with pytest.raises(ConfigError, match=r"answer_field = 'a': does not exist in record 4 of"):
+            build_source(data, seed=0)
+
+    def test_a_part_of_a_file_is_a_split(self, jsonl: Path) -> None:
+        tasks = build_source(records(jsonl, split="train[2:10]"), seed=0)
+        asked = sorted(texts(tasks.train + tasks.held_out))
+        assert asked == sorted(f"What is {i} + {i}?" for i in range(2, 10))
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("b.csv", b"q,a\nx,1\ny,1,2,3\n", r"Expected 2 fields in line 3, saw 4"),
+            ("m.csv", b"q,a\n" + b"x,1\n" * 3 + b"y,\n" * 9, r"answer_field = 'a': is empty.*record 3 of"),
+            ("b.parquet", b"PAR1 not really", r"data\.source\.path.*[Pp]arquet"),
+            ("b.jsonl", b"\xff\xfe\x00", r"line 1 is not UTF-8 text"),
+        ],
+    )
+    def test_broken_files(self, jsonl: Path, name: str, content: bytes, message: str) -> None:
+        file = jsonl.parent / name
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            build_source(records(file, question_field="q", answer_field="a"), seed=0)
+
+    def test_folders_without_data_or_with_broken_files(self, jsonl: Path) -> None:
+        folder = jsonl.parent / "folder"
+        folder.mkdir()
+        with pytest.raises(ConfigError, match=r"source\.path.*doesn't contain any data files"):
+            build_source(records(folder), seed=0)
+        (folder / "train.jsonl").write_text('{"prompt": 1}\n{"prompt":\n')
+        with pytest.raises(ConfigError, match=r"source\.path.*train\.jsonl: line 2, column"):
+            build_source(records(folder), seed=0)
+
+
+class TestLook:
+    """What --dry-run does about data."""
+
+    def test_generated_problems_are_tried(self) -> None:
+        assert look_at_data(sums(), seed=0) == "chain_sum; all 20 and 10 were generated now"
+        with pytest.raises(ConfigError, match=r"data\.num_held_out = 300"):
+            look_at_data(sums(num_held_out=300), seed=0)
+        options = {"min_terms": 2, "max_terms": 9}
+        many = sums(num_train=10_000_000, options=options)
+        assert look_at_data(many, seed=0) == "chain_sum; the first 20,000 and 10 were generated now"
+
+    def test_local_files_are_read_and_the_hub_is_left_alone(self, jsonl: Path) -> None:
+        assert look_at_data(records(jsonl), seed=0) == f"{jsonl}; read now, and drawn"
+        assert "not looked at" in look_at_data(records("nobody/no-such-set"), seed=0)
+        with pytest.raises(ConfigError, match=r"answer_field"):
+            look_at_data(records(jsonl, answer_field="gone"), seed=0)
+
+    def test_a_plan_is_refused_for_its_data_too(self, jsonl: Path) -> None:
+        source = f"{{kind: huggingface, path: {jsonl}, question_field: prompt.0.content, answer_field: gone}}"
+        changes = [f"data.source={source}", "data.num_train=5", "data.num_held_out=5", "model.path=nowhere"]
+        config = load_config(CONFIGS / "tiny_moe_cpu.yaml", [*changes, "evaluation.num_problems=5"])
+        with pytest.raises(ConfigError) as caught:
+            check_plan(config)
+        fields = [problem.field for problem in caught.value.problems]
+        assert fields == ["model.path", "data.source.answer_field"]
 
 
 @pytest.fixture

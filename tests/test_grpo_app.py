@@ -191,6 +191,8 @@ def test_a_missed_deadline_is_the_last_thing_printed(config_file: Path, tmp_path
         ("trainer.parallel.expert=3", ["trainer.parallel.expert", "3", "4"]),
         ("algorithm.group_size=1", ["algorithm.group_size", "1", "at least 2"]),
         ("data.source.task=chain_sun", ["data.source.task", "chain_sun", "chain_sum"]),
+        ("generator.kv_cache_gib=60000", ["generator.kv_cache_gib = 60000", "GiB of memory available"]),
+        ("run_dir=/proc/cpuinfo", ["run_dir = '/proc/cpuinfo': is a file; name a folder"]),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

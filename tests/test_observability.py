@@ -1,6 +1,8 @@
 """What a run records: its folder, metrics.jsonl, TensorBoard events and rollouts.jsonl."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -9,12 +11,13 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout
 from forgeasync.data.task import Task
 from forgeasync.observability import metrics as metrics_module
 from forgeasync.observability.metrics import REQUIRED_KEYS, MetricsWriter, RolloutWriter, StepMetrics
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.observability.run_dir import RunDir, check_folder, check_run_dir
 from tests.support.rollouts import make_stored_rollout
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
@@ -133,15 +136,104 @@ def test_run_dir_is_named_after_the_run_and_its_start(
 
 def test_run_dir_refuses_a_folder_with_a_run_and_leaves_it_alone(tmp_path: Path) -> None:
     first = RunDir.create(make_config(tmp_path), "first", NOW)
-    with pytest.raises(ValueError, match="run_dir"):
+    with pytest.raises(ConfigError, match="run_dir"):
         RunDir.create(make_config(tmp_path), "second", NOW)
     assert first.config.read_text() == "first"
 
 
-def test_run_dir_refuses_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="run_dir"):
-        RunDir.create(make_config(tmp_path / "file"), "", NOW)
+def refusals(run_dir: Path, *, is_resumed: bool = False) -> list[str]:
+    return [str(problem) for problem in check_run_dir(make_config(run_dir), is_resumed=is_resumed)]
+
+
+def test_folders_that_cannot_be_a_runs_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for is_resumed in (False, True):
+        assert refusals(file, is_resumed=is_resumed) == [f"run_dir = {str(file)!r}: is a file; name a folder"]
+        (below,) = refusals(file / "a" / "b", is_resumed=is_resumed)
+        assert f"lies below {file}, which is a file" in below
+    with pytest.raises(ConfigError, match="is a file"):
+        RunDir.create(make_config(file), "", NOW)
+    with pytest.raises(ConfigError, match="which is a file"):
+        RunDir.reopen(file / "a")
+    assert refusals(tmp_path / "new" / "er") == refusals(tmp_path) == []
+
+
+def test_folders_that_are_not_writable_are_refused(tmp_path: Path) -> None:
+    # Nobody may write there, not even root.
+    assert "/proc/1, where it would be made, is not writable" in refusals(Path("/proc/1/run"))[0]
+    assert "it is not writable" in refusals(Path("/proc/1"))[0]
+    problem = next(check_folder("checkpoint.folder", Path("/proc/1/x")))
+    assert problem.field == "checkpoint.folder"
+
+
+@pytest.mark.parametrize(
+    ("lines", "has_trained"),
+    [
+        ("", False),
+        ('{"step": 0, "eval/accuracy": 0.5}\n', False),
+        ('{"step": 0}\n{"step": 1}\n', True),
+        ("{}\n", True),
+        ("x", True),
+    ],
+)
+def test_only_what_trained_keeps_the_next_start_out(tmp_path: Path, lines: str, has_trained: bool) -> None:
+    first = RunDir.create(make_config(tmp_path), "first", NOW)
+    first.metrics.write_text(lines)
+    first.log("trainer").write_text("why it failed")
+    assert bool(refusals(tmp_path)) == has_trained
+    if has_trained:
+        assert "already holds a run" in refusals(tmp_path)[0]
+        assert refusals(tmp_path, is_resumed=True) == []
+        assert first.put_start_aside() == []
+        return
+    moved = first.put_start_aside()
+    assert set(moved) == {
+        "metrics.cut-1.jsonl", "rollouts.cut-1.jsonl", "config.cut-1.yaml", "logs.cut-1", "tensorboard.cut-1"
+    }  # fmt: skip
+    second = RunDir.create(make_config(tmp_path), "second", NOW)
+    assert second.config.read_text() == "second" and second.metrics.read_text() == ""
+    assert (tmp_path / "config.cut-1.yaml").read_text() == "first"
+    assert (tmp_path / "logs.cut-1" / "trainer.log").read_text() == "why it failed"
+    assert (tmp_path / "metrics.cut-1.jsonl").read_text() == lines
+
+
+def test_a_checkpoint_keeps_the_next_start_out(tmp_path: Path) -> None:
+    run_dir = RunDir.create(make_config(tmp_path), "", NOW)
+    (run_dir.checkpoints / "final").mkdir()
+    assert "already holds a run" in refusals(tmp_path)[0]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from forgeasync.observability.run_dir import RunDir
+RunDir(path=Path(sys.argv[1])).claim()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_live_run_is_left_alone(tmp_path: Path) -> None:
+    """Its first step may be minutes away: until then only the claim tells it from a failed start."""
+    (tmp_path / "metrics.jsonl").touch()
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdin is not None and other.stdout is not None
+    try:
+        assert other.stdout.readline() == b"held\n"
+        run_dir = RunDir(path=tmp_path)
+        with pytest.raises(ConfigError, match="goes on at this moment"):
+            run_dir.put_start_aside()
+        with pytest.raises(ConfigError, match="goes on at this moment"):
+            RunDir.reopen(tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    finally:
+        other.kill()
+        other.wait()
+    # It is gone, however it ended.
+    assert run_dir.put_start_aside() == ["metrics.cut-1.jsonl"]
 
 
 # --- metrics ---
@@ -173,7 +265,7 @@ def test_step_metrics_by_hand() -> None:
 def test_every_required_key_is_documented() -> None:
     documented = metrics_module.__doc__
     assert documented is not None
-    for key in REQUIRED_KEYS | {metrics_module.NUM_NONFINITE}:
+    for key in REQUIRED_KEYS | {metrics_module.NUM_NONFINITE, metrics_module.NUM_TENSORBOARD_ERRORS}:
         # response/length_* share a row.
         assert f"`{key}`" in documented or f"`_{key.rpartition('_')[2]}`" in documented, key
 
@@ -197,6 +289,7 @@ def test_each_line_is_on_disk_before_close(tmp_path: Path) -> None:
             "time/eval_s": 3.0,
             "time/elapsed_s": 0.0,
             "metrics/num_nonfinite": 0,
+            "metrics/num_tensorboard_errors": 0,
         }
     ]
     for step in (1, 2):
@@ -234,6 +327,36 @@ def test_tensorboard_gets_every_key(tmp_path: Path) -> None:
         assert set(events.Tags()["scalars"]) == set(read_lines(tmp_path / "m.jsonl")[0])
     (event,) = events.Scalars("eval/accuracy")
     assert (event.step, event.value) == (5, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_does_not_end_the_run(tmp_path: Path) -> None:
+    """Its files are written by a thread of their own, whose error comes with a later value."""
+    said: list[str] = []
+    folder = tmp_path / "tb"
+    with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=folder, say=said.append) as writer:
+        writer.write(make_step(step=1).to_dict())
+        (events,) = folder.iterdir()
+        events.unlink()
+        events.symlink_to("/dev/full")
+        for step in (2, 3, 4):
+            writer.write(make_step(step=step).to_dict())
+    lines = read_lines(tmp_path / "m.jsonl")
+    assert [line["metrics/num_tensorboard_errors"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    (message,) = said
+    assert str(folder) in message and "No space left on device" in message and "goes on without" in message
+
+
+def test_a_folder_that_tensorboard_cannot_use_does_not_end_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "tb").touch()
+    with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb", say=said.append) as writer:
+        writer.write_initial_evaluation(accuracy=0.5, eval_s=1.0)
+        writer.write(make_step().to_dict())
+    lines = read_lines(tmp_path / "m.jsonl")
+    assert [line["metrics/num_tensorboard_errors"] for line in lines] == [1, 2]
+    assert len(said) == 1
 
 
 # --- rollouts ---

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from apps.resume import open_files
 from forgeasync.config.load import dump_config, load_config
+from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import CheckpointSection, RunConfig
+from forgeasync.observability.run_dir import check_run_dir
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 from tests.test_grpo_app import finish, read_lines, start
@@ -109,6 +112,21 @@ def test_resumed_under_another_layout_and_with_another_learning_rate(
     assert line["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert line["reward/mean"] == whole["reward/mean"]
     assert line["buffer/num_restarted"] >= 0
+
+
+def test_a_start_that_never_trained_makes_room_for_the_next(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "model").model_copy(update={"run_dir": str(tmp_path / "run")})
+    first = open_files(config, None)
+    assert first.messages == ()
+    first.run_dir.log("trainer-0").write_text("why it failed")
+    assert list(check_run_dir(config, is_resumed=False)) == []
+    second = open_files(config, None)
+    (message,) = second.messages
+    assert message.startswith("run_dir held a start that never trained; moved to metrics.cut-1.jsonl")
+    assert "logs.cut-1" in message and not list(second.run_dir.logs.iterdir())
+    second.run_dir.metrics.write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match="already holds a run"):
+        open_files(config, None)
 
 
 def load(config_file: Path, *overrides: str) -> RunConfig:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from forgeasync.checkpoint.folders import checkpoint_name, list_checkpoints, sweep_partial
-from forgeasync.checkpoint.room import check_room, checkpoint_bytes
+from forgeasync.checkpoint.room import check_room, checkpoint_bytes, export_bytes
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import (
@@ -269,14 +269,40 @@ def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: 
     (folder,) = list_checkpoints(tmp_path)
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert written <= checkpoint_bytes(config, facts) < 1.5 * written
-    assert list(check_room(config, facts, tmp_path / "not" / "yet")) == []
+    assert list(check_room(config, facts, checkpoints=tmp_path / "not" / "yet", export=tmp_path)) == []
     # A model that no disk holds, with 2 * 64 * 10**12 parameters in embedding and head.
-    (problem,) = check_room(config, dataclasses.replace(facts, vocab_size=10**12), tmp_path)
-    assert (
-        problem.field == "checkpoint.folder"
-        and "1.43e+06 GiB" in problem.remedy
-        and "GiB free" in problem.remedy
-    )
+    large = dataclasses.replace(facts, vocab_size=10**12)
+    folders = {"checkpoints": tmp_path / "new", "export": tmp_path / "new"}
+    (problem,) = check_room(config, large, **folders)
+    assert problem.field == "run_dir" and "GiB free" in problem.remedy
+    # Of three steps with keep = 2 there are three for a moment, on the one disk that takes the export too.
+    assert "takes 4.77e+05 GiB and 3 checkpoints 4.29e+06 GiB" in problem.remedy
+    never = config.model_copy(update={"checkpoint": CheckpointSection()})
+    (problem,) = check_room(never, large, **folders)
+    assert problem.field == "run_dir" and "takes 4.77e+05 GiB, and" in problem.remedy
+
+
+def test_the_room_for_an_export_is_what_it_takes(model: Path, tmp_path: Path) -> None:
+    facts = read_model_facts(str(model))
+    config = tiny_config(model)
+    written = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert written <= export_bytes(config, facts) < 1.5 * written
+    adapted = config.model_copy(update={"lora": LORA})
+    # down_proj brings the other projections of experts along, as zeros.
+    named = LORA.model_copy(update={"targets": ("q_proj", "gate_proj", "up_proj", "down_proj")})
+    assert export_bytes(adapted, facts) == export_bytes(adapted.model_copy(update={"lora": named}), facts)
+    assert export_bytes(adapted, facts) < export_bytes(config, facts)
+
+
+def test_room_on_two_disks(model: Path, tmp_path: Path) -> None:
+    shared_memory = Path("/dev/shm")
+    if shared_memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("one disk only")
+    facts = dataclasses.replace(read_model_facts(str(model)), vocab_size=10**12)
+    config = tiny_config(model).model_copy(update={"checkpoint": CheckpointSection(every_steps=1)})
+    problems = list(check_room(config, facts, checkpoints=shared_memory / "x", export=tmp_path))
+    assert [problem.field for problem in problems] == ["run_dir", "checkpoint.folder"]
+    assert "checkpoints" not in problems[0].remedy.partition(", and")[0]
 
 
 def _write_one(model: Path, parent: Path) -> None:

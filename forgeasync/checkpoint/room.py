@@ -1,18 +1,25 @@
-"""How large a checkpoint is, and whether the disk has room for one."""
+"""How large checkpoints and the exported model are, and whether the disk has room for them."""
 
 import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from forgeasync.checkpoint.folders import list_checkpoints
 from forgeasync.config.checkpoint_shapes import expected_shapes
+from forgeasync.config.lora_checks import EXPERT_TARGETS
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import num_adapter_parameters
 
-BYTES_PER_PARAMETER = 12
+FLOAT32_BYTES = 4
+
+BYTES_PER_PARAMETER = 3 * FLOAT32_BYTES
 """A float32 parameter and AdamW's two moments of it."""
+
+EXPORT_OVERHEAD_BYTES = 1024
+"""Of one exported tensor, generously: its name in header and index."""
 
 OVERHEAD_BYTES = 8192
 """Of one tensor of the model, generously: names, headers and the step counts of its optimizer."""
@@ -28,16 +35,62 @@ def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
     return BYTES_PER_PARAMETER * num_trained + OVERHEAD_BYTES * len(shapes)
 
 
-def check_room(config: RunConfig, facts: ModelFacts, folder: Path) -> Iterator[Problem]:
-    """Whether one more checkpoint fits where they are written."""
-    if config.checkpoint.every_steps is None:
-        return
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    needed, free = checkpoint_bytes(config, facts), shutil.disk_usage(existing).free
+def export_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """About what the trained model takes on the disk in float32, rather more than less."""
+    shapes = expected_shapes(facts)
+    overhead = EXPORT_OVERHEAD_BYTES * len(shapes)
+    if config.lora is None:
+        return FLOAT32_BYTES * sum(math.prod(shape) for shape in shapes.values()) + overhead
+    # Of experts all three projections are written.
+    targets = set(config.lora.targets)
+    if targets & set(EXPERT_TARGETS):
+        targets |= set(EXPERT_TARGETS)
+    whole = config.lora.model_copy(update={"targets": tuple(targets)})
+    return FLOAT32_BYTES * num_adapter_parameters(facts, whole) + overhead
+
+
+def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, export: Path) -> Iterator[Problem]:
+    """Whether what a run keeps at a time fits where it is written.
+
+    That is the exported model and checkpoints. A checkpoint is whole before the oldest is removed: there is
+    one more than ``checkpoint.keep`` for a while.
+    """
+    one = checkpoint_bytes(config, facts)
+    num_more = 0
+    if config.checkpoint.every_steps is not None:
+        num_ever = config.max_steps // config.checkpoint.every_steps
+        num_left = min(config.checkpoint.keep + 1, num_ever) - len(list_checkpoints(checkpoints))
+        num_more = max(min(1, num_ever), num_left)
+    exported = export_bytes(config, facts)
+    at_export, at_checkpoints = _existing(export), _existing(checkpoints)
+    is_shared = at_export.stat().st_dev == at_checkpoints.stat().st_dev
+    free = shutil.disk_usage(at_export).free
+    needed = exported + (num_more * one if is_shared else 0)
     if needed > free:
+        and_checkpoints = (
+            f" and {num_more} checkpoints {_gib(num_more * one)} GiB" if is_shared and num_more else ""
+        )
+        yield Problem(
+            field="run_dir",
+            value=config.run_dir,
+            remedy=f"the trained model takes {_gib(exported)} GiB{and_checkpoints}, and {at_export} has "
+            f"{_gib(free)} GiB free; make room, name another folder, or keep fewer checkpoints "
+            "(checkpoint.keep, checkpoint.every_steps)",
+        )
+    free = shutil.disk_usage(at_checkpoints).free
+    if not is_shared and num_more * one > free:
         yield Problem(
             field="checkpoint.folder",
-            value=str(folder),
-            remedy=f"a checkpoint takes {needed / 2**30:.3g} GiB and {existing} has {free / 2**30:.3g} GiB "
-            "free; make room, name another folder or set checkpoint.every_steps to null",
+            value=str(checkpoints),
+            remedy=f"{num_more} checkpoints take {_gib(num_more * one)} GiB and {at_checkpoints} has "
+            f"{_gib(free)} GiB free; make room, name another folder or keep fewer (checkpoint.keep)",
         )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g}"

@@ -4,7 +4,6 @@ Rules of one field alone are bounds in ``forgeasync.config.schema``.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from forgeasync.config.buffer_checks import check_accounting, check_buffer
 from forgeasync.config.division_checks import check_generator_fits_model, check_trainer_divides_model
@@ -158,17 +157,6 @@ def _check_warmup(config: RunConfig) -> Iterator[Problem]:
             field="warmup.shape.num_kv_heads",
             value=shape.num_kv_heads,
             remedy=f"must divide warmup.shape.num_heads = {shape.num_heads}",
-        )
-
-
-def check_run_dir(config: RunConfig) -> Iterator[Problem]:
-    """Whether a new run would write into the files of another."""
-    if config.run_dir is not None and (Path(config.run_dir) / "metrics.jsonl").exists():
-        yield Problem(
-            field="run_dir",
-            value=config.run_dir,
-            remedy="already holds the metrics.jsonl of a run; give another folder, move that run away or go "
-            "on with it (--resume latest)",
         )
 
 

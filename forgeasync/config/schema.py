@@ -81,7 +81,8 @@ class HuggingFaceSource(Section):
     question_field: str
     """Dotted path of the problem text in a record, such as ``problem`` or ``prompt.0.content``."""
     answer_field: str
-    """Dotted path of the reference answer, such as ``answer`` or ``reward_model.ground_truth``."""
+    """Dotted path of the reference answer, such as ``answer`` or ``reward_model.ground_truth``; text or a
+    number, which becomes text in decimals."""
     instruction: str = ""
     """Text appended to every question (for instance to ask for a boxed answer)."""
 

@@ -1,26 +1,43 @@
 """Problems from a Hugging Face data set, by hub id or from local files."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets.exceptions import DatasetsError
 
+from forgeasync.config.problems import ConfigError, Problem
 from forgeasync.config.schema import HuggingFaceSource
+from forgeasync.data.json_records import read_json_records
 from forgeasync.data.split import HELD_OUT_SEED, SplitSource
 from forgeasync.data.task import Task
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Reader of ``datasets`` for each kind of local file."""
+"""Reader of ``datasets`` for each kind of local file; JSON of a single file is read here."""
+
+MAX_RECORDS_READ = 200_000
+"""Of a larger table only those records are looked at that a run draws."""
 
 
-def read_field(record: dict[str, Any], path: str, *, name: str) -> str:
-    """The text at dotted ``path`` (keys and list indices) in ``record``; numbers become text.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    """What is taken of a record."""
 
-    Raises ValueError naming the config field ``name`` if nothing, or no text, is there.
+    question: str
+    answer: str
+
+
+def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> str:
+    """The text at dotted ``path`` (keys and list indices) in ``record``; numbers become text, in decimals.
+
+    Raises:
+        ConfigError: nothing, an empty text or no text is there; names the config's ``field`` and ``where``
+            the record stands.
     """
     value: Any = record
     walked: list[str] = []
@@ -28,20 +45,33 @@ def read_field(record: dict[str, Any], path: str, *, name: str) -> str:
         here = ".".join(walked) or "the record"
         if isinstance(value, dict):
             if part not in value:
-                raise ValueError(f"{name}: {path!r} does not exist; {here} has {_list_names(part, value)}")
+                raise _refusal(
+                    field, path, f"does not exist in {where}; {here} has {_list_names(part, value)}"
+                )
             value = value[part]
         elif isinstance(value, list):
             if not part.isdecimal() or int(part) >= len(value):
-                raise ValueError(
-                    f"{name}: {path!r} does not exist; {here} is a list of {len(value)} and has no {part!r}"
-                )
+                remedy = f"does not exist in {where}; {here} is a list of {len(value)} and has no {part!r}"
+                raise _refusal(field, path, remedy)
             value = value[int(part)]
         else:
-            raise ValueError(f"{name}: {path!r} does not exist; {here} is a {type(value).__name__}")
+            raise _refusal(field, path, f"does not exist in {where}; {here} is a {type(value).__name__}")
         walked.append(part)
-    if not isinstance(value, str | int | float):
-        raise ValueError(f"{name}: {path!r} is no text or number but a {type(value).__name__}")
-    return str(value)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise _refusal(field, path, f"is empty ({value!r}) in {where}; every problem must have one")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        remedy = f"is no text or number but a {type(value).__name__} in {where}: {value!r:.60}"
+        raise _refusal(field, path, remedy)
+    if not math.isfinite(value):
+        raise _refusal(field, path, f"is {value} in {where}; must be a finite number")
+    # As a person writes it: no exponent, no more digits than needed to tell it from its neighbours.
+    return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")
+
+
+def _refusal(field: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
 
 
 def _list_names(wanted: str, known: Iterable[str]) -> str:
@@ -50,37 +80,119 @@ def _list_names(wanted: str, known: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) + (f" (did you mean {near[0]!r}?)" if near else "")
 
 
-def _load(source: HuggingFaceSource) -> datasets.Dataset:
+def is_local(source: HuggingFaceSource) -> bool:
+    """Whether the path is one of this machine, and no hub id."""
+    path = Path(source.path)
+    looks_local = path.is_absolute() or source.path.startswith(".") or path.suffix.lower() in FORMATS
+    return looks_local or path.exists()
+
+
+def _read(source: HuggingFaceSource) -> Sequence[_Texts]:
+    """All problems, in the order of the data set; of one larger than ``MAX_RECORDS_READ`` on demand."""
     path = Path(source.path)
     suffix = path.suffix.lower()
-    looks_local = path.is_absolute() or source.path.startswith(".") or suffix in FORMATS
-    if looks_local and not path.exists():
-        raise ValueError(f"data.source.path: no file or folder {source.path!r}")
+    if is_local(source) and not path.exists():
+        raise _refusal("source.path", source.path, "no file or folder of this name")
     if path.is_file() and suffix not in FORMATS:
-        raise ValueError(f"data.source.path: {source.path!r} is none of {', '.join(FORMATS)}")
+        raise _refusal("source.path", source.path, f"is none of {', '.join(FORMATS)}")
+    if path.is_file() and FORMATS[suffix] == "json":
+        return _read_json_file(source, path)
+    table = _Table(_load(source, path), source)
+    return table if len(table) > MAX_RECORDS_READ else list(table)
+
+
+def _texts(record: dict[str, Any], where: str, source: HuggingFaceSource) -> _Texts:
+    where = f"{where} of {source.path!r}"
+    return _Texts(
+        question=read_field(record, source.question_field, field="source.question_field", where=where),
+        answer=read_field(record, source.answer_field, field="source.answer_field", where=where),
+    )
+
+
+def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[_Texts]:
+    try:
+        found = [_texts(record, where, source) for where, record in read_json_records(path)]
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _refusal("source.path", source.path, f"cannot load it: {error}") from None
+    if not found:
+        raise _refusal("source.path", source.path, "has no records")
+    try:
+        (part,) = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": len(found)})
+    except (AssertionError, KeyError, ValueError) as error:
+        remedy = f"cannot be taken of {source.path!r}, a file with the one split 'train': {error}"
+        raise _refusal("source.split", source.split, remedy) from None
+    return found[part.from_ : part.to]
+
+
+def _load(source: HuggingFaceSource, path: Path) -> datasets.Dataset:
+    """A data set as ``datasets`` reads it."""
     try:
         if path.is_file():
-            return datasets.load_dataset(FORMATS[suffix], data_files=str(path), split=source.split)
+            kind = FORMATS[path.suffix.lower()]
+            return datasets.load_dataset(kind, data_files=str(path), split=source.split)
         return datasets.load_dataset(source.path, split=source.split)
-    # Not found, not reachable, broken or without this split: each has its own type, all name the cause.
-    except (OSError, ValueError, DatasetsError) as error:
-        raise ValueError(
-            f"data.source.path: cannot load split {source.split!r} (data.source.split) of "
-            f"{source.path!r}: {error}"
-        ) from error
+    except Exception as error:
+        # Not found, not reachable, broken or without this split: dozens of types, also KeyError and
+        # StopIteration; the first cause is the one that names the place.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = f"{type(cause).__name__}: {cause}" if str(cause).strip() else type(cause).__name__
+        if path.is_dir():
+            reason = _broken_json(path) or reason
+        remedy = f"cannot load split {source.split!r} (data.source.split): {' '.join(reason.split())}"
+        raise _refusal("source.path", source.path, remedy) from error
 
 
-def _tasks(records: datasets.Dataset, rows: Iterable[int], source: HuggingFaceSource) -> Iterator[Task]:
-    for row in rows:
-        record = records[int(row)]
-        where = f"(record {row} of {source.path!r})"
-        question = read_field(record, source.question_field, name=f"data.source.question_field {where}")
-        answer = read_field(record, source.answer_field, name=f"data.source.answer_field {where}")
+def _broken_json(folder: Path) -> str | None:
+    """What is wrong with the first JSON file of a folder that cannot be read."""
+    for file in sorted(file for file in folder.rglob("*.json*") if file.suffix.lower() in FORMATS):
+        try:
+            if not sum(1 for _ in read_json_records(file)):
+                return f"{file.relative_to(folder)} has no records"
+        except ValueError as error:
+            return f"{file.relative_to(folder)}: {error}"
+    return None
+
+
+class _Table(Sequence[_Texts]):
+    """Problems out of a data set on the disk."""
+
+    def __init__(self, records: datasets.Dataset, source: HuggingFaceSource) -> None:
+        # Other columns may hold images or long solutions that are slow to decode.
+        roots = {source.question_field.split(".")[0], source.answer_field.split(".")[0]}
+        if roots <= set(records.column_names):
+            records = records.select_columns(sorted(roots))
+        self._records = records
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, row: Any) -> Any:
+        try:
+            record = self._records[row]
+        except Exception as error:
+            # Decoding a cell can fail in as many ways as there are types of columns.
+            remedy = f"record {row} cannot be read: {type(error).__name__}: {error}"
+            raise _refusal("source.path", self._source.path, remedy) from error
+        return _texts(record, f"record {row}", self._source)
+
+    def __iter__(self) -> Iterator[_Texts]:
+        for row, record in enumerate(self._records):
+            yield _texts(record, f"record {row}", self._source)
+
+
+def _tasks(problems: Sequence[_Texts], rows: Iterable[int], source: HuggingFaceSource) -> Iterator[Task]:
+    for row in map(int, rows):
+        texts = problems[row]
         yield Task(
             task_id=f"{source.split}/{row}",
-            prompt=question + source.instruction,
-            answer=answer,
-            source_index=int(row),
+            prompt=texts.question + source.instruction,
+            answer=texts.answer,
+            source_index=row,
             source=source.path,
         )
 
@@ -88,35 +200,37 @@ def _tasks(records: datasets.Dataset, rows: Iterable[int], source: HuggingFaceSo
 def split_records(source: HuggingFaceSource, *, num_train: int, num_held_out: int, seed: int) -> SplitSource:
     """Draw distinct held-out problems by a fixed seed, then distinct training problems by ``seed``.
 
-    A text that is held out is never trained on, also where another record repeats it. Raises ValueError
-    naming the config field that asks for something the data set does not have.
+    A text that is held out is never trained on, also where another record repeats it.
+
+    Raises:
+        ConfigError: names the config field that asks for something the data set does not have, and the
+            line or record of what is wrong with it.
     """
-    records = _load(source)
-    size = len(records)
+    problems = _read(source)
+    size = len(problems)
     if num_train + num_held_out > size:
-        raise ValueError(
-            f"data.num_train + data.num_held_out: {num_train} + {num_held_out} problems wanted, but split "
-            f"{source.split!r} of {source.path!r} has {size}"
+        raise _refusal(
+            "num_train + data.num_held_out",
+            num_train + num_held_out,
+            f"{num_train} + {num_held_out} problems wanted, but split {source.split!r} of {source.path!r} "
+            f"has {size}",
         )
-    # Other columns may hold images or long solutions that are slow to decode.
-    roots = {source.question_field.split(".")[0], source.answer_field.split(".")[0]}
-    if roots <= set(records.column_names):
-        records = records.select_columns(sorted(roots))
 
     held_out: dict[str, Task] = {}
-    for task in _tasks(records, np.random.default_rng(HELD_OUT_SEED).permutation(size), source):
+    for task in _tasks(problems, np.random.default_rng(HELD_OUT_SEED).permutation(size), source):
         held_out.setdefault(task.prompt, task)
         if len(held_out) == num_held_out:
             break
     else:
-        raise ValueError(
-            f"data.num_held_out: {num_held_out} problems wanted, but {source.path!r} has only "
-            f"{len(held_out)} distinct ones"
+        raise _refusal(
+            "num_held_out",
+            num_held_out,
+            f"{source.path!r} has only {len(held_out)} distinct problems",
         )
 
     train: dict[str, Task] = {}
     num_skipped = num_repeats = 0
-    for task in _tasks(records, np.random.default_rng(seed).permutation(size), source):
+    for task in _tasks(problems, np.random.default_rng(seed).permutation(size), source):
         if task.prompt in held_out:
             num_skipped += 1
         elif task.prompt in train:
@@ -127,9 +241,10 @@ def split_records(source: HuggingFaceSource, *, num_train: int, num_held_out: in
         if len(train) == num_train:
             break
     else:
-        raise ValueError(
-            f"data.num_train: {num_train} problems wanted, but only {len(train)} of the {size} in "
-            f"{source.path!r} are distinct and not held out"
+        raise _refusal(
+            "num_train",
+            num_train,
+            f"only {len(train)} of the {size} problems in {source.path!r} are distinct and not held out",
         )
     return SplitSource(
         train=list(train.values()),

@@ -14,6 +14,7 @@ import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
+from forgeasync.config.problems import ConfigError, Problem
 from forgeasync.config.schema import ReasoningGymSource
 from forgeasync.data.split import HELD_OUT_SEED, SplitSource
 from forgeasync.data.task import Task
@@ -40,36 +41,38 @@ def _nearest(name: str, known: list[str]) -> str:
     return "nearest known names: " + ", ".join(near or known)
 
 
+def _refusal(field: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
+
+
 def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDataset:
-    """One reasoning-gym data set; raises ValueError naming the field that makes it impossible."""
+    """One reasoning-gym data set; raises ConfigError naming the field that makes it impossible."""
     if source.task not in DATASETS:
-        raise ValueError(
-            f"data.source.task: reasoning-gym has no data set {source.task!r}; "
-            f"{_nearest(source.task, sorted(DATASETS))}"
-        )
+        remedy = f"reasoning-gym has no such data set; {_nearest(source.task, sorted(DATASETS))}"
+        raise _refusal("source.task", source.task, remedy)
     _, config_class = DATASETS[source.task]
     known = [field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS]
     for name, value in source.options.items():
         if name in OWN_OPTIONS:
-            raise ValueError(f"data.source.options: {name!r} ({value!r}) is set by the run, not here")
+            remedy = f"{name!r} ({value!r}) is set by the run, not here"
+            raise _refusal("source.options", source.options, remedy)
         if name not in known:
-            raise ValueError(
-                f"data.source.options: {source.task!r} has no option {name!r} (set to {value!r}); "
-                f"{_nearest(name, known)}"
-            )
+            remedy = f"{source.task!r} has no option {name!r} (set to {value!r}); {_nearest(name, known)}"
+            raise _refusal("source.options", source.options, remedy)
     try:
         return reasoning_gym.create_dataset(source.task, seed=seed, size=size, **source.options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"data.source.options: {source.task!r} refuses {source.options!r} (with {size} problems): {error}"
-        ) from error
+        # Some of its assertions say nothing.
+        reason = str(error) or type(error).__name__
+        remedy = f"{source.task!r} refuses this (with {size} problems): {reason}"
+        raise _refusal("source.options", source.options, remedy) from error
 
 
 class ReasoningGymProblems:
     """Generates training and held-out problems one at a time, so that building it costs next to nothing.
 
     A ``source_index`` of 0 or more is a training problem's index; held-out problem ``i`` has
-    ``-1 - i``. Raises ValueError naming ``data.source.task`` or ``data.source.options``.
+    ``-1 - i``. Raises ConfigError naming ``data.source.task`` or ``data.source.options``.
     """
 
     def __init__(self, source: ReasoningGymSource, *, num_train: int, num_held_out: int, seed: int) -> None:
@@ -81,17 +84,15 @@ class ReasoningGymProblems:
         self._held_out = _create(source, seed=HELD_OUT_SEED, size=_num_candidates(num_held_out))
 
     def entry(self, source_index: int) -> dict[str, Any]:
-        """reasoning-gym's own record of a problem; raises ValueError if it cannot be generated."""
+        """reasoning-gym's own record of a problem; raises ConfigError if it cannot be generated."""
         dataset, index = (
             (self._train, source_index) if source_index >= 0 else (self._held_out, -1 - source_index)
         )
         try:
             return dataset[index]
         except Exception as error:  # any type: 100 generators, each with its own way of failing
-            raise ValueError(
-                f"data.source.options: {self.source.task!r} with {self.source.options!r} cannot "
-                f"generate problem {index}: {type(error).__name__}: {error}"
-            ) from error
+            remedy = f"{self.source.task!r} cannot generate problem {index}: {type(error).__name__}: {error}"
+            raise _refusal("source.options", self.source.options, remedy) from error
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
         """reasoning-gym's own score of ``answer``, usually 0 to 1; raises what its verifier raises."""
@@ -101,7 +102,7 @@ class ReasoningGymProblems:
         """Generate all problems of the run.
 
         Held-out problems are distinct; training problems may repeat each other where the options leave
-        few distinct ones. Raises ValueError if there are too few.
+        few distinct ones. Raises ConfigError if there are too few.
         """
         held_out: list[Task] = []
         held_out_prompts: set[str] = set()
@@ -147,14 +148,18 @@ class ReasoningGymProblems:
     def _check_reproducible(self, tasks: list[Task]) -> None:
         for task in tasks:
             if self.entry(task.source_index)["question"] != task.prompt:
-                raise ValueError(
-                    f"data.source.task: problems of {self.source.task!r} do not follow from a seed "
-                    "(two generations of one differ), so they cannot be scored"
+                raise _refusal(
+                    "source.task",
+                    self.source.task,
+                    "its problems do not follow from a seed (two generations of one differ), so they cannot "
+                    "be scored",
                 )
 
-    def _too_few(self, field: str, wanted: int, found: int) -> ValueError:
+    def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
         kind = "distinct ones" if field == "num_held_out" else "ones that are not held out"
-        return ValueError(
-            f"data.{field}: {wanted} problems wanted, but {self.source.task!r} with "
-            f"{self.source.options!r} gave only {found} {kind} in {_num_candidates(wanted)} draws"
+        return _refusal(
+            field,
+            wanted,
+            f"{self.source.task!r} with {self.source.options!r} gave only {found} {kind} in "
+            f"{_num_candidates(wanted)} draws",
         )

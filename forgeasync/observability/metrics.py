@@ -81,15 +81,20 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `correction/<...>_share` *           | trained tokens that a correction has cut or left out              |
 | `kl/<estimator>` *                   | of `algorithm.kl`: policy against the model the run starts from   |
 | `metrics/num_nonfinite`              | values of this line that were nan or infinite; they are null here |
+| `metrics/num_tensorboard_errors`     | lines so far that TensorBoard's files lack: they could not be     |
+|                                      | written, and the run goes on without them                         |
 
 The evaluation before the first step is a line of its own (`MetricsWriter.write_initial_evaluation`), with
-`step`, `policy_version`, `eval/accuracy`, `time/eval_s`, `time/elapsed_s` (0) and `metrics/num_nonfinite`.
+`step`, `policy_version`, `eval/accuracy`, `time/eval_s`, `time/elapsed_s` (0), `metrics/num_nonfinite` and
+`metrics/num_tensorboard_errors`.
 """
 
+import contextlib
 import json
+import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -100,7 +105,10 @@ from torch.utils.tensorboard import SummaryWriter
 from forgeasync.buffer.decisions import Batch
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout
 
+_LOGGER = logging.getLogger(__name__)
+
 NUM_NONFINITE = "metrics/num_nonfinite"
+NUM_TENSORBOARD_ERRORS = "metrics/num_tensorboard_errors"
 TRAINER_KEYS = frozenset(
     {"loss", "grad_norm", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/kl"}
 )
@@ -219,17 +227,72 @@ class _JsonLines:
         self._file.close()
 
 
+class _Events:
+    """TensorBoard's event files. The first error, of a full disk for instance, is said; from then on they are
+    left alone: all numbers are in metrics.jsonl too."""
+
+    def __init__(self, folder: Path, first_step: int | None, say: Callable[[str], None]) -> None:
+        self.num_errors = 0
+        """Lines that could not be written."""
+        self._say = say
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        except OSError as error:
+            self._give_up(error)
+
+    def add(self, values: Mapping[str, float | int], step: int) -> None:
+        """Write a line, or count it as missing."""
+        if self._writer is None:
+            self.num_errors += 1
+            return
+        try:
+            for key, value in values.items():
+                self._writer.add_scalar(key, value, global_step=step)
+            self._writer.flush()
+        except OSError as error:
+            # The writer's own thread failed, maybe at an earlier value of the line.
+            self.num_errors += 1
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            try:
+                writer.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._say(
+            f"TensorBoard's files in {self._folder} cannot be written ({type(error).__name__}: {error}); the "
+            "run goes on without them, metrics.jsonl has all numbers"
+        )
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            # Its thread has ended; what closing may still complain about was said.
+            with contextlib.suppress(OSError):
+                writer.close()
+
+
 class MetricsWriter:
     """Appends to metrics.jsonl and, where ``tensorboard_dir`` is given, to TensorBoard event files."""
 
     def __init__(
-        self, metrics_path: Path, *, tensorboard_dir: Path | None, first_step: int | None = None
+        self,
+        metrics_path: Path,
+        *,
+        tensorboard_dir: Path | None,
+        first_step: int | None = None,
+        say: Callable[[str], None] = _LOGGER.warning,
     ) -> None:
-        """``first_step`` is that of a run that is resumed: TensorBoard hides what it saw from then on."""
+        """``first_step`` is that of a run that is resumed: TensorBoard hides what it saw from then on.
+
+        ``say`` is told once where TensorBoard's files cannot be written; the run goes on without them.
+        """
         self._lines = _JsonLines(metrics_path)
-        self._events: SummaryWriter | None = None
-        if tensorboard_dir is not None:
-            self._events = SummaryWriter(str(tensorboard_dir), purge_step=first_step)
+        self._events = None if tensorboard_dir is None else _Events(tensorboard_dir, first_step, say)
 
     def write(self, metrics: Mapping[str, float | int]) -> None:
         """Record one step. Raises KeyError naming the required keys that are missing."""
@@ -252,12 +315,12 @@ class MetricsWriter:
 
     def _append(self, metrics: Mapping[str, float | int]) -> None:
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
-        num_nonfinite = len(metrics) - len(finite)
-        self._lines.append({**{key: finite.get(key) for key in metrics}, NUM_NONFINITE: num_nonfinite})
+        counts = {NUM_NONFINITE: len(metrics) - len(finite), NUM_TENSORBOARD_ERRORS: 0}
         if self._events is not None:
-            for key, value in {**finite, NUM_NONFINITE: num_nonfinite}.items():
-                self._events.add_scalar(key, value, global_step=int(metrics["step"]))
-            self._events.flush()
+            counts[NUM_TENSORBOARD_ERRORS] = self._events.num_errors
+            self._events.add({**finite, **counts}, int(metrics["step"]))
+            counts[NUM_TENSORBOARD_ERRORS] = self._events.num_errors
+        self._lines.append({**{key: finite.get(key) for key in metrics}, **counts})
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

@@ -9,16 +9,25 @@ runs/<name>-<time>/
     tensorboard/     event files
 """
 
+import fcntl
+import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from forgeasync.config.problems import ConfigError, Problem, raise_if_any
 from forgeasync.config.schema import RunConfig
+from forgeasync.observability.truncation import put_aside
 
 SKIPPED_STEPS = "skipped_steps"
 
 RUNS_FOLDER = Path("runs")
 """Parent of the runs that do not name their own folder; relative to the working directory."""
+
+_held: dict[Path, int] = {}
+"""Folders that this process has claimed for its runs; the descriptors stay open as long as it lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +40,21 @@ class RunDir:
     def create(cls, config: RunConfig, config_yaml: str, now: datetime) -> "RunDir":
         """Make the folder of a new run: ``config.run_dir``, or runs/<name>-<now> where that is not set.
 
-        ``config_yaml`` is the resolved config as text. Raises ValueError where the folder already holds a
-        run or is not a folder.
+        ``config_yaml`` is the resolved config as text. What a start that never trained left in the folder has
+        to be moved with ``put_start_aside`` before.
+
+        Raises:
+            ConfigError: the folder already holds a run, is another run's at this moment, or cannot be one.
         """
         default = RUNS_FOLDER / f"{config.name}-{now:%Y%m%d-%H%M%S}"
         run_dir = cls(path=default if config.run_dir is None else Path(config.run_dir))
-        if run_dir.path.exists() and not run_dir.path.is_dir():
-            raise ValueError(f"run_dir: {run_dir.path} is a file, not a folder")
+        raise_if_any(check_folder("run_dir", run_dir.path))
         run_dir.path.mkdir(parents=True, exist_ok=True)
+        run_dir.claim()
         try:
-            # Exclusive creation: of two runs that start in the same second only one gets the folder.
             run_dir.metrics.open("x").close()
         except FileExistsError:
-            raise ValueError(
-                f"run_dir: {run_dir.path} already holds a run (metrics.jsonl); name another folder"
-            ) from None
+            raise ConfigError([_taken(run_dir.path)]) from None
         run_dir.config.write_text(config_yaml, encoding="utf-8")
         run_dir._fill_up()
         return run_dir
@@ -54,10 +63,60 @@ class RunDir:
     def reopen(cls, path: Path) -> "RunDir":
         """The folder of a run that is resumed; whatever it lacks is made, as of a run without a step."""
         run_dir = cls(path=path)
+        raise_if_any(check_folder("run_dir", path))
         path.mkdir(parents=True, exist_ok=True)
+        run_dir.claim()
         run_dir.metrics.touch()
         run_dir._fill_up()
         return run_dir
+
+    def claim(self) -> None:
+        """Keep other runs out of the folder for as long as this process lives.
+
+        Raises:
+            ConfigError: another process has it.
+        """
+        folder = self.path.resolve()
+        if folder in _held:
+            return
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            remedy = "is the folder of a run that goes on at this moment; name another one"
+            raise ConfigError([Problem(field="run_dir", value=str(self.path), remedy=remedy)]) from None
+        except OSError:
+            # Some network file systems lock no folders: then creating metrics.jsonl decides alone.
+            os.close(descriptor)
+            return
+        _held[folder] = descriptor
+
+    def put_start_aside(self) -> list[str]:
+        """Move what a start that never trained has left out of the way; the new names, if there are any.
+
+        Raises:
+            ConfigError: the folder is another run's at this moment.
+        """
+        if not self.metrics.exists() or self.has_trained:
+            return []
+        self.claim()
+        left = (self.metrics, self.rollouts, self.config, self.logs, self.tensorboard)
+        return [put_aside(path).name for path in left if path.exists()]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step, or anything in ``checkpoints``, is there; what cannot be read counts as a step."""
+        if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
+            return True
+        if not self.metrics.is_file():
+            return False
+        try:
+            steps = [json.loads(line)["step"] for line in self.metrics.read_bytes().splitlines()]
+        except (ValueError, LookupError, TypeError):
+            return True
+        # Step 0 is the evaluation before the first one.
+        return any(step != 0 for step in steps)
 
     def _fill_up(self) -> None:
         self.rollouts.touch()
@@ -96,3 +155,35 @@ class RunDir:
     def log(self, process: str) -> Path:
         """Log file of the process called ``process``, such as ``generator-0``."""
         return self.logs / f"{process}.log"
+
+
+def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
+    """Whether the run's folder can be one, and a new run would write into the files of another."""
+    if config.run_dir is None:
+        yield from check_folder("run_dir", RUNS_FOLDER)
+        return
+    path = Path(config.run_dir)
+    problems = list(check_folder("run_dir", path))
+    yield from problems
+    if not problems and not is_resumed and RunDir(path=path).has_trained:
+        yield _taken(path)
+
+
+def check_folder(field: str, path: Path) -> Iterator[Problem]:
+    """Whether files can be written in a folder, or where it is to be made; makes nothing."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        what = "is a file" if existing == path else f"lies below {existing}, which is a file"
+        yield Problem(field=field, value=str(path), remedy=f"{what}; name a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        where = "it" if existing == path else f"{existing}, where it would be made,"
+        yield Problem(field=field, value=str(path), remedy=f"{where} is not writable; name another folder")
+
+
+def _taken(path: Path) -> Problem:
+    return Problem(
+        field="run_dir",
+        value=str(path),
+        remedy="already holds a run (steps in metrics.jsonl, or checkpoints); give another folder, move that "
+        "run away or go on with it (--resume latest)",
+    )

@@ -21,10 +21,13 @@ from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows
 Row = tuple[str, str, str]
 
 
-def dry_run_report(config: RunConfig, facts: ModelFacts, *, shape_from: Path | None = None) -> Table:
+def dry_run_report(
+    config: RunConfig, facts: ModelFacts, *, shape_from: Path | None = None, looked_at: str | None = None
+) -> Table:
     """The plan of a checked config: procs, mesh, parameters, memory by rank, tokens by step, staleness.
 
-    ``shape_from`` is the config.json that ``facts`` were read from (``model_facts.model_config_file``).
+    ``shape_from`` is the config.json that ``facts`` were read from (``model_facts.model_config_file``),
+    ``looked_at`` what was looked at of the data (``data.sources.look_at_data``).
     """
     counts = count_parameters(facts)
     table = Table(title=f"plan of {config.name}", title_justify="left", caption=NOTE, caption_justify="left")
@@ -36,6 +39,7 @@ def dry_run_report(config: RunConfig, facts: ModelFacts, *, shape_from: Path | N
         _mesh(config),
         _parameters(config, facts, counts, shape_from),
         *(memory_rows(section) for section in memory_plan(resolve(config, facts), facts)),
+        _data(config, looked_at),
         _steps(config, facts),
         _staleness(config),
     )
@@ -107,6 +111,13 @@ def _parameters(
         ("active per token", f"{active:,}", in_experts),
         ("per trainer rank", f"{per_trainer:,}", "its shard"),
         ("per generator rank", f"{per_generator:,}", "its tensor-parallel part"),
+    ]
+
+
+def _data(config: RunConfig, looked_at: str | None) -> list[Row]:
+    return [
+        ("training problems", f"{config.data.num_train:,}", looked_at or ""),
+        ("held-out problems", f"{config.data.num_held_out:,}", "lengths of prompts are checked at the start"),
     ]
 
 
