@@ -7,7 +7,6 @@ Exit codes: 0 done, 2 the config was refused (before any process started), 1 the
 import argparse
 import asyncio
 import contextlib
-import re
 import signal
 import sys
 import traceback
@@ -16,12 +15,10 @@ from collections.abc import Callable
 from monarch.actor import shutdown_context
 
 from apps.stopping import install_handlers, received_signal
-from forgeasync.actors.deadline import DeadlineExceeded
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import RunConfig
-
-_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+from forgeasync.observability.failures import failure_line, root_cause
 
 _closing_words: list[str] = []
 """What the last line says besides the reason."""
@@ -70,11 +67,8 @@ def exit_code(run: Callable[[], None]) -> int:
         print(_with_closing_words(f"interrupted by {received.name}"), file=sys.stderr)
         return EXIT_SIGNAL + received
     except BaseException as error:
-        cause = root_cause(error)
-        traceback.print_exception(cause)
-        # A deadline's own name says nothing that the message does not: people know the standard one.
-        kind = TimeoutError if isinstance(cause, DeadlineExceeded) else type(cause)
-        print(_with_closing_words(f"failed: {kind.__name__}: {last_words(cause)}"), file=sys.stderr)
+        traceback.print_exception(root_cause(error))
+        print(_with_closing_words(failure_line(error)), file=sys.stderr)
         received = received_signal()
         return EXIT_FAILED if received is None else EXIT_SIGNAL + received
     return 0
@@ -94,39 +88,6 @@ def _leave_monarch() -> None:
     # Where a host is lost, it waits in vain.
     with contextlib.suppress(TimeoutError):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The first real error inside exception groups: the one that ended the other loops."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def last_words(error: BaseException) -> str:
-    """One line: a short message whole, of a long one (an actor's remote traceback) its last line.
-
-    An error without a message is named by the place that it comes from.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return f"no message, {_place(error)}"
-    last = " ".join(lines) if len(lines) <= 3 else lines[-1]
-    # Python's own last line of a remote error without a message is "AssertionError" and nothing more.
-    is_bare = len(lines) > 3 and last.rstrip(": ").replace(".", "").isidentifier()
-    return f"{last} {_remote_place(lines)}" if is_bare else last
-
-
-def _place(error: BaseException) -> str:
-    """The innermost frame that an error passed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"in {frames[-1].name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else "never raised"
-
-
-def _remote_place(lines: list[str]) -> str:
-    """The same of a traceback as text."""
-    frames = [match.groups() for line in lines if (match := _FRAME.match(line))]
-    return "".join(f"in {name} at {file}:{number}" for file, number, name in frames[-1:])
 
 
 def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:

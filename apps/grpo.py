@@ -18,6 +18,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -41,6 +42,7 @@ from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.checkpoint.run_state import RunState, model_shape
 from forgeasync.config.buffer_schema import AgeOf
+from forgeasync.config.launch_schema import LocalLauncher
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import model_config_file
 from forgeasync.config.schema import RunConfig
@@ -52,6 +54,7 @@ from forgeasync.data.rollout import Group
 from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
+from forgeasync.observability.run_log import RunLog
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget, largest_excess
 from forgeasync.scoring.filtering import GroupFiltering
@@ -301,22 +304,42 @@ class GrpoRun:
     async def evaluate(self, version: int) -> tuple[float, float]:
         """Held-out accuracy of ``version``, and the seconds it took; training stands still meanwhile."""
         start_s = time.perf_counter()
+        problems = self.prepared.held_out
+        console = self.recorder.console
+        console.phase(f"evaluating version {version} on {len(problems)} problems", num_parts=len(problems))
         await self.serving.until_served(version)
         accuracy = await evaluate(
-            self.prepared.held_out,
+            problems,
             generators=self.generators,
             scorer=self.scorer,
             prompts=self.prepared.prompts,
             config=self.config,
+            on_answered=console.part_done,
         )
+        console.end_phase()
         return accuracy, time.perf_counter() - start_s
 
 
+def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object]) -> None:
+    """A role's task has ended: with the role at work, unless something failed, which is told elsewhere."""
+    if not starting.cancelled() and starting.exception() is None:
+        console.message(f"{name} ready")
+        console.part_done()
+
+
 async def start(
-    config: RunConfig, prepared: Prepared, fleet: Fleet, recorder: RunRecorder, checkpoints: Path
+    config: RunConfig,
+    prepared: Prepared,
+    fleet: Fleet,
+    recorder: RunRecorder,
+    checkpoints: Path,
 ) -> GrpoRun:
     """Start and set up the procs of all roles, side by side."""
     resumed = prepared.resumed
+    num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
+    roles = f"{num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
+    console = recorder.console
+    console.phase(f"starting {roles}", num_parts=4)
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
@@ -336,8 +359,17 @@ async def start(
                 resume_from=None if resumed is None else resumed.folder,
             )
         )
+        for name, role in (
+            ("generators", generators),
+            ("scorer", scorer),
+            ("buffer", buffer),
+            ("trainer", trainer),
+        ):
+            role.add_done_callback(partial(_tell_ready, console, name))
+    console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
     await fleet.connect_weights(config, trainer.result(), generators.result())
+    console.end_phase()
     return GrpoRun(
         config,
         prepared,
@@ -357,26 +389,38 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
     separate_native_output(run_dir.log("controller"))
     configure_controller_logging(run_dir.log("controller"))
     resumed = None if prepared.resumed is None else prepared.resumed.state
-    with StepConsole(config.max_steps) as console, RunRecorder(config, run_dir, console, resumed) as recorder:
-        num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
+    with (
+        RunLog(run_dir.run_log) as log,
+        StepConsole(
+            config.max_steps, eval_every_steps=config.evaluation.every_steps, log=log.line
+        ) as console,
+        RunRecorder(config, run_dir, console, resumed) as recorder,
+        telling(lambda number: console.phase(f"stopping on {number.name}: waiting for what is under way")),
+    ):
         for message in (f"run directory {run_dir.path}", *files.messages):
             console.message(message)
-        console.message(
-            f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
-        )
         fleet = Fleet(run_dir.logs.resolve(), build_hosts(config, run_dir.logs.resolve()))
+        run: GrpoRun | None = None
         try:
-            await fleet.open()
-            run = await start(config, prepared, fleet, recorder, files.checkpoints)
-            try:
+            async with fleet.naming_deaths():
+                if not isinstance(config.launcher, LocalLauncher):
+                    console.phase(f"waiting for the hosts of launcher {config.launcher.kind}")
+                await fleet.open()
+                run = await start(config, prepared, fleet, recorder, files.checkpoints)
                 await run.run(fleet)
                 final = run_dir.checkpoints.resolve() / "final"
+                console.phase(f"writing {final}")
                 await run.trainer.save_hf(final, source=prepared.model_path)
-            except BaseException as error:
-                add_closing_words(await save_newest_weights(run, run_dir, error))
-                raise
             console.message(f"wrote {final}")
+        except BaseException as error:
+            if run is not None:
+                console.phase("saving the newest weights")
+                words = await save_newest_weights(run, run_dir, error)
+                log.line(words)
+                add_closing_words(words)
+            raise
         finally:
+            console.phase("ending all procs")
             await fleet.close()
 
 

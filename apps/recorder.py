@@ -52,7 +52,7 @@ class RunRecorder:
         self, config: RunConfig, run_dir: RunDir, console: StepConsole, resumed: RunState | None
     ) -> None:
         """With ``resumed`` the clock goes on from there."""
-        self._console = console
+        self.console = console
         tensorboard = run_dir.tensorboard if config.logging.tensorboard else None
         first_step = None if resumed is None else resumed.step + 1
         self._metrics = MetricsWriter(
@@ -71,7 +71,8 @@ class RunRecorder:
 
     def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """The evaluation before the first step; the run's clock starts here."""
-        self._console.message(f"step 0: held-out accuracy {accuracy:.3f}")
+        self.console.message(f"step 0: held-out accuracy {accuracy:.3f}")
+        self.console.evaluated(eval_s)
         self._metrics.write_initial_evaluation(accuracy=accuracy, eval_s=eval_s)
         self._num_generated_before = _num_generated(engines)
         self._start_s = time.perf_counter()
@@ -87,7 +88,7 @@ class RunRecorder:
 
     def warn(self, problem: str) -> None:
         """Something was refused; it is counted in the metrics of its step, and named here."""
-        self._console.message(f"refused: {problem}")
+        self.console.message(f"refused: {problem}")
 
     def record_scored(self, rewards: Sequence[float]) -> None:
         """A group's rewards, before any filter; go into the next step's line."""
@@ -97,7 +98,7 @@ class RunRecorder:
         """A generator's fetch of a version; goes into the next step's line."""
         self._fetches.append(fetched)
         if not fetched.is_complete:
-            self._console.message(
+            self.console.message(
                 f"version {fetched.version} did not arrive whole ({fetched.num_bad_blocks} bad blocks): "
                 "the generator goes on under its old weights"
             )
@@ -164,7 +165,7 @@ class RunRecorder:
             self._checkpoint_s = None
         self._metrics.write(metrics)
         self._rollouts.write(step, batch.groups)
-        self._console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
+        self.console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(buffer.num_dropped)
         self._scored.clear()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apps.cli import last_words, root_cause
 from apps.stopping import received_signal
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.fleet import ActorDied
@@ -22,6 +21,7 @@ from forgeasync.checkpoint.hf_folder import HfFolderWriter
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, TimeoutSection
 from forgeasync.launch.hosts import HostLost
+from forgeasync.observability.failures import last_words, root_cause
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.weights.staged_version import StagedVersion, StagedWeights
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.cli import last_words
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.schema import SamplingSection, TimeoutSection
+from forgeasync.observability.failures import last_words
 
 REPOSITORY = Path(__file__).parents[1]
 PLAIN_TIMEOUT = re.compile(r"asyncio\.timeout\(")

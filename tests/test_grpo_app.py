@@ -162,16 +162,51 @@ def test_a_killed_generator_ends_the_run_with_an_error(config_file: Path, tmp_pa
     assert "generator" in err.splitlines()[-1]
 
 
-def test_ctrl_c_ends_the_run_cleanly(config_file: Path, tmp_path: Path) -> None:
+def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_path: Path) -> None:
+    """Its peer complains of a lost connection seconds before Monarch tells of the death."""
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", NEVER_ENDING, "max_off_policy_steps=1")
+    wait_for_step(run_dir, process)
+    (rank,) = [
+        child
+        for child in session_processes(process.pid)
+        if any(file.path.endswith("trainer-1.log") for file in child.open_files())
+    ]
+    rank.send_signal(signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("failed: ActorDied: trainer rank 1") and "trainer-1.log" in last
+    text = (run_dir / "run.log").read_text()
+    assert last in text and "Traceback" in text, "the reason is in the run's folder"
+    assert "-m apps.grpo" in text and "torchtitan" in text, "and so is what it was started with"
+    assert "step 0: held-out accuracy" in text and not folders_of(process.pid)
+
+
+def folders_of(controller: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"forgeasync_payloads-{controller}-*"))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_cleanly(
+    config_file: Path, tmp_path: Path, number: signal.Signals, expected: int
+) -> None:
     run_dir = tmp_path / "run"
     process = start(config_file, f"run_dir={run_dir}", NEVER_ENDING)
     wait_for_step(run_dir, process)
-    # The terminal sends it to the whole foreground process group.
-    os.killpg(process.pid, signal.SIGINT)
-    code, _, err = finish(process)
-    assert code == 130, err
-    assert "Traceback" not in err
+    assert folders_of(process.pid)
+    # The terminal sends Ctrl-C to the foreground process group, a scheduler SIGTERM to all of a job.
+    if number is signal.SIGTERM:
+        for member in session_processes(process.pid):
+            member.send_signal(number)
+    else:
+        os.killpg(process.pid, number)
+    code, out, err = finish(process)
+    assert code == expected, err
+    assert "Traceback" not in err and f"stopping on {number.name}" in out
     assert all(line["policy_version"] == line["step"] for line in read_lines(run_dir / "metrics.jsonl"))
+    assert not folders_of(process.pid)
+    assert f"stopping on {number.name}" in (run_dir / "run.log").read_text()
 
 
 def test_a_missed_deadline_is_the_last_thing_printed(config_file: Path, tmp_path: Path) -> None:

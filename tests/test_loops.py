@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from apps.cli import root_cause
+from forgeasync.observability.failures import root_cause
 from apps.grpo import StepsSkipped, start
 from forgeasync.buffer.starvation import NothingTrains
 from forgeasync.checkpoint.run_state import RunState

@@ -1,20 +1,27 @@
 """How people see a run: console lines and bar, log files, plots."""
 
+import fcntl
 import io
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forgeasync.observability import plot
 from forgeasync.observability.console import MAX_COLUMNS, StepConsole, StepLine
 from forgeasync.observability.logs import last_lines
 from forgeasync.observability.metrics import MetricsWriter
+from forgeasync.observability.remaining import RemainingTime
 from forgeasync.observability.run_dir import RunDir
 from tests.test_observability import NOW, make_config, make_step
 
@@ -33,44 +40,156 @@ def make_line(*, step: int, waited_for: str = "batch 1.2s", accuracy: float | No
 
 
 def test_step_lines_are_aligned_and_short() -> None:
-    plain = make_line(step=7).format(2000)
-    evaluated = make_line(step=1200, accuracy=0.5).format(2000)
+    plain = make_line(step=7).format(2000, MAX_COLUMNS)
+    evaluated = make_line(step=1200, accuracy=0.5).format(2000, MAX_COLUMNS)
     assert plain.index("batch 1.2s") == evaluated.index("batch 1.2s")
     assert "eval 0.500" in evaluated and "eval" not in plain
     assert "step 1200/2000" in evaluated
     assert max(len(plain), len(evaluated)) <= MAX_COLUMNS
-    assert len(make_line(step=7, waited_for="x" * 200).format(2000)) == MAX_COLUMNS
+
+
+@given(
+    max_steps=st.integers(1, 10**7),
+    num_columns=st.integers(20, 200),
+    accuracy=st.none() | st.floats(0, 1),
+    waited_for=st.text(st.characters(categories=["L", "N"]), max_size=200),
+    tokens_per_s=st.floats(0, 1e8),
+    reward=st.floats(-1e4, 1e4),
+    length=st.floats(0, 1e6),
+)
+def test_a_step_line_never_wraps(
+    max_steps: int,
+    num_columns: int,
+    accuracy: float | None,
+    waited_for: str,
+    tokens_per_s: float,
+    reward: float,
+    length: float,
+) -> None:
+    line = replace(
+        make_line(step=max_steps, waited_for=waited_for, accuracy=accuracy),
+        train_tokens_per_s=tokens_per_s,
+        reward_mean=reward,
+        response_length_mean=length,
+    ).format(max_steps, num_columns)
+    assert len(line) <= num_columns and "\n" not in line
+    # At 20 columns the step itself may be all that there is.
+    assert line.startswith("step ") and (num_columns < 60 or "reward" in line)
+
+
+def test_eighty_columns_hold_what_is_worth_most() -> None:
+    line = make_line(step=7, accuracy=0.5).format(60)
+    assert all(name in line for name in ("step", "reward", "eval", "tok/s", "mismatch", "age"))
+    assert len(line) <= 80 and "batch" not in line and "…" not in line
+    assert "batch 1.2s" in make_line(step=7).format(60, MAX_COLUMNS)
 
 
 def test_pipe_gets_plain_lines_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = io.StringIO()
-    with StepConsole(3, stream=stream) as console:
+    logged: list[str] = []
+    with StepConsole(3, stream=stream, log=logged.append) as console:
         console.message("starting [1] \x1b[31mgenerator\x1b[0m")
+        console.phase("evaluating version 0", num_parts=2)
+        console.part_done()
+        console.end_phase()
         console.step(make_line(step=1))
         console.stop()
-    assert stream.getvalue() == f"starting [1] generator\n{make_line(step=1).format(3)}\n"
+    lines = ["starting [1] generator", "evaluating version 0", make_line(step=1).format(3)]
+    assert stream.getvalue().splitlines() == lines == logged
+
+
+def shown_on_a_terminal(show: Callable[[StepConsole], None], *, num_columns: int = 80) -> str:
+    """What reaches a terminal whose last line is "done"."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, num_columns, 0, 0))
+    with open(terminal, "w", encoding="utf-8") as stream:
+        console = StepConsole(4, eval_every_steps=2, stream=stream)
+        try:
+            show(console)
+        finally:
+            console.stop()
+            console.message("done")
+            stream.flush()
+            shown = b""
+            while not shown.endswith(b"done\r\n"):  # one read need not return all; pytest's timeout ends it
+                shown += os.read(controller, 1 << 16)
+    os.close(controller)
+    return shown.decode()
 
 
 def test_terminal_gets_a_bar_and_its_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    controller, terminal = pty.openpty()
-    with open(terminal, "w", encoding="utf-8") as stream:
-        with pytest.raises(KeyboardInterrupt):
-            with StepConsole(4, stream=stream) as console:
-                console.step(make_line(step=1))
-                raise KeyboardInterrupt
-        console.stop()
-        console.message("done")
-        stream.flush()
-        shown = b""
-        while not shown.endswith(b"done\r\n"):  # one read need not return all; pytest's timeout ends it
-            shown += os.read(controller, 1 << 16)
-    os.close(controller)
-    text = shown.decode()
-    assert make_line(step=1).format(4) in text
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def show(console: StepConsole) -> None:
+        with pytest.raises(KeyboardInterrupt), console:
+            console.step(make_line(step=1))
+            raise KeyboardInterrupt
+
+    text = shown_on_a_terminal(show)
+    assert make_line(step=1).format(4, 80) in text
     assert "1/4" in text and "ETA 0:03:00" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_set_up_and_evaluation_show_their_name_and_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def show(console: StepConsole) -> None:
+        with console:
+            console.phase("starting the trainer")
+            console.phase("evaluating version 0", num_parts=8)
+            for _ in range(3):
+                console.part_done()
+
+    text = shown_on_a_terminal(show)
+    assert "starting the trainer" in text and "evaluating version 0" in text and "3/8" in text
+    assert "ETA" not in text and "0/4" not in text and "training" not in text
+
+
+def test_a_wide_terminal_shows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    line = make_line(step=1)
+    for num_columns in (60, 80, 200):
+        text = shown_on_a_terminal(lambda console: console.step(line), num_columns=num_columns)
+        assert line.format(4, min(num_columns, MAX_COLUMNS)) in text.splitlines()
+
+
+# --- remaining time ---
+
+
+@given(
+    max_steps=st.integers(1, 60),
+    every=st.none() | st.integers(1, 70),
+    first_step=st.integers(1, 60),
+    step_s=st.floats(0.1, 100.0),
+    eval_s=st.floats(0.1, 1000.0),
+)
+def test_the_estimate_is_exact_where_times_are_constant(
+    max_steps: int, every: int | None, first_step: int, step_s: float, eval_s: float
+) -> None:
+    """Against a run played to its end; one that was resumed has a clock that says anything at first."""
+    first_step = min(first_step, max_steps)
+
+    def eval_s_of(step: int) -> float:
+        is_due = every is not None and (step % every == 0 or step == max_steps)
+        return eval_s if is_due else 0.0
+
+    ends_s: list[float] = []
+    clock_s = 0.0 if first_step == 1 else 1234.5
+    for step in range(first_step, max_steps + 1):
+        clock_s += step_s + eval_s_of(step)
+        ends_s.append(clock_s)
+    remaining = RemainingTime(max_steps, every)
+    if every is not None:
+        remaining.add_evaluation(eval_s)
+    for step, end_s in zip(range(first_step, max_steps + 1), ends_s, strict=True):
+        spent_s = eval_s_of(step)
+        remaining.add(step, elapsed_s=end_s, step_s=step_s + spent_s, eval_s=spent_s)
+        assert remaining.estimate_s() == pytest.approx(ends_s[-1] - end_s, abs=1e-6 * ends_s[-1])
 
 
 # --- logs ---

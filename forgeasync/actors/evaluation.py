@@ -1,7 +1,7 @@
 """Accuracy on held-out problems, sampled once each with the training distribution."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
@@ -20,9 +20,11 @@ async def evaluate(
     scorer: ScorerActor,
     prompts: PromptEncoder,
     config: RunConfig,
+    on_answered: Callable[[], None],
 ) -> float:
     """The share of problems solved by one response each; a problem's sampling seed is its place in the list.
 
+    ``on_answered`` is called for every problem that is done.
     Partial credit is no solution: only a reward of ``SOLVED`` counts.
     """
 
@@ -35,4 +37,6 @@ async def evaluate(
 
     async with asyncio.TaskGroup() as all_tasks:
         rewards = [all_tasks.create_task(reward(index, task)) for index, task in enumerate(tasks)]
+        for answer in rewards:
+            answer.add_done_callback(lambda _: on_answered())
     return sum(task.result() >= SOLVED for task in rewards) / len(rewards)

@@ -2,17 +2,30 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import monarch.actor
-from monarch.actor import MeshFailure, ProcMesh, this_host
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError, MeshFailure, ProcMesh, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.deadline import deadline
+from forgeasync.actors.deaths import (
+    BETTER_REPORT_S,
+    END_S,
+    REPORT_S,
+    WATCH_S,
+    ActorDied,
+    Proc,
+    first_ended,
+    read_report,
+)
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
@@ -23,20 +36,19 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig, TrainerSection
 from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.records import Records
-from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
+from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import spawn_role
+from forgeasync.observability.failures import real_errors
 from forgeasync.trainer.loss import LossChoice
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.store import open_store
 from forgeasync.weights.transports.transport import choose_transport
 
+logger = logging.getLogger(__name__)
+
 MONARCH_OWN_ACTORS = ("logger", "setup")
 """Names of the actors that Monarch puts into every proc."""
-
-
-class ActorDied(RuntimeError):
-    """A proc of the run ended, or one of its actors failed outside of a call."""
 
 
 @dataclass(slots=True)
@@ -47,6 +59,8 @@ class Fleet:
     hosts: Hosts = field(default_factory=LocalHosts)
     payload_folders: list[Path] = field(default_factory=list)
     """By generator, each on its own host."""
+    _peers: list[Proc] = field(default_factory=list)
+    """Procs whose death shows as an error of others."""
     _own_meshes: list[ProcMesh] = field(default_factory=list)
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
@@ -61,9 +75,16 @@ class Fleet:
             # proc is reported once for each of its actors: those that Monarch itself put there say nothing
             # about the role.
             if not self._closing and not failure.mesh_name.startswith(MONARCH_OWN_ACTORS):
-                loop.call_soon_threadsafe(self._fail, ActorDied(str(failure.report())))
+                loop.call_soon_threadsafe(self._on_report, str(failure.report()))
 
         monarch.actor.unhandled_fault_hook = on_fault
+
+    def _on_report(self, report: str) -> None:
+        logger.error("%s", report)
+        death = read_report(report, self.log_dir)
+        # Some say no more than that an actor does not answer: a better one may follow.
+        delay_s = 0.0 if death.has_signal else BETTER_REPORT_S
+        asyncio.get_running_loop().call_later(delay_s, self._fail, ActorDied(death.text))
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():
@@ -87,7 +108,48 @@ class Fleet:
             ActorDied: with Monarch's report, or
             HostLost: always one of them.
         """
-        await asyncio.shield(self._failure)
+        peers = asyncio.create_task(self._watch_peers())
+        try:
+            await asyncio.shield(self._failure)
+        finally:
+            peers.cancel()
+
+    async def _watch_peers(self) -> None:
+        """Where ranks wait in a collective for one that is gone, Monarch may need half a minute to tell."""
+        while (ended := await first_ended(self._peers, within_s=0.0)) is None:
+            await asyncio.sleep(WATCH_S)
+        self._fail(await self._death_of(ended))
+
+    @asynccontextmanager
+    async def naming_deaths(self) -> AsyncIterator[None]:
+        """Where the body fails because a proc has died, say so instead of what its peers say.
+
+        Raises:
+            ActorDied: a proc has; from the body's own error.
+        """
+        try:
+            yield
+        except Exception as error:
+            causes = real_errors(error)
+            if any(isinstance(cause, ActorDied | HostLost) for cause in causes):
+                raise
+            for cause in causes:
+                if isinstance(cause, SupervisionError):
+                    raise ActorDied(read_report(str(cause), self.log_dir).text) from error
+            # A collective fails, or hangs, without the one that is gone.
+            if any(isinstance(cause, ActorError | TimeoutError) for cause in causes):
+                if (ended := await first_ended(self._peers, within_s=END_S)) is not None:
+                    raise await self._death_of(ended) from error
+            raise
+
+    async def _death_of(self, ended: Proc) -> Exception:
+        """What Monarch reports within a bounded time, else what is known without it."""
+        await asyncio.wait([self._failure], timeout=REPORT_S)
+        if self._failure.done() and (reported := self._failure.exception()) is not None:
+            assert isinstance(reported, Exception)
+            return reported
+        log = self.log_dir / f"{ended.role}-{ended.rank}.log"
+        return ActorDied(f"{ended.role} rank {ended.rank} (process {ended.pid}) has ended; see {log}")
 
     def _spawn_here(self, name: str) -> ProcMesh:
         """One proc on the controller's own machine, without a GPU."""
@@ -147,6 +209,11 @@ class Fleet:
         await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
         actors = mesh.spawn("trainer", TrainerActor, self.log_dir).flatten("procs")
         trainer = TrainerMesh(actors, num_procs, config.timeouts)
+        hosts = self.hosts.of_procs(HostRole.TRAINER, num_procs)
+        self._peers = [
+            Proc(role="trainer", rank=rank, pid=pid, host=host)
+            for rank, (pid, host) in enumerate(zip(await trainer.pids(), hosts, strict=True))
+        ]
         await trainer.setup(
             section=section,
             facts=facts,
@@ -156,7 +223,7 @@ class Fleet:
             checkpoint=checkpoint,
             lora=lora,
             max_token_age=max_token_age,
-            host_ids=[host.id for host in self.hosts.of_procs(HostRole.TRAINER, num_procs)],
+            host_ids=[host.id for host in hosts],
             resume_from=resume_from,
         )
         return trainer
@@ -212,7 +279,7 @@ class Fleet:
         return actor
 
     async def close(self) -> None:
-        """Stop every proc; procs that are gone already are no error. Being cancelled does not cut it short."""
+        """Stop every proc; procs that are gone already are no error. Cancelling does not cut it short."""
         closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -228,16 +295,15 @@ class Fleet:
             if self._watching is not None:
                 # Not before: a host that is not asked for too long ends itself.
                 ending.callback(self._watching.cancel)
-            for mesh in self._own_meshes:
-                ending.push_async_callback(_stop, mesh)
+            ending.push_async_callback(_stop_all, self._own_meshes)
         if self._failure.done() and not self._failure.cancelled():
             self._failure.exception()
         else:
             self._failure.cancel()
 
 
-async def _stop(mesh: ProcMesh) -> None:
-    await mesh.stop()
+async def _stop_all(meshes: Sequence[ProcMesh]) -> None:
+    await asyncio.gather(*(stop(mesh) for mesh in meshes))
 
 
 async def _make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:

@@ -5,6 +5,7 @@ staging buffers. All ranks get every call at the same time and wait for each oth
 """
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,6 +102,11 @@ class TrainerActor(Actor):
         if resume_from is not None:
             self._trainer.resume(resume_from)
         return self._trainer.data_rank
+
+    @endpoint
+    async def pid(self) -> int:
+        """Of this proc, on its host."""
+        return os.getpid()
 
     @endpoint
     async def connect(self, generators: GeneratorActor) -> None:

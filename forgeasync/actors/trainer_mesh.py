@@ -103,6 +103,15 @@ class TrainerMesh:
             key="setup_s",
         )
 
+    async def pids(self) -> list[int]:
+        """By rank, of its proc on its host."""
+        return await self._on_every_rank(
+            lambda: [rank.pid.call_one() for rank in self._ranks],
+            self._timeouts.setup_s,
+            call="starting its procs",
+            key="setup_s",
+        )
+
     @property
     def num_procs(self) -> int:
         return len(self._ranks)

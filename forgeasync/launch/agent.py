@@ -14,7 +14,12 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.observability.logs import redirect_process_output
-from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
+from forgeasync.payload.run_folder import (
+    create_run_folder,
+    is_running,
+    remove_run_folder,
+    sweep_stale_folders,
+)
 
 WATCH_S = 1.0
 
@@ -36,6 +41,11 @@ class HostAgent(Actor):
         """The controller is there; the id of the process that is this host's worker."""
         self._heard_s = time.monotonic()
         return os.getppid()
+
+    @concurrent_endpoint
+    async def is_running(self, pid: int) -> bool:
+        """Whether this host has a process of that id which has not ended."""
+        return is_running(pid)
 
     @concurrent_endpoint
     async def make_folder(self, num_bytes: int) -> Path:

@@ -1,8 +1,9 @@
 """The first code of every proc, run as ``python -m forgeasync.launch.bootstrap_main``.
 
-Slurm, and whoever else stops a job, sends SIGTERM to all of its processes at once. The controller then decides
-what is still done: a checkpoint, an export. For that it needs the procs, so they do not end by themselves; they
-end when the controller stops them, or with it (Monarch has the kernel kill a proc whose parent has ended).
+Slurm, and whoever else stops a job, sends SIGTERM to all of its processes at once. The controller then
+decides what is still done: a checkpoint, an export. It needs the procs for that, so they do not end by
+themselves: they end when the controller stops them, or when it has ended itself (Monarch has the kernel kill
+a proc whose parent is gone).
 """
 
 import runpy

@@ -11,7 +11,12 @@ from monarch.actor import ProcMesh, this_host
 
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import GpuAllocator, spawn_role
-from forgeasync.payload.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
+from forgeasync.payload.run_folder import (
+    create_run_folder,
+    is_running,
+    remove_run_folder,
+    sweep_stale_folders,
+)
 
 LOCAL_HOST_ID = "host-0"
 
@@ -31,6 +36,10 @@ class Host(Protocol):
         Raises:
             ValueError: the host has not that much left.
         """
+        ...
+
+    async def is_running(self, pid: int) -> bool:
+        """Whether it has a process of that id."""
         ...
 
 
@@ -92,6 +101,9 @@ class LocalHost:
         folder = create_run_folder(num_bytes)
         self.folders.append(folder)
         return folder
+
+    async def is_running(self, pid: int) -> bool:
+        return is_running(pid)
 
 
 class LocalHosts:

@@ -66,6 +66,10 @@ class JobHost:
                 raise ValueError(f"host {self.id}: {error.exception}") from error
             raise
 
+    async def is_running(self, pid: int) -> bool:
+        """See ``Host``."""
+        return await self.agent.is_running.call_one(pid)
+
 
 class JobHosts:
     """Hosts of a job, by role."""

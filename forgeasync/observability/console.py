@@ -1,21 +1,27 @@
-"""What a person sees of a run: start-up messages, one line per step and, on a terminal, a progress bar.
+"""What a person sees of a run: messages, phases by name, one line per step and, on a terminal, progress bars.
 
-In a pipe or a file there are plain lines only. Times are passed in; only the bar's running clock is rich's.
+In a pipe or a file there are plain lines only. Times are passed in; only the bars' running clocks are rich's.
 """
 
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from forgeasync.observability.remaining import RemainingTime
+
+COLUMNS = 80
+"""Longest line of a step in a pipe or a file, in characters."""
 MAX_COLUMNS = 110
-"""Longest line of a step, in characters; what the loop waited for is cut to fit."""
+"""The same on a wide terminal."""
 SEPARATOR = "  "
+WAITED_WIDTH = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +29,14 @@ class StepLine:
     """The few numbers of a step that are worth a glance.
 
     ``mismatch`` is the mean absolute difference of logprobs in nats; ages count versions; ``elapsed_s`` runs
-    from the start of the first step; ``waited_for`` is a short phrase such as ``batch 1.2s`` or ``train``.
+    from the start of the first step, ``step_s`` is this step's with its evaluation, ``eval_s``;
+    ``waited_for`` is a short phrase such as ``batch 1.2s`` or ``train``.
     """
 
     step: int
     elapsed_s: float
+    step_s: float
+    eval_s: float
     reward_mean: float
     eval_accuracy: float | None
     train_tokens_per_s: float
@@ -43,6 +52,8 @@ class StepLine:
         return cls(
             step=int(metrics["step"]),
             elapsed_s=metrics["time/elapsed_s"],
+            step_s=metrics["time/step_s"],
+            eval_s=metrics["time/eval_s"],
             reward_mean=metrics["reward/mean"],
             eval_accuracy=metrics.get("eval/accuracy"),
             train_tokens_per_s=metrics["throughput/train_tokens_per_s"],
@@ -53,21 +64,33 @@ class StepLine:
             waited_for=waited_for,
         )
 
-    def format(self, max_steps: int) -> str:
-        """One line of aligned columns, at most ``MAX_COLUMNS`` long."""
+    def format(self, max_steps: int, num_columns: int = COLUMNS) -> str:
+        """One line of aligned columns, at most ``num_columns`` long: what fits of them, by their worth."""
         evaluation = "" if self.eval_accuracy is None else f"eval {self.eval_accuracy:.3f}"
+        # In the order of the line, each with its worth: the smaller the number, the longer it stays.
         columns = (
-            f"step {self.step:{len(str(max_steps))}d}/{max_steps}",
-            f"reward {self.reward_mean:6.3f}",
-            f"{evaluation:10}",
-            f"{_with_unit(self.train_tokens_per_s):>6} tok/s",
-            f"age {self.age_mean:4.1f}/{self.age_max:<2d}",
-            f"mismatch {self.mismatch:5.0e}",
-            f"len {self.response_length_mean:5.0f}",
-            self.waited_for,
+            (0, f"step {self.step:{len(str(max_steps))}d}/{max_steps}"),
+            (1, f"reward {self.reward_mean:6.3f}"),
+            (2, f"{evaluation:10}"),
+            (3, f"{_with_unit(self.train_tokens_per_s):>6} tok/s"),
+            (5, f"age {self.age_mean:4.1f}/{self.age_max:<2d}"),
+            (4, f"mismatch {self.mismatch:5.0e}"),
+            (7, f"len {self.response_length_mean:5.0f}"),
+            (6, f"{_cut(self.waited_for, WAITED_WIDTH):{WAITED_WIDTH}}"),
         )
-        line = SEPARATOR.join(columns)
-        return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…"
+        shown: set[int] = set()
+        left = num_columns + len(SEPARATOR)
+        for worth, text in sorted(columns):
+            # The step is shown in any case, be it cut.
+            if (width := len(text) + len(SEPARATOR)) <= left or not worth:
+                shown.add(worth)
+                left -= width
+        line = SEPARATOR.join(text for worth, text in columns if worth in shown)
+        return _cut(line.rstrip(), num_columns)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _with_unit(value: float) -> str:
@@ -77,46 +100,102 @@ def _with_unit(value: float) -> str:
 
 
 class StepConsole:
-    """Prints messages and step lines; shows the bar from ``start`` (or ``with``) until ``stop``."""
+    """Prints messages, phases and step lines; shows the bars from ``start`` (or ``with``) until ``stop``."""
 
-    def __init__(self, max_steps: int, *, stream: TextIO | None = None) -> None:
-        """``stream`` defaults to the present standard output."""
+    def __init__(
+        self,
+        max_steps: int,
+        *,
+        eval_every_steps: int | None = None,
+        stream: TextIO | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        """``stream`` defaults to the present standard output; ``log`` gets every line too.
+
+        Without ``eval_every_steps`` the run evaluates nothing.
+        """
         self._max_steps = max_steps
         self._stream = sys.stdout if stream is None else stream
+        self._log = log
+        self._remaining = RemainingTime(max_steps, eval_every_steps)
         console = Console(file=self._stream)
-        self._bar: Progress | None = None
+        self._bars: Progress | None = None
+        self._phase: TaskID | None = None
         # Asked of the stream itself: rich takes a pipe for a terminal when FORCE_COLOR is set.
         if self._stream.isatty() and console.is_interactive:
-            self._bar = _progress_bar(console)
-            self._task = self._bar.add_task("training", total=max_steps, remaining="-:--:--")
+            self._bars = _progress_bars(console)
+            # Shown from the first step on: before it there is no progress to show.
+            self._training = self._bars.add_task(
+                "training", total=max_steps, visible=False, count="", remaining=""
+            )
 
     def start(self) -> None:
-        """Show the bar; does nothing in a pipe."""
-        if self._bar is not None:
-            self._bar.start()
+        """Show the bars; does nothing in a pipe."""
+        if self._bars is not None:
+            self._bars.start()
 
     def message(self, text: str) -> None:
-        """Print ``text``, without any escape codes that it may hold, above the bar."""
+        """Print ``text``, without any escape codes that it may hold, above the bars."""
         plain = Text.from_ansi(text).plain
-        if self._bar is None:
+        if self._log is not None:
+            self._log(plain)
+        if self._bars is None:
             self._stream.write(plain + "\n")
             self._stream.flush()
         else:
             # No wrapping: a narrow terminal breaks the line itself, and a copied line stays whole.
-            self._bar.console.print(plain, markup=False, highlight=False, soft_wrap=True)
+            self._bars.console.print(plain, markup=False, highlight=False, soft_wrap=True)
+
+    def phase(self, text: str, *, num_parts: int | None = None) -> None:
+        """Say what begins now; a bar shows how long it has gone on, and how many of its parts are done."""
+        self.message(text)
+        if self._bars is not None:
+            self.end_phase()
+            count = "" if num_parts is None else f"0/{num_parts}"
+            self._phase = self._bars.add_task(text, total=num_parts, count=count, remaining="")
+
+    def part_done(self) -> None:
+        """One more part of the phase."""
+        if self._bars is not None and self._phase is not None:
+            self._bars.advance(self._phase)
+            (task,) = (task for task in self._bars.tasks if task.id == self._phase)
+            if task.total is not None:
+                self._bars.update(self._phase, count=f"{task.completed:.0f}/{task.total:.0f}")
+
+    def end_phase(self) -> None:
+        """The phase is over; what comes next needs no name."""
+        if self._bars is not None and self._phase is not None:
+            self._bars.remove_task(self._phase)
+            self._phase = None
 
     def step(self, line: StepLine) -> None:
         """Print one step's line and move the bar."""
-        self.message(line.format(self._max_steps))
-        if self._bar is not None:
-            remaining_s = line.elapsed_s / line.step * (self._max_steps - line.step)
-            remaining = str(timedelta(seconds=round(remaining_s)))
-            self._bar.update(self._task, completed=line.step, remaining=remaining)
+        self.message(line.format(self._max_steps, self._num_columns()))
+        self._remaining.add(line.step, elapsed_s=line.elapsed_s, step_s=line.step_s, eval_s=line.eval_s)
+        if self._bars is not None:
+            self._bars.update(
+                self._training,
+                completed=line.step,
+                visible=True,
+                count=f"{line.step}/{self._max_steps}",
+                remaining=f"ETA {timedelta(seconds=round(self._remaining.estimate_s()))}",
+            )
+
+    def _num_columns(self) -> int:
+        if self._bars is None:
+            return COLUMNS
+        # rich asks the standard descriptors, which are a log file's in the controller. A terminal that does
+        # not know its size says 0.
+        return min(MAX_COLUMNS, os.get_terminal_size(self._stream.fileno()).columns or COLUMNS)
+
+    def evaluated(self, eval_s: float) -> None:
+        """The evaluation before the first step took so long: the ones to come count as much."""
+        self._remaining.add_evaluation(eval_s)
 
     def stop(self) -> None:
-        """Take the bar away and give the cursor back; a second call does nothing."""
-        if self._bar is not None:
-            self._bar.stop()
+        """Take the bars away and give the cursor back; a second call does nothing."""
+        if self._bars is not None:
+            self._bars.stop()
 
     def __enter__(self) -> Self:
         self.start()
@@ -126,13 +205,13 @@ class StepConsole:
         self.stop()
 
 
-def _progress_bar(console: Console) -> Progress:
+def _progress_bars(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
-        TextColumn("ETA {task.fields[remaining]}"),
+        TextColumn("{task.fields[remaining]}"),
         console=console,
         # Once a second moves the clock; more would only take time from the processes that compute.
         refresh_per_second=1,

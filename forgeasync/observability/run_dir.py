@@ -2,6 +2,7 @@
 
 runs/<name>-<time>/
     config.yaml      the resolved config, as the run used it
+    run.log          command line, commit, versions and host, every console line, and how the run ended
     metrics.jsonl    one object per optimizer step (keys: forgeasync.observability.metrics)
     rollouts.jsonl   a few rollouts per step, with text
     checkpoints/     what a later run resumes from or samples with
@@ -126,6 +127,10 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def run_log(self) -> Path:
+        return self.path / "run.log"
 
     @property
     def metrics(self) -> Path:

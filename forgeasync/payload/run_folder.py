@@ -52,6 +52,11 @@ def _start_ticks(pid: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
+def is_running(pid: int) -> bool:
+    """Whether this host has a process of that id which has not ended."""
+    return _start_ticks(pid) is not None
+
+
 def _own_pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 

@@ -1,0 +1,97 @@
+"""Who died, and of what: told from what Monarch reports and from what the survivors complain about.
+
+The ranks of a trainer that lose one of theirs fail at once, with an error of the collective that they were
+in; Monarch reports the death itself some seconds later.
+"""
+
+import asyncio
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from forgeasync.actors.deadline import DeadlineExceeded, deadline
+from forgeasync.launch.hosts import Host
+
+REPORT_S = 15.0
+"""For Monarch to report a death: it looks every few seconds."""
+BETTER_REPORT_S = 5.0
+"""After a report that names no signal, for one that does."""
+END_S = 1.0
+"""For a proc to be gone that its peers have lost: their error comes within milliseconds of its end."""
+LOOK_S = 0.1
+WATCH_S = 2.0
+"""Between two looks at procs that nobody complains about."""
+
+_ACTOR = re.compile(r"(\w+)\{'procs': (\d+)/(\d+)\}")
+_PROC = re.compile(r"The actor (\w+)-(\d+)<")
+_KILLED = re.compile(r"Killed\(sig=(\d+)\)")
+
+
+class ActorDied(RuntimeError):
+    """A proc of the run ended, or one of its actors failed outside of a call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proc:
+    """One proc of a role, to be looked for when its peers complain."""
+
+    role: str
+    rank: int
+    pid: int
+    host: Host
+
+    async def has_ended(self) -> bool:
+        """Whether its host has it no more; a host that does not answer is told about elsewhere."""
+        call = f"looking for {self.role} rank {self.rank}"
+        try:
+            async with deadline(END_S, call=call, key="END_S in deaths.py"):
+                return not await self.host.is_running(self.pid)
+        except (ActorError, SupervisionError, DeadlineExceeded):
+            return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """What one report of Monarch says."""
+
+    text: str
+    has_signal: bool
+
+
+def read_report(report: str, log_dir: Path) -> Death:
+    """Which rank of which role, by which signal, and where its log lies; or the report as it is."""
+    killed = _KILLED.search(report)
+    if (actor := _ACTOR.search(report)) is not None:
+        # Monarch's own actor that tells trainer ranks of each other.
+        role = "trainer" if actor.group(1) == "_SPMDActor" else actor.group(1)
+        rank, of_how_many = int(actor.group(2)), f" of {actor.group(3)}"
+    elif (proc := _PROC.match(report)) is not None:
+        role, rank, of_how_many = proc.group(1), int(proc.group(2)), ""
+    else:
+        return Death(text=report, has_signal=False)
+    who, log = f"{role} rank {rank}{of_how_many}", log_dir / f"{role}-{rank}.log"
+    if killed is None:
+        return Death(text=f"{who} is gone ({' '.join(report.split())}); see {log}", has_signal=False)
+    number = int(killed.group(1))
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
+    return Death(text=f"{who} was killed by signal {number} ({name}{hint}); see {log}", has_signal=True)
+
+
+async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
+    """A proc that has ended, or does so a moment from now; None: all go on. Looks once at least."""
+    start_s = time.monotonic()
+    while True:
+        have_ended = await asyncio.gather(*(proc.has_ended() for proc in procs))
+        for proc, has_ended in zip(procs, have_ended, strict=True):
+            if has_ended:
+                return proc
+        if time.monotonic() - start_s >= within_s:
+            return None
+        await asyncio.sleep(LOOK_S)
