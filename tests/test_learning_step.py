@@ -90,9 +90,7 @@ class Batches:
         group = Group(
             group_id=0, draw_id=0, task=make_task(0), rollouts=tuple(rollouts), rewards=tuple(rewards)
         )
-        algorithm = AlgorithmSection(
-            advantage=AdvantageName.GRPO, group_size=NUM_ROLLOUTS, groups_per_step=1
-        )
+        algorithm = AlgorithmSection(advantage=AdvantageName.GRPO, group_size=NUM_ROLLOUTS, groups_per_step=1)
         items = training_items([group], [1.0], algorithm)
         (rows,) = deal_items(items, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)
         behavior = self._logprobs(trainer)

@@ -1,0 +1,69 @@
+"""One rank's side of publishing: where its tensors lie in the staging buffers, and that all are there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from forgeasync.weights.layout import ALIGNMENT, BLOCK_BYTES, Box, lay_out
+from forgeasync.weights.named_weight import NamedWeight
+from forgeasync.weights.publisher import WeightPublisher
+from tests.support.processes import alone_in_this_process
+
+EXPERTS = tuple(f"experts.{index}" for index in range(3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with alone_in_this_process(tmp_path_factory.mktemp("group")):
+        yield
+
+
+def make_weights(seed: int) -> list[NamedWeight]:
+    """A norm, stacked experts and a matrix of more than one block; the matrix lies transposed in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        NamedWeight(names=("norm",), tensor=torch.randn(7, generator=generator)),
+        NamedWeight(names=EXPERTS, tensor=torch.randn(3, 5, 4, generator=generator)),
+        NamedWeight(names=("big",), tensor=torch.randn(64, 1200, generator=generator).t()),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_slots_hold_what_was_staged_there(tmp_path: Path, dtype: torch.dtype) -> None:
+    versions = {slot: make_weights(slot) for slot in (0, 1)}
+    publisher = WeightPublisher(versions[0], dtype, host_id="here")
+    buffers = publisher.open(tmp_path)
+    layout = publisher.layout
+    assert layout.rank == 0 and layout.host_id == "here"
+    assert [piece.names for piece in layout.pieces] == [("norm",), EXPERTS, ("big",)]
+    assert [piece.shape for piece in layout.pieces] == [(7,), (5, 4), (1200, 64)]
+    assert all(piece.offset % ALIGNMENT == 0 for piece in layout.pieces)
+    assert layout.num_bytes == layout.pieces[2].offset + 1200 * 64 * dtype.itemsize
+    shards = {slot: publisher.stage(slot, 10 + slot, weights) for slot, weights in versions.items()}
+    for slot, weights in versions.items():
+        assert (shards[slot].rank, shards[slot].version) == (0, 10 + slot)
+        held = buffers.bytes(slot)
+        assert len(held) == layout.num_bytes
+        for piece, weight in zip(layout.pieces, weights, strict=True):
+            stop = piece.offset + piece.num_elements * dtype.itemsize
+            found = held[piece.offset : stop].clone().view(dtype).view(weight.tensor.shape)
+            assert torch.equal(found, weight.tensor.to(dtype)), piece.names
+        image = held.numpy().tobytes()
+        blocks = [image[start : start + BLOCK_BYTES] for start in range(0, len(image), BLOCK_BYTES)]
+        expected = np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], np.uint64)
+        np.testing.assert_array_equal(shards[slot].checksums, expected)
+    assert (shards[0].checksums != shards[1].checksums).any()
+
+
+def test_a_rank_publishes_what_it_was_dealt() -> None:
+    layout = lay_out(make_weights(0), [2, 0], rank=3, host_id="there", itemsize=4)
+    assert (layout.rank, layout.host_id) == (3, "there")
+    big, norm = layout.pieces
+    assert (big.names, big.offset, big.box) == (("big",), 0, Box(start=(0, 0), size=(1200, 64)))
+    assert (norm.names, norm.offset, norm.box) == (("norm",), 4 * 1200 * 64, Box(start=(0,), size=(7,)))
+    assert layout.num_bytes == 4 * (1200 * 64 + 7)
+    assert layout.num_blocks == 2
