@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer.ages import known_reference, reference_version
+from forgeasync.buffer.deadlines import Deadlines
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.buffer.submissions import ATTEMPT_STRIDE
@@ -114,6 +115,18 @@ def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
     assert taken(world) is None, "groups 0 and 1 have steps 2 and 3 left"
     complete(world, 1)
     assert taken(world) == [1]
+
+
+def test_feasibility_adds_up_over_deadlines() -> None:
+    """Two groups a step: two due in step 1 and two or three in step 2, seen from step 0."""
+    due = Deadlines()
+    for group_id, deadline in enumerate((1, 1, 2, 2)):
+        due.add(group_id, deadline)
+    assert due.are_feasible(0, [], groups_per_step=2)
+    due.add(4, 2)
+    assert not due.are_feasible(0, [], groups_per_step=2)
+    assert due.are_feasible(0, [(1, 1)], groups_per_step=2), "one of them is taken now"
+    assert due.before(2) == [(1, [0, 1])]
 
 
 def test_order_of_completion_takes_what_came_first() -> None:

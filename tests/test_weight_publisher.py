@@ -23,12 +23,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def make_weights(seed: int) -> list[NamedWeight]:
-    """A norm, stacked experts and a matrix of more than one block; the matrix lies transposed in memory."""
+    """A norm, stacked experts and two matrices of more than one block, one of them transposed in memory."""
     generator = torch.Generator().manual_seed(seed)
     return [
         NamedWeight(names=("norm",), tensor=torch.randn(7, generator=generator)),
         NamedWeight(names=EXPERTS, tensor=torch.randn(3, 5, 4, generator=generator)),
         NamedWeight(names=("big",), tensor=torch.randn(64, 1200, generator=generator).t()),
+        NamedWeight(names=("wide",), tensor=torch.randn(300, 1000, generator=generator)),
     ]
 
 
@@ -39,10 +40,10 @@ def test_both_slots_hold_what_was_staged_there(tmp_path: Path, dtype: torch.dtyp
     buffers = publisher.open(tmp_path)
     layout = publisher.layout
     assert layout.rank == 0 and layout.host_id == "here"
-    assert [piece.names for piece in layout.pieces] == [("norm",), EXPERTS, ("big",)]
-    assert [piece.shape for piece in layout.pieces] == [(7,), (5, 4), (1200, 64)]
+    assert [piece.names for piece in layout.pieces] == [("norm",), EXPERTS, ("big",), ("wide",)]
+    assert [piece.shape for piece in layout.pieces] == [(7,), (5, 4), (1200, 64), (300, 1000)]
     assert all(piece.offset % ALIGNMENT == 0 for piece in layout.pieces)
-    assert layout.num_bytes == layout.pieces[2].offset + 1200 * 64 * dtype.itemsize
+    assert layout.num_bytes == layout.pieces[3].offset + 300 * 1000 * dtype.itemsize
     shards = {slot: publisher.stage(slot, 10 + slot, weights) for slot, weights in versions.items()}
     for slot, weights in versions.items():
         assert (shards[slot].rank, shards[slot].version) == (0, 10 + slot)
