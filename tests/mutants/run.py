@@ -68,7 +68,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Changes that no fast test need see: all of a function, some by a pattern of their new lines, or one."""
+    """Changes that no fast test need see: all of a function, some by a pattern of "old => new", or one."""
 
     module: str
     reason: str
@@ -83,7 +83,7 @@ class Acceptance:
             and (self.function is None or self.function == mutant.function)
             and (self.old is None or self.old == mutant.old)
             and (self.new is None or self.new == mutant.new)
-            and (self.pattern is None or re.search(self.pattern, mutant.new) is not None)
+            and (self.pattern is None or re.search(self.pattern, f"{mutant.old} => {mutant.new}") is not None)
         )
 
 
