@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from forgeasync.weights.layout import ALIGNMENT, BLOCK_BYTES, Box, lay_out
 from forgeasync.weights.named_weight import NamedWeight
@@ -68,3 +70,26 @@ def test_a_rank_publishes_what_it_was_dealt() -> None:
     assert (norm.names, norm.offset, norm.box) == (("norm",), 4 * 1200 * 64, Box(start=(0,), size=(7,)))
     assert layout.num_bytes == 4 * (1200 * 64 + 7)
     assert layout.num_blocks == 2
+
+
+def test_a_shard_is_its_part_of_the_whole_tensor(tmp_path: Path) -> None:
+    """Of sharded tensors each rank stages what it holds; here one rank holds all, also of stacked experts."""
+    mesh = init_device_mesh("cpu", (1,))
+    whole = make_weights(3)
+    sharded = [
+        NamedWeight(names=weight.names, tensor=distribute_tensor(weight.tensor, mesh, [Shard(0)]))
+        for weight in whole
+    ]
+    publisher = WeightPublisher(sharded, torch.float32, host_id="here")
+    expected = lay_out(whole, range(len(whole)), rank=0, host_id="here", itemsize=4)
+    assert publisher.layout == expected
+    buffers = publisher.open(tmp_path)
+    publisher.stage(1, 1, sharded)
+    norm = buffers.bytes(1)[:28].clone().view(torch.float32)
+    assert torch.equal(norm, whole[0].tensor)
+
+
+def test_experts_without_a_name_each_are_a_bug() -> None:
+    weight = NamedWeight(names=EXPERTS[:2], tensor=torch.zeros(3, 5, 4))
+    with pytest.raises(AssertionError, match=r"2 names for \(3, 5, 4\)"):
+        lay_out([weight], [0], rank=0, host_id="here", itemsize=4)
