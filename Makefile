@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test setup model lint
+.PHONY: demo test setup model lint mutants
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed
@@ -35,6 +35,11 @@ demo: setup models/tiny_moe
 # Two at once, each file in one process: most tests keep one core busy, and files share what they set up.
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# Which small changes of the code no fast test sees: 40 changes of each module, MUTANTS=--all for all of them.
+MUTANTS ?= --sample 40
+mutants: setup
+	nice -n 10 $(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from apps.recorder import RunRecorder, StepTimes
 from apps.rescue import save_newest_weights
 from apps.resume import open_files
 from apps.serving import WeightServing
-from apps.stopping import run_main
+from apps.stopping import run_main, telling
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet

@@ -67,7 +67,10 @@ def test_distances_by_hand() -> None:
     assert metrics["accounting/source_distance"] == pytest.approx(1 / 3)
     assert metrics["accounting/mean_length_ratio"] == pytest.approx(2.5 / 3)
     assert metrics["accounting/length_share_ratio_1"] == pytest.approx((1 / 2) / (1 / 3))
+    assert metrics["accounting/length_share_ratio_4"] == pytest.approx((1 / 2) / (2 / 3))
     assert metrics["accounting/effective_groups_share"] == pytest.approx(2 / 3)
+    ledger.train(task, (0,), submitted=(0,))
+    assert "accounting/length_share_ratio_0" in ledger.metrics(), "responses without a token"
     for _ in range(4):
         ledger.train(task, (8,), submitted=(8,))
     assert ledger.metrics()["accounting/length_distance"] == pytest.approx(0.0), "the window moved on"
@@ -78,6 +81,18 @@ def test_a_reissued_prompt_counts_with_what_was_submitted_first() -> None:
     ledger.train(make_task(0), (1,), submitted=(64,))
     assert ledger.metrics()["accounting/length_distance"] == 1.0
     assert ledger.metrics()["accounting/source_distance"] == 0.0
+
+
+def test_a_restored_ledger_makes_up_for_what_the_other_had_left() -> None:
+    ledger, resumed = AccountingLedger(WEIGHT), AccountingLedger(WEIGHT)
+    task, other = make_task(0), make_task(1, source="other")
+    for lost, lengths in ((task, (20, 30)), (task, (20, 30)), (other, (5,)), (other, None)):
+        ledger.lose(lost, lengths)
+    ledger.train(other, (7,), submitted=(7,))
+    assert [(one.source, one.length_bucket, one.weight) for one in ledger.deficits] == [("s", 4, 2.0)]
+    resumed.restore(ledger.deficits, ledger.num_censored)
+    assert resumed.metrics() == {"accounting/outstanding_deficit": 2.0, "accounting/num_censored": 1}
+    assert resumed.train(task, (16, 17), submitted=(16, 17)) == 3.0
 
 
 def test_weights_tend_to_the_inverse_of_the_surviving_share() -> None:

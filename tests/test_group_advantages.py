@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -33,6 +34,13 @@ def test_pass_at_k_is_the_mean_gain_over_all_sets_of_others(
     assert result.tolist() == pytest.approx(expected, abs=1e-6)
     if len(set(rewards)) == 1:
         assert not result.any(), "nothing to learn from equal rewards"
+
+
+@pytest.mark.parametrize("advantage", [advantages.grpo, advantages.reinforce_pp])
+def test_a_spread_near_eps_does_not_blow_up(advantage: Callable[..., torch.Tensor]) -> None:
+    std = 0.5 * math.sqrt(2)
+    found = advantage(torch.tensor([0.0, 1.0]), eps=0.5).tolist()
+    assert found == pytest.approx([-0.5 / (std + 0.5), 0.5 / (std + 0.5)], rel=1e-5)
 
 
 @given(groups, st.data())

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms import corrections, kl
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms import aggregation, corrections, kl, objectives
+from forgeasync.config.loss_schema import KlEstimator, KlPlace, LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.trainer.loss import RowTokens, build_loss
+from forgeasync.trainer.loss import RowTokens, Supervised, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from tests.support.lora import LORA, adapters, reference_logprobs
@@ -139,6 +139,162 @@ def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
     assert results[0].weights_T is not None and not results[0].weights_T.requires_grad
     name = "kl/k3" if case == "loss" else "kl/k1"
     assert set(results[0].sums) >= {name, f"correction/{'truncated' if case == 'loss' else 'masked'}_share"}
+
+
+def own_objective(scale: float) -> objectives.Objective:
+    """As a user might write one: the log-probability itself, scaled."""
+
+    def objective(
+        *,
+        logprobs_T: torch.Tensor,
+        behavior_logprobs_T: torch.Tensor,
+        advantages_T: torch.Tensor,
+        mask_T: torch.Tensor,
+        sequence_ids_T: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return scale * logprobs_T, {}
+
+    return objective
+
+
+def objective_of(row: RowTokens, objective: objectives.Objective) -> torch.Tensor:
+    return objective(
+        logprobs_T=row.logprobs_T,
+        behavior_logprobs_T=row.behavior_logprobs_T,
+        advantages_T=row.advantages_T,
+        mask_T=row.mask_T,
+        sequence_ids_T=row.sequence_ids_T,
+    )[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "build"),
+    [
+        (
+            {"kind": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2},
+            lambda: objectives.ppo_clip(0.1, 0.3, 1.2),
+        ),
+        ({"kind": "cispo", "clip_low": 0.2, "clip_high": 0.1}, lambda: objectives.cispo(0.2, 0.1)),
+        ({"kind": "gspo", "clip_low": 0.05, "clip_high": 0.1}, lambda: objectives.gspo(0.05, 0.1)),
+        ({"kind": "reinforce"}, objectives.reinforce),
+        ({"kind": "topr"}, objectives.topr),
+        ({"kind": "kimi15", "tau": 0.7}, lambda: objectives.kimi15(0.7)),
+        (
+            {"kind": "python", "factory": "tests.test_loss.own_objective", "options": {"scale": 3.0}},
+            lambda: own_objective(3.0),
+        ),
+    ],
+)
+def test_a_kind_of_objective_is_the_factory_of_its_name(
+    keys: dict[str, object], build: Callable[[], objectives.Objective]
+) -> None:
+    for seed in range(3):
+        row = Tokens(seed).tensors(0)
+        found = build_loss(section(objective=keys))(row, total=4.0)
+        expected = torch.where(row.mask_T, objective_of(row, build()), 0.0).sum() / 4.0
+        torch.testing.assert_close(found.loss, expected)
+        assert found.weights_T is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "build"),
+    [
+        (
+            {"kind": "truncated_is", "cap": 1.1, "level": "sequence"},
+            lambda: corrections.truncated_is(1.1, "sequence"),
+        ),
+        (
+            {"kind": "masked_is", "low": 0.8, "high": 1.3, "level": "geometric"},
+            lambda: corrections.masked_is(0.8, 1.3, "geometric"),
+        ),
+        ({"kind": "icepop", "low": 0.8, "high": 1.3}, lambda: corrections.icepop(0.8, 1.3)),
+        (
+            {"kind": "off_policy_sequence_mask", "threshold": 0.01},
+            lambda: corrections.off_policy_sequence_mask(0.01),
+        ),
+        ({"kind": "age_weight", "half_life": 1.5}, lambda: corrections.age_weight(1.5)),
+    ],
+)
+def test_a_kind_of_correction_is_the_factory_of_its_name(
+    keys: dict[str, object], build: Callable[[], corrections.Correction]
+) -> None:
+    for seed in range(3):
+        row = Tokens(seed).tensors(0)
+        expected_T, sums = build()(
+            logprobs_T=row.logprobs_T,
+            behavior_logprobs_T=row.behavior_logprobs_T,
+            advantages_T=row.advantages_T,
+            mask_T=row.mask_T,
+            sequence_ids_T=row.sequence_ids_T,
+            ages_T=row.ages_T,
+        )
+        found = build_loss(section(objective={"kind": "reinforce"}, corrections=[keys]))(row, total=4.0)
+        torch.testing.assert_close(found.weights_T, expected_T)
+        assert sums.keys() <= found.sums.keys()
+        losses_T = objective_of(row, objectives.reinforce()) * expected_T
+        torch.testing.assert_close(found.loss, torch.where(row.mask_T, losses_T, 0.0).sum() / 4.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "build"),
+    [
+        ({"kind": "token_mean"}, lambda: aggregation.token_mean),
+        ({"kind": "sequence_mean_of_token_mean"}, lambda: aggregation.sequence_mean_of_token_mean),
+        ({"kind": "sequence_mean_of_token_sum"}, lambda: aggregation.sequence_mean_of_token_sum),
+        ({"kind": "constant_length", "length": 7}, lambda: aggregation.constant_length(7)),
+    ],
+)
+def test_a_kind_of_aggregation_is_the_one_of_its_name(
+    keys: dict[str, object], build: Callable[[], aggregation.Aggregation]
+) -> None:
+    row, aggregate = Tokens(1).tensors(0), build()
+    loss = build_loss(section(objective={"kind": "reinforce"}, aggregation=keys))
+    total = aggregate.count(row.mask_T, row.sequence_ids_T)
+    assert torch.equal(loss.count(row.mask_T, row.sequence_ids_T), total)
+    expected = aggregate(
+        values_T=objective_of(row, objectives.reinforce()),
+        mask_T=row.mask_T,
+        sequence_ids_T=row.sequence_ids_T,
+        total=total,
+    )
+    torch.testing.assert_close(loss(row, total=total).loss, expected)
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
+@pytest.mark.parametrize("where", list(KlPlace))
+def test_a_penalty_is_the_estimate_of_its_name(estimator: KlEstimator, where: KlPlace) -> None:
+    row = Tokens(2).tensors(0)
+    penalty = {"estimator": estimator.value, "coefficient": 0.5, "where": where.value}
+    loss = build_loss(section(objective={"kind": "reinforce"}, kl=penalty))
+    assert loss.needs_reference and not build_loss(section()).needs_reference
+    mask_T, ids_T = row.mask_T, row.sequence_ids_T
+    current_T, ref_T = row.logprobs_T.detach()[mask_T], row.ref_logprobs_T[mask_T]
+    match estimator:
+        case KlEstimator.K1:
+            kl_T = current_T - ref_T
+        case KlEstimator.K2:
+            kl_T = (current_T - ref_T) ** 2 / 2
+        case KlEstimator.K3 | KlEstimator.UNBIASED_K3:
+            kl_T = (ref_T - current_T).exp() - 1 - (ref_T - current_T)
+    if estimator is KlEstimator.UNBIASED_K3:
+        kl_T = kl_T * (current_T - row.behavior_logprobs_T[mask_T]).exp()
+    advantages_T = row.advantages_T[mask_T]
+    if where is KlPlace.REWARD:
+        later_TT = (ids_T[mask_T][:, None] == ids_T[mask_T]) & torch.ones(len(kl_T), len(kl_T)).triu().bool()
+        advantages_T = advantages_T - 0.5 * (later_TT * kl_T).sum(1)
+    losses_T = -advantages_T * current_T + (0.5 * kl_T if where is KlPlace.LOSS else 0.0)
+    result = loss(row, total=4.0)
+    torch.testing.assert_close(result.loss.detach(), losses_T.sum() / 4.0)
+    torch.testing.assert_close(result.sums[f"kl/{estimator.value}"], kl_T.sum())
+
+
+def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
+    row = Tokens(0).tensors(0)
+    loss = build_loss(Supervised())
+    assert not loss.needs_reference
+    total = loss.count(row.mask_T, row.sequence_ids_T)
+    assert float(total) == int(row.mask_T.sum())
+    torch.testing.assert_close(loss(row, total=total).loss, -row.logprobs_T[row.mask_T].mean())
 
 
 def test_decoupled_ppo_around_the_current_policy() -> None:

@@ -108,14 +108,14 @@ def _kimi(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
     return losses
 
 
-OBJECTIVES: dict[str, tuple[objectives.Objective, Reference]] = {
-    "ppo_clip": (objectives.ppo_clip(), _ppo),
-    "dual_clip": (objectives.ppo_clip(dual_clip=1.3), _dual),
-    "cispo": (objectives.cispo(0.2, 0.28), _cispo),
-    "gspo": (objectives.gspo(0.05, 0.1), _gspo),
-    "reinforce": (objectives.reinforce(), _reinforce),
-    "topr": (objectives.topr(), _topr),
-    "kimi15": (objectives.kimi15(0.3), _kimi),
+OBJECTIVES: dict[str, tuple[Callable[[], objectives.Objective], Reference]] = {
+    "ppo_clip": (lambda: objectives.ppo_clip(), _ppo),
+    "dual_clip": (lambda: objectives.ppo_clip(dual_clip=1.3), _dual),
+    "cispo": (lambda: objectives.cispo(0.2, 0.28), _cispo),
+    "gspo": (lambda: objectives.gspo(0.05, 0.1), _gspo),
+    "reinforce": (lambda: objectives.reinforce(), _reinforce),
+    "topr": (lambda: objectives.topr(), _topr),
+    "kimi15": (lambda: objectives.kimi15(0.3), _kimi),
 }
 
 
@@ -150,10 +150,10 @@ def assert_matches(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_and_their_gradients(name: str, seed: int) -> None:
-    objective, reference = OBJECTIVES[name]
+    build, reference = OBJECTIVES[name]
     batch = Batch(seed)
     logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
-    losses_T, sums = objective(**arguments(batch, logprobs))
+    losses_T, sums = build()(**arguments(batch, logprobs))
     assert_matches(losses_T, logprobs, batch, reference)
     assert all(0 <= float(value) <= len(batch.tokens) for value in sums.values())
 
@@ -176,6 +176,60 @@ def test_decoupled_ppo_and_its_gradient(seed: int) -> None:
     )
     assert_matches(losses_T, logprobs, batch, reference)
     assert float(sums["objective/behavior_capped_share"]) > 0
+
+
+def one_sequence(ratios: Sequence[float], advantages: Sequence[float]) -> dict[str, torch.Tensor]:
+    """Tokens of one sequence with these ratios and advantages; one more of ratio 100 that is masked out."""
+    num = len(ratios) + 1
+    logprobs_T = torch.full((num,), -1.0)
+    return {
+        "logprobs_T": logprobs_T,
+        "behavior_logprobs_T": logprobs_T - torch.tensor([*ratios, 100.0]).log(),
+        "advantages_T": torch.tensor([*advantages, -1.0]),
+        "mask_T": torch.arange(num) < num - 1,
+        "sequence_ids_T": torch.zeros(num, dtype=torch.long),
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "advantages", "name", "expected"),
+    [
+        (lambda: objectives.ppo_clip(0.2, 0.28), [1, 1, 1, -1, -1, 1], "clipped_share", 2),
+        (lambda: objectives.ppo_clip(0.2, 0.28, 1.5), [0, 0, 0.5, -0.5, -2, -1], "dual_clipped_share", 1),
+        (lambda: objectives.cispo(0.2, 0.28), [1, -1, 1, 1, 1, 1], "clipped_share", 3),
+        (lambda: objectives.topr(), [-1, -1, 0, 1, 1, -1], "tapered_share", 0),
+    ],
+)
+def test_shares_count_the_tokens_they_name(
+    build: Callable[[], objectives.Objective], advantages: list[float], name: str, expected: int
+) -> None:
+    """Of six tokens with the ratios 0.5, 1, 1.25, 0.75, 1.2, 2; the masked one counts nowhere."""
+    _, sums = build()(**one_sequence([0.5, 1.0, 1.25, 0.75, 1.2, 2.0], advantages))
+    assert int(sums[f"objective/{name}"]) == expected
+
+
+def test_topr_tapers_sequences_that_became_less_likely() -> None:
+    tokens = one_sequence([0.5, 0.5, 1.0], [-1.0, -1.0, -1.0])
+    losses_T, sums = objectives.topr()(**tokens)
+    assert losses_T[:3].tolist() == pytest.approx([-0.25] * 3)
+    assert int(sums["objective/tapered_share"]) == 3
+
+
+def test_corrections_count_what_they_change() -> None:
+    tokens = one_sequence([0.5, 1.0, 2.0, 3.0], [1.0, -1.0, 1.0, -1.0])
+    weights_T, sums = corrections.truncated_is(2.0)(**tokens)
+    assert weights_T.tolist() == pytest.approx([0.5, 1.0, 2.0, 2.0, 0.0])
+    assert int(sums["correction/truncated_share"]) == 1
+    weights_T, sums = corrections.masked_is(0.75, 2.5)(**tokens)
+    assert weights_T.tolist() == pytest.approx([0.0, 1.0, 2.0, 0.0, 0.0])
+    assert int(sums["correction/masked_share"]) == 2
+
+
+def test_no_advantage_is_no_reason_to_mask_a_sequence() -> None:
+    tokens = one_sequence([0.1, 0.1], [0.0, 0.0])
+    weights_T, sums = corrections.off_policy_sequence_mask(0.5)(**tokens)
+    assert weights_T.tolist() == [1.0, 1.0, 0.0]
+    assert int(sums["correction/off_policy_masked_share"]) == 0
 
 
 def _level_ratio(batch: Batch, t: int, level: corrections.Level) -> float:
@@ -305,6 +359,7 @@ def test_a_sequence_of_weight_three_counts_like_three_of_it() -> None:
     [
         (lambda: corrections.truncated_is(0.0), "cap = 0.0; must be positive"),
         (lambda: corrections.masked_is(2.0, 1.0), "low = 2.0, high = 1.0; must be 0 <= low < high"),
+        (lambda: corrections.masked_is(1.0, 1.0), "low = 1.0, high = 1.0; must be 0 <= low < high"),
         (lambda: corrections.truncated_is(2.0, "group"), "'group' is not a valid Level"),
         (lambda: objectives.ppo_clip(dual_clip=0.9), "dual_clip = 0.9; must be above 1"),
         (lambda: aggregation.constant_length(0), "length = 0; must be at least 1"),
@@ -313,3 +368,11 @@ def test_a_sequence_of_weight_three_counts_like_three_of_it() -> None:
 def test_bad_parameters_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_constant_length_may_be_one_token() -> None:
+    values_T, mask_T = torch.tensor([3.0, 4.0]), torch.tensor([True, True])
+    whole = aggregation.constant_length(1)(
+        values_T=values_T, mask_T=mask_T, sequence_ids_T=torch.tensor([0, 1])
+    )
+    assert float(whole) == 3.5

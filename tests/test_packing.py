@@ -1,10 +1,14 @@
 """Rows keep sequences apart, in order and complete; plans use every sequence once."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync.data.kept_tokens import KeptTokens
+from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.packing import (
     NO_SEQUENCE,
     ROW_ALIGNMENT,
@@ -37,6 +41,49 @@ def test_each_response_token_is_predicted_by_the_token_before_it() -> None:
     assert row.sample_weights_L[row.mask_L].tolist() == [3.5, 3.5, 2.0]
     assert row.ages_L[row.mask_L].tolist() == [0, 1, 0]
     assert row.sequence_ids_L[:6].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_records_lie_where_their_tokens_do() -> None:
+    """Of two sequences one has expert ids, the other kept sets; what nothing is known of is marked."""
+    ids_SMK = np.arange(4 * 2 * 3).reshape(4, 2, 3).astype(np.int16)
+    kept = KeptTokens.from_rows([[7, 6]], vocab_size=50)
+    row = pack_row(
+        [
+            dataclasses.replace(make_sequence([5], [6]), kept_tokens=kept),
+            dataclasses.replace(make_sequence([1, 2], [3, 4]), expert_ids_SMK=ids_SMK),
+        ]
+    )
+    assert row.expert_ids_LMK is not None and row.expert_ids_LMK.dtype == np.int16
+    assert row.expert_ids_LMK.shape == (ROW_ALIGNMENT, 2, 3)
+    np.testing.assert_array_equal(row.expert_ids_LMK[2:6], ids_SMK)
+    assert (row.expert_ids_LMK[:2] == NO_RECORD).all() and (row.expert_ids_LMK[6:] == NO_RECORD).all()
+    assert [row.kept_tokens.row(index).tolist() for index in range(3)] == [[6, 7], [], []]
+    assert pack_row([make_sequence([1], [2])]).expert_ids_LMK is None
+
+
+def test_records_of_two_models_are_a_bug() -> None:
+    shapes = [(2, 2, 3), (2, 1, 3)]
+    with pytest.raises(AssertionError, match="records of one model"):
+        pack_row(
+            [
+                dataclasses.replace(make_sequence([1], [2]), expert_ids_SMK=np.zeros(shape, np.int16))
+                for shape in shapes
+            ]
+        )
+
+
+def test_a_row_is_as_long_as_it_must_be() -> None:
+    full = make_sequence([1] * (ROW_ALIGNMENT - 4), [2] * 4)
+    assert len(pack_row([full]).token_ids_L) == ROW_ALIGNMENT
+    assert len(pack_row([full, make_sequence([1], [2])]).token_ids_L) == 2 * ROW_ALIGNMENT
+
+
+def test_long_ones_first_into_the_emptiest_row() -> None:
+    """Over two ranks, rows of 12 tokens: 22 tokens fit into a row each, 24 in five parts do not."""
+    assert plan_rows([5, 9, 2, 6], tokens_per_row=12, num_ranks=2) == [[[1, 2], [3, 0]]]
+    assert plan_rows([5, 9, 2, 6, 2], tokens_per_row=12, num_ranks=2) == [[[1], [3]], [[0], [2, 4]]]
+    assert plan_rows([12, 12], tokens_per_row=12, num_ranks=2) == [[[0], [1]]], "full to the last token"
+    assert plan_rows([], tokens_per_row=12, num_ranks=2) == [[[], []]]
 
 
 def test_padding_is_marked_and_trains_nothing() -> None:

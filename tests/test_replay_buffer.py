@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer.ages import known_reference, reference_version
+from forgeasync.buffer.deadlines import Deadlines
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
-from forgeasync.buffer.submissions import ATTEMPT_STRIDE
+from forgeasync.buffer.submissions import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions
 from forgeasync.config.buffer_schema import (
     AccountingPolicy,
     AccountingSection,
@@ -114,6 +115,18 @@ def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
     assert taken(world) is None, "groups 0 and 1 have steps 2 and 3 left"
     complete(world, 1)
     assert taken(world) == [1]
+
+
+def test_feasibility_adds_up_over_deadlines() -> None:
+    """Two groups a step: two due in step 1 and two or three in step 2, seen from step 0."""
+    due = Deadlines()
+    for group_id, deadline in enumerate((1, 1, 2, 2)):
+        due.add(group_id, deadline)
+    assert due.are_feasible(0, [], groups_per_step=2)
+    due.add(4, 2)
+    assert not due.are_feasible(0, [], groups_per_step=2)
+    assert due.are_feasible(0, [(1, 1)], groups_per_step=2), "one of them is taken now"
+    assert due.before(2) == [(1, [0, 1])]
 
 
 def test_order_of_completion_takes_what_came_first() -> None:
@@ -251,6 +264,73 @@ def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
     for index, length in enumerate((5, 50, 20)):
         history.measure(make_task(index), length)
     assert [world.sampling[one].task.task_id for one in started(world)] == ["1", "2", "0"]
+
+
+def test_what_is_counted() -> None:
+    world = make_world(2, 1)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 2)
+    world.fail(3, DropReason.BAD_RECORD)
+    metrics = world.buffer.metrics()
+    counted = {key: value for key, value in metrics.items() if not key.startswith("accounting/")}
+    assert counted == {
+        "buffer/num_in_flight": 2,
+        "buffer/num_complete": 1,
+        "buffer/num_reissued": 1,
+        "buffer/num_restarted": 0,
+        "load/bound": 4,
+        "load/trainer_waits": 0.0,
+        "load/generators_wait": 0.0,
+    }
+    assert metrics["accounting/outstanding_deficit"] == metrics["accounting/num_censored"] == 0
+    assert world.buffer.num_pending == 3, "two more prompts were asked for, and one comes again"
+
+
+def test_a_prompt_that_comes_again_keeps_the_first_lengths_that_were_known() -> None:
+    submissions = Submissions(cohort_size=2, longest_first=False)
+    for index in range(3):
+        submissions.submit(make_task(index))
+    again = submissions.pop()
+    for attempt, (lengths, known) in enumerate([(None, None), ((3, 5), (3, 5)), ((9, 9), (3, 5))], start=1):
+        submissions.reissue(again, lengths)
+        again = submissions.pop()
+        assert (again.submission_id, again.attempt, again.first_lengths) == (0, attempt, known)
+        assert again.draw_id == attempt * ATTEMPT_STRIDE
+    assert submissions.num_submitted == 3 and len(submissions) == 2
+
+
+def test_restored_prompts_start_in_the_order_that_they_had() -> None:
+    """What had started first, then what came again, then cohort after cohort, its longest first."""
+    submissions = Submissions(cohort_size=2, longest_first=True)
+    for index, length in enumerate((1, 9, 50, 2)):
+        submissions.history.measure(make_task(index), length)
+
+    def submission(index: int, attempt: int = 0) -> Submission:
+        return Submission(submission_id=index, task=make_task(index, source=str(index // 4)), attempt=attempt)
+
+    def known(index: int) -> Submission:
+        return Submission(submission_id=index, task=make_task(index))
+
+    waiting = [known(0), known(1), known(2), known(3), submission(7, attempt=1)]
+    submissions.restore(started=[submission(5)], pending=waiting, num_submitted=8)
+    assert [one.submission_id for one in submissions.pending()] == [0, 1, 2, 3, 5, 7]
+    assert [submissions.pop().submission_id for _ in range(6)] == [5, 7, 1, 0, 2, 3]
+    submissions.submit(make_task(8))
+    assert submissions.pop().submission_id == 8
+    with pytest.raises(AssertionError, match="before anything is submitted"):
+        submissions.restore(started=[], pending=[], num_submitted=0)
+
+
+def test_expected_lengths_follow_the_newest_ones() -> None:
+    """Half of the newest; of a prompt that was never seen, its source's; of another source, nothing."""
+    history = LengthHistory()
+    for length in (8, 16):
+        history.measure(make_task(0), length)
+    history.measure(make_task(1), 4)
+    assert history.expected(make_task(0)) == 12.0
+    assert history.expected(make_task(1)) == 4.0
+    assert history.expected(make_task(2)) == 8.0
+    assert history.expected(make_task(2, source="other")) == 0.0
 
 
 def test_a_group_is_scored_once() -> None:

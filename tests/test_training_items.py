@@ -104,7 +104,7 @@ TRACE = TokenTrace(
 def sequence_of(
     routing_replay: RoutingReplay = RoutingReplay.ALL, *, keep_sampling_mask: bool = True
 ) -> TrainingSequence:
-    rollout = make_stored_rollout((4, 0, 1), (6, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
+    rollout = make_stored_rollout((4, 0, 1), (7, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
     return training_sequence(
         TrainingItem(rollout=rollout, advantage=-0.75, weight=2.5),
         TRACE,
@@ -129,14 +129,17 @@ def test_a_sequence_has_the_trace_and_the_age_of_every_token() -> None:
     assert sequence.prompt_ids_P.tolist() == [7, 8, 9]
     assert sequence.response_ids_T.tolist() == [1, 2, 3, 4]
     assert sequence.behavior_logprobs_T.tolist() == [-0.5, -1.0, -1.5, -2.0]
-    assert sequence.ages_T.tolist() == [3, 1, 1, 1]
+    assert sequence.ages_T.tolist() == [3, 0, 0, 0] and sequence.ages_T.dtype == np.int32
     assert sequence.advantage == -0.75 and sequence.weight == 2.5
     assert sequence.kept_tokens is TRACE.kept_tokens
     assert sequence_of(keep_sampling_mask=False).kept_tokens is None
 
 
-def test_a_token_newer_than_the_trained_weights_is_a_bug() -> None:
-    rollout = make_stored_rollout((4, 0, 1), (8, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
+@pytest.mark.parametrize("spans", [((4, 0, 1), (8, 1, 4)), ((4, 0, 1), (5, 2, 4))])
+def test_a_token_without_a_version_or_newer_than_the_trained_weights_is_a_bug(
+    spans: tuple[tuple[int, int, int], ...],
+) -> None:
+    rollout = make_stored_rollout(*spans, num_prompt_tokens=NUM_PROMPT_TOKENS)
     with pytest.raises(AssertionError, match="no newer"):
         training_sequence(
             TrainingItem(rollout=rollout, advantage=0.0, weight=1.0),

@@ -124,6 +124,7 @@ def test_versions_arrive_bit_for_bit_in_the_generators_dtype(tmp_path: Path, dty
         report = fetch(fetcher, publisher.publish(version, version % 2, weights))
         assert report.is_complete and report.num_bad_blocks == 0
         assert report.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+        assert report.num_bytes_needed == publisher.layout.num_bytes
         publisher.assert_landed(tmp_path, weights)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -113,6 +113,7 @@ def test_a_layers_experts_become_one_copy() -> None:
     ]
     joined = join(copies)
     assert [copy.size for copy in joined] == [(num_experts, rows, columns)] * 2
+    assert {(copy.rank, copy.parameter) for copy in joined} == {(0, "w13")}
 
 
 def test_copies_use_offsets_of_views() -> None:
@@ -167,6 +168,8 @@ def test_only_the_blocks_that_hold_something_are_needed() -> None:
     target = Target(name="b", box=box, parameter="p", target_offset=0, target_strides=(1,))
     (needed,) = needed_blocks(layout, plan_copies(layout, [target]))
     assert needed.tolist() == [False, False, True, True]
+    (needed,) = needed_blocks(layout, plan_copies(layout, [replace(target, name="a")]))
+    assert needed.tolist() == [True, True, False, False]
 
 
 @given(

@@ -45,12 +45,13 @@ def test_with_both_slots_read_a_version_is_skipped_and_owed_until_one_is_free() 
     assert not ledger.can_begin(1.0)
     ledger.release(0)
     assert ledger.can_begin(1.0)
-    assert publish(ledger, 3) is not None and not ledger.is_owing
+    assert publish(ledger, 3) is not None and ledger.is_owing is False
 
 
 def test_a_reader_that_died_loses_its_lease_at_the_deadline() -> None:
     ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
     publish(ledger, 1)
+    assert ledger.next_deadline_s() is None
     ledger.acquire(0, newer_than=0, now_s=0.0)
     publish(ledger, 2, now_s=1.0)
     ledger.acquire(1, newer_than=0, now_s=1.0)

@@ -1,0 +1,95 @@
+"""One rank's side of publishing: where its tensors lie in the staging buffers, and that all are there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from forgeasync.weights.layout import ALIGNMENT, BLOCK_BYTES, Box, lay_out
+from forgeasync.weights.named_weight import NamedWeight
+from forgeasync.weights.publisher import WeightPublisher
+from tests.support.processes import alone_in_this_process
+
+EXPERTS = tuple(f"experts.{index}" for index in range(3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with alone_in_this_process(tmp_path_factory.mktemp("group")):
+        yield
+
+
+def make_weights(seed: int) -> list[NamedWeight]:
+    """A norm, stacked experts and two matrices of more than one block, one of them transposed in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        NamedWeight(names=("norm",), tensor=torch.randn(7, generator=generator)),
+        NamedWeight(names=EXPERTS, tensor=torch.randn(3, 5, 4, generator=generator)),
+        NamedWeight(names=("big",), tensor=torch.randn(64, 1200, generator=generator).t()),
+        NamedWeight(names=("wide",), tensor=torch.randn(300, 1000, generator=generator)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_slots_hold_what_was_staged_there(tmp_path: Path, dtype: torch.dtype) -> None:
+    versions = {slot: make_weights(slot) for slot in (0, 1)}
+    publisher = WeightPublisher(versions[0], dtype, host_id="here")
+    buffers = publisher.open(tmp_path)
+    layout = publisher.layout
+    assert layout.rank == 0 and layout.host_id == "here"
+    assert [piece.names for piece in layout.pieces] == [("norm",), EXPERTS, ("big",), ("wide",)]
+    assert [piece.shape for piece in layout.pieces] == [(7,), (5, 4), (1200, 64), (300, 1000)]
+    assert all(piece.offset % ALIGNMENT == 0 for piece in layout.pieces)
+    assert layout.num_bytes == layout.pieces[3].offset + 300 * 1000 * dtype.itemsize
+    shards = {slot: publisher.stage(slot, 10 + slot, weights) for slot, weights in versions.items()}
+    for slot, weights in versions.items():
+        assert (shards[slot].rank, shards[slot].version) == (0, 10 + slot)
+        held = buffers.bytes(slot)
+        assert len(held) == layout.num_bytes
+        for piece, weight in zip(layout.pieces, weights, strict=True):
+            stop = piece.offset + piece.num_elements * dtype.itemsize
+            found = held[piece.offset : stop].clone().view(dtype).view(weight.tensor.shape)
+            assert torch.equal(found, weight.tensor.to(dtype)), piece.names
+        image = held.numpy().tobytes()
+        blocks = [image[start : start + BLOCK_BYTES] for start in range(0, len(image), BLOCK_BYTES)]
+        expected = np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], np.uint64)
+        np.testing.assert_array_equal(shards[slot].checksums, expected)
+    assert (shards[0].checksums != shards[1].checksums).any()
+
+
+def test_a_rank_publishes_what_it_was_dealt() -> None:
+    layout = lay_out(make_weights(0), [2, 0], rank=3, host_id="there", itemsize=4)
+    assert (layout.rank, layout.host_id) == (3, "there")
+    big, norm = layout.pieces
+    assert (big.names, big.offset, big.box) == (("big",), 0, Box(start=(0, 0), size=(1200, 64)))
+    assert (norm.names, norm.offset, norm.box) == (("norm",), 4 * 1200 * 64, Box(start=(0,), size=(7,)))
+    assert layout.num_bytes == 4 * (1200 * 64 + 7)
+    assert layout.num_blocks == 2
+
+
+def test_a_shard_is_its_part_of_the_whole_tensor(tmp_path: Path) -> None:
+    """Of sharded tensors each rank stages what it holds; here one rank holds all, also of stacked experts."""
+    mesh = init_device_mesh("cpu", (1,))
+    whole = make_weights(3)
+    sharded = [
+        NamedWeight(names=weight.names, tensor=distribute_tensor(weight.tensor, mesh, [Shard(0)]))
+        for weight in whole
+    ]
+    publisher = WeightPublisher(sharded, torch.float32, host_id="here")
+    expected = lay_out(whole, range(len(whole)), rank=0, host_id="here", itemsize=4)
+    assert publisher.layout == expected
+    buffers = publisher.open(tmp_path)
+    publisher.stage(1, 1, sharded)
+    norm = buffers.bytes(1)[:28].clone().view(torch.float32)
+    assert torch.equal(norm, whole[0].tensor)
+
+
+def test_experts_without_a_name_each_are_a_bug() -> None:
+    weight = NamedWeight(names=EXPERTS[:2], tensor=torch.zeros(3, 5, 4))
+    with pytest.raises(AssertionError, match=r"2 names for \(3, 5, 4\)"):
+        lay_out([weight], [0], rank=0, host_id="here", itemsize=4)
