@@ -31,8 +31,8 @@ from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.checkpoint.folders import checkpoint_name
@@ -48,6 +48,7 @@ from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
 from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
+from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
@@ -68,7 +69,7 @@ class GrpoRun:
         *,
         trainer: TrainerMesh,
         generators: GeneratorRouter,
-        scorer: ScorerActor,
+        scorer: GroupScoring,
         buffer: BufferActor,
         recorder: RunRecorder,
         checkpoints: Path,
@@ -147,20 +148,30 @@ class GrpoRun:
         await self.buffer.failed.call_one(group_id, reason)
 
     async def score(self) -> None:
-        """Reward sampled groups, filter them and complete them in the buffer."""
-        while True:
-            group = await self.sampled.get()
-            responses = [rollout.text for rollout in group.rollouts]
-            async with asyncio.timeout(self.config.timeouts.score_s):
-                rewards = await self.scorer.score.call_one(group.task, responses)
-            self.recorder.record_scored(rewards)
-            filtered = self.filtering.apply(group, rewards)
-            if filtered.kept:
-                lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
-                await self.free(lost)
-            else:
-                await self.generators.free_payloads(group.rollouts)
-                await self.give_up(group.group_id, DropReason.FILTERED)
+        """Have sampled groups scored side by side; the buffer bounds how many there are."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                groups.create_task(self.complete(await self.sampled.get()))
+
+    async def complete(self, group: Group) -> None:
+        """Score a group, filter it and complete it in the buffer."""
+        scores = await self.scorer.score(
+            f"group {group.group_id}", group.task, [rollout.text for rollout in group.rollouts]
+        )
+        if isinstance(scores, Unscored):
+            self.recorder.warn(scores.reason)
+            await self.generators.free_payloads(group.rollouts)
+            await self.give_up(group.group_id, DropReason.UNSCORED)
+            return
+        rewards = tuple(score.value for score in scores)
+        self.recorder.record_scored(rewards)
+        filtered = self.filtering.apply(group, rewards)
+        if filtered.kept:
+            lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
+            await self.free(lost)
+        else:
+            await self.generators.free_payloads(group.rollouts)
+            await self.give_up(group.group_id, DropReason.FILTERED)
 
     async def train(self) -> None:
         """Evaluate, then take a batch, step, publish, and record what happened, up to ``max_steps``."""
@@ -189,9 +200,9 @@ class GrpoRun:
             await self.serving.publish()
             publish_s = time.perf_counter() - publish_start_s
 
-            accuracy, eval_s = None, 0.0
+            held_out, eval_s = None, 0.0
             if step % config.evaluation.every_steps == 0 or step == config.max_steps:
-                accuracy, eval_s = await self.evaluate(version)
+                held_out, eval_s = await self.evaluate(version)
             times = StepTimes(
                 step_s=time.perf_counter() - start_s,
                 wait_for_batch_s=wait_s,
@@ -209,7 +220,8 @@ class GrpoRun:
                 filtering=self.filtering,
                 payloads=self.payloads,
                 weights=self.serving.ledger,
-                accuracy=accuracy,
+                scoring=self.scorer,
+                held_out=held_out,
             )
             if config.checkpoint.every_steps is not None and step % config.checkpoint.every_steps == 0:
                 await self.checkpoint(step)
@@ -246,18 +258,18 @@ class GrpoRun:
         for group in groups:
             await self.payloads.release(group.group_id)
 
-    async def evaluate(self, version: int) -> tuple[float, float]:
-        """Held-out accuracy of ``version``, and the seconds it took; training stands still meanwhile."""
+    async def evaluate(self, version: int) -> tuple[HeldOutScores, float]:
+        """Held-out scores of ``version``, and the seconds it took; training stands still meanwhile."""
         start_s = time.perf_counter()
         await self.serving.until_served(version)
-        accuracy = await evaluate(
+        held_out = await evaluate(
             self.prepared.held_out,
             generators=self.generators,
             scorer=self.scorer,
             prompts=self.prepared.prompts,
             config=self.config,
         )
-        return accuracy, time.perf_counter() - start_s
+        return held_out, time.perf_counter() - start_s
 
 
 async def start(
@@ -316,6 +328,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         try:
             await fleet.open()
             run = await start(config, prepared, fleet, recorder, files.checkpoints)
+            console.message(run.scorer.isolation)
             await run.run(fleet)
             final = run_dir.checkpoints.resolve() / "final"
             await run.trainer.save_hf(final, source=prepared.model_path)
