@@ -319,7 +319,7 @@ class TestEvaluation:
         assert result.accuracy is None and result.metrics() == {"eval/num_unscored": 3}
 
     def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
-        num_endless, num_problems, limit_s = 16, 64, 0.4
+        num_endless, num_problems, limit_s = 8, 32, 0.6
         pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=limit_s))
         pool.start()
 

@@ -21,6 +21,7 @@ from forgeasync.config.schema import ReasoningGymSource
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
 from forgeasync.scoring.answer_fork import MAX_ANSWERS
+from forgeasync.scoring.landlock import landlock_version
 from forgeasync.scoring.sandbox import Bubblewrap, find_bubblewrap
 from forgeasync.scoring.score import Score, VerifierCounts
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice, MathProblem, MathVerifierChoice
@@ -114,7 +115,7 @@ def test_a_pool_survives_hostile_answers(
     folder.mkdir()
     choice = gym_choice(task)
     problem, reference = gym_problem(choice)
-    section = ScorerSection(num_workers=1, answer_limit_s=0.3, answer_memory_mib=256)
+    section = ScorerSection(num_workers=1, answer_limit_s=0.5, answer_memory_mib=256)
     pool = VerifierPool(choice, section, bubblewrap=bubblewrap)
     description = pool.start()
     assert ("no bubblewrap: the test wants none" in description) == (bubblewrap.path is None)
@@ -244,7 +245,8 @@ class TestProcess:
 FORK_SCRIPT = """
     import json, os, sys
     from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
-    from forgeasync.scoring.isolation import Isolation, give_up_privileges, leave_network, read_only_roots
+    from forgeasync.scoring import isolation
+    from forgeasync.scoring.isolation import enter_isolation, read_only_roots
     from forgeasync.scoring.score import Score
 
     class Runs:
@@ -255,7 +257,12 @@ FORK_SCRIPT = """
                 exec(code, found)
             return Score(value=float(found["value"]), is_correct=False)
 
-    give_up_privileges()
+    # Which of the layers is to be seen: the kernel's denials and the hook's are hard to tell apart.
+    if "no-hook" in sys.argv:
+        isolation._audit_hook = lambda roots, report: lambda event, arguments: None
+    if "no-landlock" in sys.argv:
+        isolation.landlock_version = lambda: 0
+    enter_isolation(in_bubblewrap=False)
     limits = ForkLimits(
         answer_limit_s=5.0, answer_memory_bytes=2**28, read_roots=read_only_roots(), in_bubblewrap=False
     )
@@ -271,10 +278,13 @@ FORK_SCRIPT = """
 """
 
 
-def run_in_forks(answers: list[str]) -> list[tuple[dict[str, Any], bool, int]]:
-    """What comes of answers whose verifier executes them: verdict, whether the fork stays, its pid."""
+def run_in_forks(answers: list[str], *without: str) -> list[tuple[dict[str, Any], bool, int]]:
+    """What comes of answers whose verifier executes them: verdict, whether the fork stays, its pid.
+
+    ``without`` takes layers away: "no-hook", "no-landlock".
+    """
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORK_SCRIPT)],
+        [sys.executable, "-c", textwrap.dedent(FORK_SCRIPT), *without],
         input=json.dumps(answers),
         stdout=subprocess.PIPE,
         text=True,
@@ -305,11 +315,44 @@ DENIED = {
 
 def test_code_in_an_answer_is_denied_what_is_not_needed_and_ends_its_fork(tmp_path: Path) -> None:
     answers = [f"run {code.format(folder=tmp_path)}" for code in DENIED.values()]
-    results = run_in_forks(answers)
+    results = run_in_forks(answers, "no-landlock")
     for kind, (verdict, is_clean, _) in zip(DENIED, results, strict=True):
         assert verdict.get("error", "").startswith("PermissionError"), (kind, verdict)
         assert not is_clean, kind
     assert list(tmp_path.iterdir()) == []
+
+
+DENIED_BY_LANDLOCK = {
+    "read a file": "open('/etc/passwd')",
+    "make a file": "open('{folder}/x', 'w')",
+    "make a file below Python": "import sys; open(sys.prefix + '/x', 'w')",
+    "list a folder": "import os; os.listdir('/tmp')",
+    "make a folder": "import os; os.mkdir('{folder}/y')",
+    "remove": "import os; os.remove('{folder}/here')",
+    "execute": "import os; os.execv('/bin/true', ['true'])",
+}
+
+
+@pytest.mark.skipif(landlock_version() == 0, reason="this kernel has no Landlock")
+def test_the_kernel_denies_files_too(tmp_path: Path) -> None:
+    (tmp_path / "here").touch()
+    answers = [f"run {code.format(folder=tmp_path)}" for code in DENIED_BY_LANDLOCK.values()]
+    for kind, (verdict, _, _) in zip(DENIED_BY_LANDLOCK, run_in_forks(answers, "no-hook"), strict=True):
+        assert verdict.get("error", "").startswith("PermissionError"), (kind, verdict)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
+    # What is allowed: Python's own modules, also those with libraries of the system.
+    imports = "import sqlite3, xml.dom.minidom, curses; value = 0.5"
+    assert run_in_forks([f"run {imports}"], "no-hook")[0][0] == {"value": 0.5, "is_correct": False}
+
+
+@pytest.mark.skipif(landlock_version() < 4, reason="this kernel's Landlock knows no TCP")
+def test_the_kernel_denies_tcp_too(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    code = f"run import socket; socket.create_connection(('127.0.0.1', {port}))"
+    ((verdict, _, _),) = run_in_forks([code], "no-hook")
+    assert verdict.get("error", "").startswith("PermissionError"), verdict
+    with pytest.raises(BlockingIOError):
+        listener.accept()
 
 
 def test_an_answer_cannot_change_what_the_next_one_meets() -> None:

@@ -8,7 +8,7 @@ from forgeasync.config.schema import RunConfig
 
 
 def check_scorer(config: RunConfig) -> Iterator[Problem]:
-    """A group whose answers are all cut off must be done before its own deadline: they score 0, it is not lost."""
+    """A group whose answers are all cut off is done before its own deadline: they score 0, it is not lost."""
     size, scorer = config.algorithm.group_size, config.scorer
     rounds = math.ceil(size / scorer.num_workers)
     needed_s = rounds * scorer.answer_limit_s

@@ -1,15 +1,16 @@
 """What a process that reads hostile answers takes from itself before it reads one.
 
-The layers, the strongest first:
+The layers:
 
 - bubblewrap (``forgeasync.scoring.sandbox``), around the whole process: the kernel shows it no network, no
   files but Python's own, read-only, and no other processes;
 - namespaces, where bubblewrap does not work and the kernel allows them: no network, and no privileges;
+- Landlock, where the kernel has it, for every answer: no files but Python's own, for reading, no TCP;
 - resource limits of the kernel, for every answer: memory, processor time, no new process or thread (for a
   user without privileges), no byte written to a file;
 - an audit hook of Python, for every answer: only what verifiers need is allowed. This is the weakest. A hook
-  cannot be removed, but it sees only what Python reports, and code that runs in the interpreter may find ways
-  around it. It is what keeps an answer from files where neither of the first two layers is there.
+  cannot be removed, but it sees only what Python reports, and code that runs in the interpreter can find ways
+  around it. Where it is alone with the limits, a determined answer can reach files and the network.
 """
 
 import ctypes
@@ -20,10 +21,14 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 
+from forgeasync.scoring.landlock import landlock_version, restrict_to_reading
+
 _CLONE_NEWNET, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x40000000, 0x08000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _MAX_OPEN_FILES = 64
 _STATM = "/proc/self/statm"
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
+"""Where the linker finds what a module of Python needs that is imported late."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _ALLOWED_EVENTS = frozenset(
@@ -47,25 +52,30 @@ _FORBIDDEN_MODULES = frozenset(
 """Modules that reach the kernel past the audit hook, where they are not imported yet."""
 
 
-class Isolation(StrEnum):
-    """What keeps the processes of verifiers from network and files."""
+class Layer(StrEnum):
+    """What keeps answers from network and files."""
 
     BUBBLEWRAP = "bubblewrap"
-    NAMESPACES = "namespaces and an audit hook"
+    NAMESPACES = "namespaces"
+    LANDLOCK = "Landlock"
     AUDIT_HOOK = "an audit hook"
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def leave_network() -> Isolation:
-    """Without bubblewrap: move this process, before it has threads, where no network is, if that works."""
-    if _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
-        return Isolation.NAMESPACES
-    return Isolation.AUDIT_HOOK
+def enter_isolation(*, in_bubblewrap: bool) -> tuple[Layer, ...]:
+    """What a process can do before it has threads; returns the layers that will be around every answer."""
+    layers = [Layer.BUBBLEWRAP] if in_bubblewrap else []
+    if not in_bubblewrap and _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
+        layers.append(Layer.NAMESPACES)
+    if landlock_version():
+        layers.append(Layer.LANDLOCK)
+    _give_up_privileges()
+    return (*layers, Layer.AUDIT_HOOK)
 
 
-def give_up_privileges() -> None:
+def _give_up_privileges() -> None:
     """Nothing that this process executes has more rights than it; Ctrl-C is for the parent to handle."""
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
@@ -103,6 +113,8 @@ def lock_down(
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
+    if landlock_version():
+        restrict_to_reading((*read_roots, *_LIBRARIES))
     sys.addaudithook(_audit_hook(read_roots, report))
     page_bytes = resource.getpagesize()
     return lambda: int(os.pread(statm, 64, 0).split()[0]) * page_bytes

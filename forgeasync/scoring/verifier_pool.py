@@ -79,10 +79,10 @@ class VerifierPool:
         """
         self._make_processes()
         with ThreadPoolExecutor(self._num_workers) as threads:
-            (isolation, *_) = threads.map(VerifierProcess.start, self._processes)
+            (layers, *_) = threads.map(VerifierProcess.start, self._processes)
         assert self._bubblewrap is not None
         why = f" (no bubblewrap: {self._bubblewrap.problem})" if self._bubblewrap.path is None else ""
-        description = f"{self._num_workers} processes verify answers, isolated by {isolation}{why}"
+        description = f"{self._num_workers} processes verify answers, isolated by {', '.join(layers)}{why}"
         logger.info("%s", description)
         return description
 

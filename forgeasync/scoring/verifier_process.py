@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from forgeasync.scoring.isolation import Layer
 from forgeasync.scoring.sandbox import (
     Bubblewrap,
     bubblewrap_command,
@@ -60,14 +61,14 @@ class VerifierProcess:
         self._bubblewrap = bubblewrap
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: weakref.finalize | None = None
-        self._isolation = ""
+        self._layers: tuple[Layer, ...] = ()
 
     @property
     def pid(self) -> int | None:
         """Of the process that runs now."""
         return None if self._process is None else self._process.pid
 
-    def start(self) -> str:
+    def start(self) -> tuple[Layer, ...]:
         """Have the process ready; returns what isolates it.
 
         Raises:
@@ -95,8 +96,8 @@ class VerifierProcess:
             if "refused" in reply:
                 self.stop()
                 raise ValueError(reply["refused"])
-            self._isolation = reply["ready"]
-        return self._isolation
+            self._layers = tuple(Layer(one) for one in reply["ready"])
+        return self._layers
 
     def verify(self, problem: Problem, answer: str) -> dict[str, Any]:
         """The verdict on one answer, in a form of ``forgeasync.scoring.worker``'s protocol.

@@ -3,7 +3,7 @@
 Started by ``forgeasync.scoring.verifier_process`` as ``python -m forgeasync.scoring.worker``. It imports the
 verifier and generates problems, once for all answers; answers are read in forks of it only.
 
-    {"setup": {...}}        ->  {"ready": "<isolation>"}   or {"refused": "<reason>"}
+    {"setup": {...}}        ->  {"ready": [<layers>]}      or {"refused": "<reason>"}
     {"problem": {...}}      ->  {"loaded": true}           or {"refused": "<reason>"}
     {"answer": "<text>"}    ->  {"value": 1.0, "is_correct": true}, {"error": "<reason>"}, {"timeout": true}
                                 or {"crash": <exit status>}
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
-from forgeasync.scoring.isolation import Isolation, give_up_privileges, leave_network, read_only_roots
+from forgeasync.scoring.isolation import enter_isolation, read_only_roots
 from forgeasync.scoring.verifier import CHOICE_CODEC, PROBLEM_CODEC, Problem, Verifier, build_verifier
 
 LOAD_LIMIT_S = 60.0
@@ -90,8 +90,7 @@ def serve() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     setup = WorkerSetup(**json.loads(sys.stdin.buffer.readline())["setup"])
     # Before any library can start a thread.
-    isolation = Isolation.BUBBLEWRAP if setup.in_bubblewrap else leave_network()
-    give_up_privileges()
+    layers = enter_isolation(in_bubblewrap=setup.in_bubblewrap)
 
     limits = ForkLimits(
         answer_limit_s=setup.answer_limit_s,
@@ -104,7 +103,7 @@ def serve() -> None:
     except ValueError as error:
         _reply(replies, {"refused": str(error)})
         return
-    _reply(replies, {"ready": isolation.value})
+    _reply(replies, {"ready": layers})
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if "problem" in request:

@@ -4,23 +4,25 @@ Run as ``python -m tests.support.hostile_answers FOLDER PORT``: prints one JSON 
 them. Answers try to write below FOLDER and to connect to PORT.
 """
 
+import dataclasses
 import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from reasoning_gym.factory import DATASETS
 
 from forgeasync.config.schema import ReasoningGymSource
 from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
 from forgeasync.scoring.gym_answers import GymVerifier
-from forgeasync.scoring.isolation import give_up_privileges, read_only_roots
+from forgeasync.scoring.isolation import enter_isolation, read_only_roots
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice
 
 # Mixes other data sets, which a config names by scalars only: it cannot be asked for.
 EXCLUDED = frozenset({"composite"})
 LIMITS = ForkLimits(
-    answer_limit_s=0.25,
+    answer_limit_s=0.2,
     answer_memory_bytes=256 * 2**20,
     read_roots=read_only_roots(),
     in_bubblewrap=False,
@@ -51,9 +53,16 @@ def hostile_answers(folder: Path, port: int) -> dict[str, str]:
     }
 
 
+def verify_patiently(verifier: GymVerifier, loaded: dict[str, Any], answer: str) -> dict[str, Any]:
+    fork = AnswerFork(verifier, loaded, dataclasses.replace(LIMITS, answer_limit_s=30.0))
+    verdict, _ = fork.verify(answer)
+    fork.close()
+    return verdict
+
+
 def main(folder: Path, port: int) -> dict[str, object]:
     """What became of the answers: counts of verdicts, data sets tried, and what scored 1 or above."""
-    give_up_privileges()
+    enter_isolation(in_bubblewrap=False)
     answers = hostile_answers(folder, port)
     became: Counter[str] = Counter()
     cut_off: list[str] = []
@@ -69,16 +78,13 @@ def main(folder: Path, port: int) -> dict[str, object]:
         fork: AnswerFork | None = None
         # The reference first and last: nothing that happened between may change its score.
         reference = "" if entry["answer"] is None else str(entry["answer"])
-        verdicts = []
-        for kind, answer in [("reference", reference), *answers.items(), ("reference", reference)]:
+        verdicts = [verify_patiently(verifier, loaded, reference)]
+        for kind, answer in answers.items():
             fork = fork or AnswerFork(verifier, loaded, LIMITS)
             verdict, is_clean = fork.verify(answer)
             if not is_clean:
                 fork.close()
                 fork = None
-            if kind == "reference":
-                verdicts.append(verdict)
-                continue
             became[next(iter(verdict))] += 1
             if "timeout" in verdict:
                 cut_off.append(f"{name}: {kind}")
@@ -86,6 +92,7 @@ def main(folder: Path, port: int) -> dict[str, object]:
                 solved.append(f"{name}: {kind}")
         if fork is not None:
             fork.close()
+        verdicts.append(verify_patiently(verifier, loaded, reference))
         if verdicts[0] != verdicts[1] or (reference and verdicts[0].get("value") != 1.0):
             reference_failed.append(f"{name}: {verdicts}")
     return {
