@@ -34,8 +34,8 @@ from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
@@ -53,6 +53,7 @@ from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group
 from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
+from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_log import RunLog
 from forgeasync.payload.async_budget import AsyncPayloadBudget
@@ -79,7 +80,7 @@ class GrpoRun:
         *,
         trainer: TrainerMesh,
         generators: GeneratorRouter,
-        scorer: ScorerActor,
+        scorer: GroupScoring,
         buffer: BufferActor,
         recorder: RunRecorder,
         checkpoints: Path,
@@ -176,21 +177,30 @@ class GrpoRun:
         await self.buffer.failed.call_one(group_id, reason)
 
     async def score(self) -> None:
-        """Reward sampled groups, filter them and complete them in the buffer."""
-        while True:
-            group = await self.sampled.get()
-            responses = [rollout.text for rollout in group.rollouts]
-            async with asyncio.timeout(self.config.timeouts.score_s):
-                rewards = await self.scorer.score.call_one(group.task, responses)
-            self.recorder.record_scored(rewards)
-            filtered = self.filtering.apply(group, rewards)
-            if filtered.kept:
-                self.starvation.came_through()
-                lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
-                await self.free(lost)
-            else:
-                await self.generators.free_payloads(group.rollouts)
-                await self.give_up(group.group_id, DropReason.FILTERED)
+        """Have sampled groups scored side by side; the buffer bounds how many there are."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                groups.create_task(self.complete(await self.sampled.get()))
+
+    async def complete(self, group: Group) -> None:
+        """Score a group, filter it and complete it in the buffer."""
+        scores = await self.scorer.score(
+            f"group {group.group_id}", group.task, [rollout.text for rollout in group.rollouts]
+        )
+        if isinstance(scores, Unscored):
+            await self.generators.free_payloads(group.rollouts)
+            await self.give_up(group.group_id, DropReason.UNSCORED, scores.reason)
+            return
+        rewards = tuple(score.value for score in scores)
+        self.recorder.record_scored(rewards)
+        filtered = self.filtering.apply(group, rewards)
+        if filtered.kept:
+            self.starvation.came_through()
+            lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
+            await self.free(lost)
+        else:
+            await self.generators.free_payloads(group.rollouts)
+            await self.give_up(group.group_id, DropReason.FILTERED)
 
     async def train(self) -> None:
         """Evaluate, then take a batch, step, publish, and record what happened, up to ``max_steps``."""
@@ -219,9 +229,9 @@ class GrpoRun:
             await self.serving.publish()
             publish_s = time.perf_counter() - publish_start_s
 
-            accuracy, eval_s = None, 0.0
+            held_out, eval_s = None, 0.0
             if step % config.evaluation.every_steps == 0 or step == config.max_steps:
-                accuracy, eval_s = await self.evaluate(version)
+                held_out, eval_s = await self.evaluate(version)
             times = StepTimes(
                 step_s=time.perf_counter() - start_s,
                 wait_for_batch_s=wait_s,
@@ -239,7 +249,8 @@ class GrpoRun:
                 filtering=self.filtering,
                 payloads=self.payloads,
                 weights=self.serving.ledger,
-                accuracy=accuracy,
+                scoring=self.scorer,
+                held_out=held_out,
             )
             self.count_skipped(step, result)
             if config.checkpoint.every_steps is not None and step % config.checkpoint.every_steps == 0:
@@ -301,14 +312,14 @@ class GrpoRun:
         for group in groups:
             await self.payloads.release(group.group_id)
 
-    async def evaluate(self, version: int) -> tuple[float, float]:
-        """Held-out accuracy of ``version``, and the seconds it took; training stands still meanwhile."""
+    async def evaluate(self, version: int) -> tuple[HeldOutScores, float]:
+        """Held-out scores of ``version``, and the seconds it took; training stands still meanwhile."""
         start_s = time.perf_counter()
         problems = self.prepared.held_out
         console = self.recorder.console
         console.phase(f"evaluating version {version} on {len(problems)} problems", num_parts=len(problems))
         await self.serving.until_served(version)
-        accuracy = await evaluate(
+        held_out = await evaluate(
             problems,
             generators=self.generators,
             scorer=self.scorer,
@@ -317,7 +328,7 @@ class GrpoRun:
             on_answered=console.part_done,
         )
         console.end_phase()
-        return accuracy, time.perf_counter() - start_s
+        return held_out, time.perf_counter() - start_s
 
 
 def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object]) -> None:
@@ -407,6 +418,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
                     console.phase(f"waiting for the hosts of launcher {config.launcher.kind}")
                 await fleet.open()
                 run = await start(config, prepared, fleet, recorder, files.checkpoints)
+                console.message(run.scorer.isolation)
                 await run.run(fleet)
                 final = run_dir.checkpoints.resolve() / "final"
                 console.phase(f"writing {final}")

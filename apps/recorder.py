@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from forgeasync.actors.buffer import BufferReport
+from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.observability.console import StepConsole, StepLine
+from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
@@ -69,11 +71,12 @@ class RunRecorder:
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
 
-    def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
+    def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """The evaluation before the first step; the run's clock starts here."""
-        self.console.message(f"step 0: held-out accuracy {accuracy:.3f}")
+        self.console.message(f"step 0: {held_out}")
         self.console.evaluated(eval_s)
-        self._metrics.write_initial_evaluation(accuracy=accuracy, eval_s=eval_s)
+        self._warn_of_unscored(held_out)
+        self._metrics.write_initial_evaluation(held_out, eval_s=eval_s)
         self._num_generated_before = _num_generated(engines)
         self._start_s = time.perf_counter()
 
@@ -89,6 +92,10 @@ class RunRecorder:
     def warn(self, problem: str) -> None:
         """Something was refused; it is counted in the metrics of its step, and named here."""
         self.console.message(f"refused: {problem}")
+
+    def _warn_of_unscored(self, held_out: HeldOutScores) -> None:
+        if held_out.num_unscored:
+            self.warn(f"{held_out.num_unscored} held-out problems were not scored; they count for nothing")
 
     def record_scored(self, rewards: Sequence[float]) -> None:
         """A group's rewards, before any filter; go into the next step's line."""
@@ -119,9 +126,12 @@ class RunRecorder:
         filtering: GroupFiltering,
         payloads: AsyncPayloadBudget,
         weights: WeightLedger,
-        accuracy: float | None,
+        scoring: GroupScoring,
+        held_out: HeldOutScores | None,
     ) -> None:
         """One optimizer step."""
+        if held_out is not None:
+            self._warn_of_unscored(held_out)
         num_generated = _num_generated(engines)
         dropped = {
             reason: count - self._num_dropped_before[reason] for reason, count in buffer.num_dropped.items()
@@ -136,7 +146,7 @@ class RunRecorder:
             train_s=times.train_s,
             publish_weights_s=times.publish_weights_s,
             eval_s=times.eval_s,
-            eval_accuracy=accuracy,
+            held_out=held_out,
             num_trained_tokens=result.num_targets,
             num_generated_tokens=num_generated - self._num_generated_before,
             dropped=dropped,
@@ -155,7 +165,7 @@ class RunRecorder:
         if result.skip_reason is not None:
             self._record_skipped(step, batch, result.skip_reason)
         metrics["trainer/num_skipped_steps"] = self._num_skipped_steps
-        metrics |= buffer.metrics | filtering.metrics() | self._weight_metrics(weights)
+        metrics |= buffer.metrics | filtering.metrics() | scoring.metrics() | self._weight_metrics(weights)
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         if self._scored:
             metrics["reward/scored_mean"] = sum(self._scored) / len(self._scored)

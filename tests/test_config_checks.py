@@ -37,6 +37,11 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["weights.interruption=cancel_stale"],
             ["weights.interruption = 'cancel_stale'", "needs buffer.stale_groups = 'drop'"],
         ),
+        (
+            ["scorer.answer_limit_s=30"],
+            ["timeouts.score_s = 60.0", "must be over 60", "4 answers", "group_size", "scorer.num_workers"],
+        ),
+        (["timeouts.score_s=6", "scorer.num_workers=2"], ["timeouts.score_s = 6", "must be over 6:"]),
         (["buffer.max_groups=1"], ["buffer.max_groups = 1", "groups_per_step = 2, one batch"]),
         (
             ["buffer.order=completion"],

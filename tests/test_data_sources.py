@@ -21,10 +21,13 @@ from apps.preparation import check_plan
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import DataSection
+from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task
-from forgeasync.scoring.scorer import build_scorer, last_number
+from forgeasync.scoring.gym_answers import last_number
+from forgeasync.scoring.scorer import VerifiedScorer, build_scorer
+from forgeasync.scoring.verifier_process import ProblemDiffers
 from tests.config_samples import CONFIGS
 
 # One digit and two terms leave 200 distinct problems.
@@ -47,6 +50,17 @@ def records(path: str | Path, *, num_train: int = 5, num_held_out: int = 3, **so
             "num_held_out": num_held_out,
         }
     )
+
+
+def make_scorer(data: DataSection, *, seed: int) -> VerifiedScorer:
+    return build_scorer(data, ScorerSection(num_workers=1), seed=seed)
+
+
+def value(scorer: VerifiedScorer, task: Task, response: str) -> float:
+    """The score's value; it says itself whether it is a full one."""
+    score = scorer.score(task, response)
+    assert score.is_correct == (score.value == 1.0)
+    return score.value
 
 
 def texts(tasks: list[Task]) -> list[str]:
@@ -129,16 +143,16 @@ class TestReasoningGymScorer:
     def test_a_rebuilt_scorer_accepts_the_reference_answers(self, group: str) -> None:
         data = sums(answer_prefix="Answer:")
         source = build_source(data, seed=4)
-        scorer = build_scorer(data, seed=4)
+        scorer = make_scorer(data, seed=4)
         for task in source.train if group == "train" else source.held_out:
-            assert scorer.score(task, f"Answer: 1000 no, Answer: {task.answer}\n") == 1.0
-            assert scorer.score(task, f"Answer: {task.answer} no, Answer: 1000") < 1.0
-            assert scorer.score(task, task.answer) == 0.0
+            assert value(scorer, task, f"Answer: 1000 no, Answer: {task.answer}\n") == 1.0
+            assert value(scorer, task, f"Answer: {task.answer} no, Answer: 1000") < 1.0
+            assert value(scorer, task, task.answer) == 0.0
 
     def test_without_a_prefix_the_whole_response_is_the_answer(self) -> None:
         data = sums()
         task = build_source(data, seed=0).train[0]
-        assert build_scorer(data, seed=0).score(task, f" {task.answer}\n") == 1.0
+        assert value(make_scorer(data, seed=0), task, f" {task.answer}\n") == 1.0
 
     @pytest.mark.parametrize(
         ("sentence", "number"),
@@ -161,25 +175,25 @@ class TestReasoningGymScorer:
     def test_an_answer_in_a_sentence_counts_only_where_its_last_number_is_the_answer(self) -> None:
         data = sums(answer_part="last_number")
         task = build_source(data, seed=0).train[0]
-        scorer = build_scorer(data, seed=0)
-        assert scorer.score(task, f"Of course! The final answer is {task.answer}.") == 1.0
-        assert scorer.score(task, f"{task.answer}, or was it 100000") < 1.0
-        assert scorer.score(task, "I cannot say.") == 0.0
-        whole = build_scorer(sums(), seed=0)
-        assert whole.score(task, f"Of course! The final answer is {task.answer}.") < 1.0
+        scorer = make_scorer(data, seed=0)
+        assert value(scorer, task, f"Of course! The final answer is {task.answer}.") == 1.0
+        assert value(scorer, task, f"{task.answer}, or was it 100000") < 1.0
+        assert value(scorer, task, "I cannot say.") == 0.0
+        whole = make_scorer(sums(), seed=0)
+        assert value(whole, task, f"Of course! The final answer is {task.answer}.") < 1.0
 
     def test_the_last_number_is_looked_for_after_the_prefix(self) -> None:
         data = sums(answer_prefix="Answer:", answer_part="last_number")
         task = build_source(data, seed=0).train[0]
-        scorer = build_scorer(data, seed=0)
-        assert scorer.score(task, f"1000 Answer: it is {task.answer}.") == 1.0
-        assert scorer.score(task, f"{task.answer} Answer: none") == 0.0
+        scorer = make_scorer(data, seed=0)
+        assert value(scorer, task, f"1000 Answer: it is {task.answer}.") == 1.0
+        assert value(scorer, task, f"{task.answer} Answer: none") == 0.0
 
     def test_a_task_of_another_seed_is_refused(self) -> None:
         data = sums()
         task = build_source(data, seed=0).train[0]
-        with pytest.raises(ValueError, match=r"another problem"):
-            build_scorer(data, seed=1).score(task, task.answer)
+        with pytest.raises(ProblemDiffers, match=r"another problem"):
+            make_scorer(data, seed=1).score(task, task.answer)
 
 
 class TestHuggingFace:
@@ -213,9 +227,9 @@ class TestHuggingFace:
 
     def test_scored_by_math_verify(self, jsonl: Path) -> None:
         task = build_source(records(jsonl), seed=0).train[0]
-        scorer = build_scorer(records(jsonl), seed=0)
-        assert scorer.score(task, f"\\boxed{{{task.answer}}}") == 1.0
-        assert scorer.score(task, f"\\boxed{{{task.answer}1}}") == 0.0
+        scorer = make_scorer(records(jsonl), seed=0)
+        assert value(scorer, task, f"\\boxed{{{task.answer}}}") == 1.0
+        assert value(scorer, task, f"\\boxed{{{task.answer}1}}") == 0.0
 
     def test_a_folder_is_read_too(self, jsonl: Path) -> None:
         folder = jsonl.parent / "folder"

@@ -91,7 +91,11 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     initial, *steps = read_lines(run_dir / "metrics.jsonl")
     assert initial["step"] == 0 and "eval/accuracy" in initial
     assert [line["step"] for line in steps] == [line["policy_version"] for line in steps] == [1, 2, 3, 4]
-    assert "eval/accuracy" in steps[-1]
+    for line in (initial, steps[-1]):
+        assert 0.0 <= line["eval/accuracy"] <= line["eval/score_mean"] <= 1.0
+        assert line["eval/num_unscored"] == 0
+    assert "processes verify answers, isolated by" in out
+    assert steps[-1]["scoring/num_timeouts"] == steps[-1]["scoring/num_failed_attempts"] == 0
     ages = [line["off_policy/age_max"] for line in steps]
     assert max(ages) <= steps_off_policy
     if steps_off_policy:
@@ -100,6 +104,7 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
         assert line["dropped/stale"] == 0
         assert line["dropped/bad_record"] == 0
         assert line["dropped/cancelled"] == 0
+        assert line["dropped/unscored"] == 0
         assert line["routing/recorded_share"] == 1.0
         if line["off_policy/age_max"] == 0:
             assert line["mismatch/logprob_abs_max"] < 1e-4

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgeasync.observability.failures import root_cause
 from apps.grpo import StepsSkipped, start
 from forgeasync.buffer.starvation import NothingTrains
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.weights_schema import Interruption
+from forgeasync.observability.failures import root_cause
 from forgeasync.trainer.step_result import StepResult
 from tests.support.loops import (
     MAX_STEPS,

@@ -1,27 +1,28 @@
 """Math rewards: which answers count, and that no expression can stall or break the verifier."""
 
-import os
-import resource
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from forgeasync.scoring.math import DEFAULT_VERIFIER, MathVerifier, math_reward
-from forgeasync.scoring.math_worker import last_boxed
+from forgeasync.config.scorer_schema import ScorerSection
+from forgeasync.scoring.math import math_reward
+from forgeasync.scoring.math_answers import last_boxed
+from forgeasync.scoring.score import Score
+from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
+from forgeasync.scoring.verifier_pool import VerifierPool
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[MathVerifier]:
-    verifier = MathVerifier(time_limit_s=1.0, memory_limit_mib=256)
-    yield verifier
-    verifier.close()
+def impatient() -> Iterator[VerifierPool]:
+    section = ScorerSection(num_workers=1, answer_limit_s=0.5, answer_memory_mib=256)
+    pool = VerifierPool(MathVerifierChoice(), section)
+    yield pool
+    pool.close()
+
+
+def verify(pool: VerifierPool, response: str, answer: str) -> Score:
+    return pool.score(MathProblem(answer=answer), response)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,49 @@ def test_wrong_answers_score_zero(response: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("#4", "4", 1.0),
+        ("# 4", "4", 1.0),
+        ("#### 4", "4", 1.0),
+        ("####4", "4", 1.0),
+        ("#### -1,234", "-1234", 1.0),
+        ("#### $4", "4", 1.0),
+        ("3 + 1 = 4\n#### 4", "4", 1.0),
+        (r"\boxed{#4}", "4", 1.0),
+        (r"\boxed{\#4}", "4", 1.0),
+        (r"\boxed{#### 4}", "4", 1.0),
+        (r"#### \frac{1}{2}", "0.5", 1.0),
+        ("The answer is #4.", "4", 1.0),
+        ("The answer is **#4**", "4", 1.0),
+        ("4", "#4", 1.0),
+        ("4", "#### 4", 1.0),
+        ("1,000", "Half of 2000 is 2000 / 2 = 1000.\n#### 1,000", 1.0),
+        # The hash is no sign, and no licence either.
+        ("#5", "4", 0.0),
+        (r"\boxed{#5}", "4", 0.0),
+        ("#### 5", "4", 0.0),
+        ("5", "4 + 1 = 5\n#### 4", 0.0),
+        # Where "#4" names something, the number before it stays the answer.
+        ("The answer is 8 (by rule #4 above)", "8", 1.0),
+        ("## 3. Sum\n5 + 3 = 8", "8", 1.0),
+    ],
+)
+def test_number_signs_before_a_number_mean_nothing(response: str, answer: str, reward: float) -> None:
+    assert math_reward(response, answer) == reward
+
+
+@pytest.mark.parametrize(
     "expression",
     ["9^{9^{9^{9}}}", "((10!)!)!", r"\binom{10^{9}}{5 \cdot 10^{8}}"],
     ids=["power tower", "factorial tower", "binomial"],
 )
-def test_endless_expressions_are_cut_off_and_counted(impatient: MathVerifier, expression: str) -> None:
-    before = impatient.num_timeouts
-    assert not impatient.verify(f"\\boxed{{{expression}}}", "42")
-    assert impatient.num_timeouts == before + 1
-    assert impatient.verify(r"\boxed{42}", "42")
+def test_endless_expressions_are_cut_off_and_counted(impatient: VerifierPool, expression: str) -> None:
+    before = impatient.counts
+    assert verify(impatient, f"\\boxed{{{expression}}}", "42") == Score(value=0.0, is_correct=False)
+    after = impatient.counts
+    assert after.num_timeouts == before.num_timeouts + 1
+    assert verify(impatient, r"\boxed{42}", "42") == Score(value=1.0, is_correct=True)
 
 
 @pytest.mark.parametrize(
@@ -110,43 +145,9 @@ def test_endless_expressions_are_cut_off_and_counted(impatient: MathVerifier, ex
         "surrogates",
     ],
 )
-def test_monstrous_strings_score_zero(impatient: MathVerifier, response: str) -> None:
-    assert not impatient.verify(response, "41")
-    assert impatient.verify(r"\boxed{42}", "42")
-
-
-def test_timeout_is_counted() -> None:
-    verifier = MathVerifier(time_limit_s=0.001)
-    assert not verifier.verify("\\boxed{" + "1+" * 100_000 + "1}", "42")
-    assert (verifier.num_timeouts, verifier.num_crashes) == (1, 0)
-    assert verifier.worker_pid is None
-
-
-def test_worker_memory_is_limited(impatient: MathVerifier) -> None:
-    assert impatient.verify(r"\boxed{42}", "42")
-    assert impatient.worker_pid is not None
-    soft, _ = resource.prlimit(impatient.worker_pid, resource.RLIMIT_AS)
-    assert 0 < soft < 4 * 2**30
-
-
-def test_start_up_does_not_count_against_the_limit() -> None:
-    # Importing sympy alone takes longer than this limit.
-    verifier = MathVerifier(time_limit_s=0.25)
-    assert verifier.verify(r"\boxed{42}", "42")
-    verifier.close()
-
-
-def test_worker_is_reused_and_replaced_after_death() -> None:
-    assert math_reward(r"\boxed{1}", "1") == 1.0
-    first = DEFAULT_VERIFIER.worker_pid
-    assert first is not None
-    assert math_reward(r"\boxed{2}", "2") == 1.0
-    assert DEFAULT_VERIFIER.worker_pid == first
-
-    os.kill(first, signal.SIGKILL)
-    _wait_until_gone(first)
-    assert math_reward(r"\boxed{3}", "3") == 1.0
-    assert DEFAULT_VERIFIER.worker_pid not in (None, first)
+def test_monstrous_strings_score_zero(impatient: VerifierPool, response: str) -> None:
+    assert not verify(impatient, response, "41").is_correct
+    assert verify(impatient, r"\boxed{42}", "42").is_correct
 
 
 def test_threads_get_their_own_answers() -> None:
@@ -154,22 +155,6 @@ def test_threads_get_their_own_answers() -> None:
         pairs = [(f"\\boxed{{{i}}}", str(i if i % 3 else i + 1)) for i in range(60)]
         rewards = list(pool.map(lambda pair: math_reward(*pair), pairs))
     assert rewards == [1.0 if i % 3 else 0.0 for i in range(60)]
-
-
-def test_worker_dies_with_its_parent(tmp_path: Path) -> None:
-    script = """
-        import os
-        from forgeasync.scoring.math import DEFAULT_VERIFIER, math_reward
-
-        assert math_reward("\\\\boxed{1}", "1") == 1.0
-        print(DEFAULT_VERIFIER.worker_pid, flush=True)
-        os._exit(0)
-    """
-    # stdout goes to a file, not a pipe: a surviving worker would keep a pipe open.
-    with open(tmp_path / "pid", "w+") as output:
-        subprocess.run([sys.executable, "-c", textwrap.dedent(script)], stdout=output, check=True)
-        output.seek(0)
-        _wait_until_gone(int(output.read()))
 
 
 @pytest.mark.parametrize(
@@ -188,17 +173,3 @@ def test_worker_dies_with_its_parent(tmp_path: Path) -> None:
 )
 def test_last_boxed(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
-
-
-def _wait_until_gone(pid: int, *, limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        try:
-            # A dead child stays a zombie until its parent waits for it.
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state == "Z":
-            return
-        time.sleep(0.05)
-    pytest.fail(f"process {pid} is still there after {limit_s} s")

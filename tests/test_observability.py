@@ -16,6 +16,7 @@ from forgeasync.config.schema import RunConfig
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout
 from forgeasync.data.task import Task
 from forgeasync.observability import metrics as metrics_module
+from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.metrics import REQUIRED_KEYS, MetricsWriter, RolloutWriter, StepMetrics
 from forgeasync.observability.run_dir import RunDir, check_folder, check_run_dir
 from tests.support.rollouts import make_stored_rollout
@@ -82,6 +83,13 @@ def make_groups() -> list[Group]:
     ]
 
 
+def make_held_out(*, accuracy: float) -> HeldOutScores:
+    """Of 1,000 responses, with partial credit of a half for every second wrong one."""
+    num_correct = round(1000 * accuracy)
+    score_sum = num_correct + (1000 - num_correct) / 4
+    return HeldOutScores(num_correct=num_correct, score_sum=score_sum, num_scored=1000, num_unscored=24)
+
+
 def make_step(
     *,
     step: int = 5,
@@ -102,7 +110,7 @@ def make_step(
         num_generated_tokens=40,
         dropped={"too_old": 3},
         trainer=trainer,
-        eval_accuracy=accuracy,
+        held_out=None if accuracy is None else make_held_out(accuracy=accuracy),
     )
 
 
@@ -243,7 +251,11 @@ def test_step_metrics_by_hand() -> None:
     metrics = make_step().to_dict()
     assert REQUIRED_KEYS <= metrics.keys()
     assert "eval/accuracy" not in metrics
-    assert make_step(accuracy=0.25).to_dict()["eval/accuracy"] == 0.25
+    metrics = make_step(accuracy=0.25).to_dict()
+    assert metrics["eval/accuracy"] == 0.25
+    assert metrics["eval/score_mean"] == 0.25 + 0.75 / 4
+    assert metrics["eval/num_unscored"] == 24
+
     expected = {
         "reward/mean": 0.25,
         "reward/std": np.sqrt(3) / 4,
@@ -270,6 +282,12 @@ def test_every_required_key_is_documented() -> None:
         assert f"`{key}`" in documented or f"`_{key.rpartition('_')[2]}`" in documented, key
 
 
+def test_an_evaluation_without_any_score_has_no_accuracy() -> None:
+    nothing = HeldOutScores(num_correct=0, score_sum=0.0, num_scored=0, num_unscored=8)
+    assert nothing.metrics() == {"eval/num_unscored": 8}
+    assert "none of 8 responses" in str(nothing)
+
+
 def test_unscored_group_is_refused() -> None:
     group = make_groups()[0]
     unscored = Group(group_id=9, draw_id=9, task=group.task, rollouts=group.rollouts)
@@ -280,12 +298,14 @@ def test_unscored_group_is_refused() -> None:
 def test_each_line_is_on_disk_before_close(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path, tensorboard_dir=None)
-    writer.write_initial_evaluation(accuracy=0.125, eval_s=3.0)
+    writer.write_initial_evaluation(make_held_out(accuracy=0.125), eval_s=3.0)
     assert read_lines(path) == [
         {
             "step": 0,
             "policy_version": 0,
             "eval/accuracy": 0.125,
+            "eval/score_mean": 0.125 + 0.875 / 4,
+            "eval/num_unscored": 24,
             "time/eval_s": 3.0,
             "time/elapsed_s": 0.0,
             "metrics/num_nonfinite": 0,

@@ -23,7 +23,7 @@ from forgeasync.observability.logs import last_lines
 from forgeasync.observability.metrics import MetricsWriter
 from forgeasync.observability.remaining import RemainingTime
 from forgeasync.observability.run_dir import RunDir
-from tests.test_observability import NOW, make_config, make_step
+from tests.test_observability import NOW, make_config, make_held_out, make_step
 
 
 def run_python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -272,7 +272,7 @@ def test_last_lines(tmp_path: Path) -> None:
 def write_run(folder: Path) -> Path:
     run_dir = RunDir.create(make_config(folder), "", NOW)
     with MetricsWriter(run_dir.metrics, tensorboard_dir=None) as writer:
-        writer.write_initial_evaluation(accuracy=0.1, eval_s=1.0)
+        writer.write_initial_evaluation(make_held_out(accuracy=0.1), eval_s=1.0)
         for step in range(1, 5):
             accuracy = 0.1 * step if step % 2 == 0 else None
             writer.write(make_step(step=step, elapsed_s=30.0 * step, accuracy=accuracy).to_dict())

@@ -2,25 +2,30 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from apps.cli import root_cause
 from apps.grpo import GrpoRun
 from apps.preparation import prepare
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.config.filter_schema import DynamicSamplingSection, ResampleOnCorrectSection
 from forgeasync.config.schema import AlgorithmSection, RunConfig, SamplingSection
+from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.data.task import Task
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.scoring.filtering import AllFiltered
+from forgeasync.scoring.score import Score, VerifierCounts
 from tests.support.models import write_random_model
 from tests.support.rollouts import make_ref, make_stored_rollout
 from tests.support.runs import tiny_config
@@ -80,15 +85,34 @@ class Ended:
     payloads: PayloadBudget
 
 
-class Scorer:
-    """Its one endpoint, called as an actor's."""
+async def score(task: Task, responses: Sequence[str]) -> ScoredResponses:
+    """Rewards that differ."""
+    scores = tuple(Score(value=float(index), is_correct=False) for index in range(len(responses)))
+    return ScoredResponses(scores=scores, counts=VerifierCounts())
 
-    @property
-    def score(self) -> "Scorer":
-        return self
 
-    async def call_one(self, task: Task, responses: list[str]) -> tuple[float, ...]:
-        return tuple(float(index) for index in range(len(responses)))
+class UnluckyScorer:
+    """Refuses its first connection, and all for one prompt."""
+
+    def __init__(self) -> None:
+        self.first: Task | None = None
+        self.refused: Task | None = None
+        self.num_calls = 0
+
+    async def score(self, task: Task, responses: Sequence[str]) -> ScoredResponses:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            self.first = task
+            raise ConnectionRefusedError("nobody listens")
+        if self.refused is None and task != self.first:
+            self.refused = task
+        if task == self.refused:
+            raise ConnectionRefusedError(f"never for {task.task_id}")
+        return await score(task, responses)
+
+
+def make_scoring(call: Callable[[Task, Sequence[str]], Awaitable[ScoredResponses]] = score) -> GroupScoring:
+    return GroupScoring(call, ScorerSection(), limit_s=20.0, retry_wait_s=0.0)
 
 
 class Recorder:
@@ -105,7 +129,9 @@ class Recorder:
         self.problems.append(problem)
 
 
-async def _first_batch(config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path) -> Ended:
+async def _first_batch(
+    config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path, scoring: GroupScoring | None
+) -> Ended:
     fleet = Fleet(log_dir)
     try:
         run = GrpoRun(
@@ -113,7 +139,7 @@ async def _first_batch(config: RunConfig, generators: Generators, recorder: Reco
             prepare(config),
             trainer=None,
             generators=generators,
-            scorer=Scorer(),
+            scorer=scoring or make_scoring(),
             buffer=await fleet.start_buffer(config),
             recorder=recorder,
             checkpoints=log_dir,
@@ -130,10 +156,14 @@ async def _first_batch(config: RunConfig, generators: Generators, recorder: Reco
 
 
 def run_first_batch(
-    algorithm: AlgorithmSection, folder: Path, generators: Generators, recorder: Recorder
+    algorithm: AlgorithmSection,
+    folder: Path,
+    generators: Generators,
+    recorder: Recorder,
+    scoring: GroupScoring | None = None,
 ) -> Ended:
     config = tiny_config(write_random_model(folder / "model")).model_copy(update={"algorithm": algorithm})
-    return asyncio.run(_first_batch(config, generators, recorder, folder))
+    return asyncio.run(_first_batch(config, generators, recorder, folder, scoring))
 
 
 def test_groups_that_do_not_come_are_counted_and_their_prompts_come_again(tmp_path: Path) -> None:
@@ -154,6 +184,23 @@ def test_groups_that_do_not_come_are_counted_and_their_prompts_come_again(tmp_pa
     assert ended.report.metrics["buffer/num_reissued"] == len(lost_groups)
     num_freed = ALGORITHM.groups_per_step + len(OVERSIZED)
     assert len(generators.freed) == num_freed * ALGORITHM.group_size, "those of the batch and the oversized"
+    assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
+
+
+def test_a_group_that_cannot_be_scored_is_given_up_and_the_others_train(tmp_path: Path) -> None:
+    scorer, generators, recorder = UnluckyScorer(), Generators(), Recorder()
+    scoring = make_scoring(scorer.score)
+    ended = run_first_batch(ALGORITHM, tmp_path, generators, recorder, scoring)
+    assert len(ended.batch.groups) == ALGORITHM.groups_per_step
+    assert scorer.refused is not None
+    assert all(group.task != scorer.refused for group in ended.batch.groups)
+    num_unscored = ended.report.num_dropped[DropReason.UNSCORED]
+    assert num_unscored >= 1
+    problems = [problem for problem in recorder.problems if "was not scored in 3 attempts" in problem]
+    assert len(problems) == num_unscored
+    assert f"never for {scorer.refused.task_id}" in problems[0]
+    assert scoring.metrics()["scoring/num_failed_attempts"] >= 1 + 3 * num_unscored
+    assert scorer.first in [group.task for group in ended.batch.groups], "a second attempt helped"
     assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
 
 
@@ -180,14 +227,16 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
                 prepare(config),
                 trainer=None,
                 generators=Generators(),
-                scorer=Scorer(),
+                scorer=make_scoring(),
                 buffer=await fleet.start_buffer(config),
                 recorder=Recorder(),
                 checkpoints=tmp_path,
             )
             collecting = asyncio.create_task(run.collect())
-            with pytest.raises(AllFiltered, match="6 groups in a row"):
+            with pytest.raises(ExceptionGroup) as ended:
                 await asyncio.wait_for(run.score(), 20)
+            cause = root_cause(ended.value)
+            assert isinstance(cause, AllFiltered) and "6 groups in a row" in str(cause)
             collecting.cancel()
         finally:
             await fleet.close()

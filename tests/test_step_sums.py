@@ -154,10 +154,6 @@ def test_a_step_without_a_trained_token_has_zeros() -> None:
     assert metrics["mismatch/kl"] == metrics["loss"] == metrics["off_policy/effective_sample_share"] == 0.0
 
 
-def make_row(ages: list[list[int]]) -> PackedRow:
-    return pack_row([make_sequence(one) for one in ages])
-
-
 def with_tokens(sums: StepSums) -> StepSums:
     """As in every step: what there is to say of mismatches, here of no tokens."""
     sums.add_mismatch(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool), make_row([]))

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from forgeasync.config.schema import DataSection, ReasoningGymSource
+from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
 from forgeasync.data.tokenizer import UNKNOWN, build_tokenizer, save_tokenizer
@@ -31,10 +32,10 @@ def tasks() -> list[Task]:
 
 
 def test_worked_examples_are_right_step_by_step(tasks: list[Task]) -> None:
-    scorer = build_scorer(DATA, seed=0)
+    scorer = build_scorer(DATA, ScorerSection(num_workers=1), seed=0)
     for task in tasks:
         response = worked_example(task)
-        assert scorer.score(task, response) == 1.0
+        assert scorer.score(task, response).is_correct
         steps = response.partition("#")[0].split(";")
         assert len(steps) == len(re.findall(r" [+-] ", task.prompt))
         for step in steps:
@@ -44,8 +45,8 @@ def test_worked_examples_are_right_step_by_step(tasks: list[Task]) -> None:
 
 
 def test_guesses_are_off_by_the_error(tasks: list[Task]) -> None:
-    scorer = build_scorer(DATA, seed=0)
-    assert scorer.score(tasks[0], guess(tasks[0], error=0)) == 1.0
+    scorer = build_scorer(DATA, ScorerSection(num_workers=1), seed=0)
+    assert scorer.score(tasks[0], guess(tasks[0], error=0)).is_correct
     assert guess(tasks[0], error=2) == f"#{int(tasks[0].answer) + 2}"
 
 

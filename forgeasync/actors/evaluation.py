@@ -1,42 +1,55 @@
-"""Accuracy on held-out problems, sampled once each with the training distribution."""
+"""Scores on held-out problems, sampled once each with the training distribution."""
 
 import asyncio
+import logging
+import math
 from collections.abc import Callable, Sequence
 
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.scorer import ScorerActor
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.task import Task
+from forgeasync.observability.held_out import HeldOutScores
+from forgeasync.scoring.score import Score
 
-SOLVED = 1.0
-"""What a scorer gives a full solution."""
+logger = logging.getLogger(__name__)
 
 
 async def evaluate(
     tasks: Sequence[Task],
     *,
     generators: GeneratorRouter,
-    scorer: ScorerActor,
+    scorer: GroupScoring,
     prompts: PromptEncoder,
     config: RunConfig,
     on_answered: Callable[[], None],
-) -> float:
-    """The share of problems solved by one response each; a problem's sampling seed is its place in the list.
+) -> HeldOutScores:
+    """One response to each problem, scored; a problem's sampling seed is its place in the list.
 
-    ``on_answered`` is called for every problem that is done.
-    Partial credit is no solution: only a reward of ``SOLVED`` counts.
+    ``on_answered`` is called for every problem that is done. Responses that cannot be scored are left out,
+    and counted.
     """
 
-    async def reward(index: int, task: Task) -> float:
+    async def score(index: int, task: Task) -> Score | Unscored:
         responses = await generators.respond(
             prompts.encode(task.prompt), num_samples=1, sampling=config.sampling, seed=index
         )
-        async with asyncio.timeout(config.timeouts.score_s):
-            return (await scorer.score.call_one(task, responses))[0]
+        scores = await scorer.score(f"held-out problem {task.task_id}", task, responses)
+        return scores if isinstance(scores, Unscored) else scores[0]
 
     async with asyncio.TaskGroup() as all_tasks:
-        rewards = [all_tasks.create_task(reward(index, task)) for index, task in enumerate(tasks)]
-        for answer in rewards:
+        answers = [all_tasks.create_task(score(index, task)) for index, task in enumerate(tasks)]
+        for answer in answers:
             answer.add_done_callback(lambda _: on_answered())
-    return sum(task.result() >= SOLVED for task in rewards) / len(rewards)
+    results = [answer.result() for answer in answers]
+    scores = [one for one in results if isinstance(one, Score)]
+    for one in results:
+        if isinstance(one, Unscored):
+            logger.warning("%s", one.reason)
+    return HeldOutScores(
+        num_correct=sum(one.is_correct for one in scores),
+        score_sum=math.fsum(one.value for one in scores),
+        num_scored=len(scores),
+        num_unscored=len(results) - len(scores),
+    )

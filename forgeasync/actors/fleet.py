@@ -27,6 +27,7 @@ from forgeasync.actors.deaths import (
     read_report,
 )
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
+from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
@@ -262,12 +263,13 @@ class Fleet:
         await generators.setup(setup, ids, self.payload_folders)
         return generators
 
-    async def start_scorer(self, config: RunConfig) -> ScorerActor:
-        """The scorer; its endpoints are called with ``call_one``."""
+    async def start_scorer(self, config: RunConfig) -> GroupScoring:
+        """The scorer, with its processes started, behind what scores groups side by side."""
         actor = self._spawn_here("scorer").spawn("scorer", ScorerActor, self.log_dir)
+        limit_s = config.timeouts.score_s
         async with deadline(config.timeouts.setup_s, call="setting up the scorer", key="timeouts.setup_s"):
-            await actor.setup.call_one(config.data, config.seed)
-        return actor
+            isolation = await actor.setup.call_one(config.data, config.scorer, limit_s, config.seed)
+        return GroupScoring(actor.score.call_one, config.scorer, limit_s=limit_s, isolation=isolation)
 
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None = None) -> BufferActor:
         """The replay buffer, empty or as it was; its endpoints are called with ``call_one``."""

@@ -21,6 +21,8 @@ class DropReason(StrEnum):
     """Given up while it was sampled: finished, it would have been too old."""
     FILTERED = "filtered"
     """A group filter left nothing of it to learn from."""
+    UNSCORED = "unscored"
+    """Its scoring failed ``scorer.max_attempts`` times."""
 
 
 AGE_REASONS = frozenset({DropReason.STALE, DropReason.CANCELLED})

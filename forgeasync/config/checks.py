@@ -21,6 +21,7 @@ from forgeasync.config.routing_checks import (
     check_sequence_parallelism,
 )
 from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, RunConfig
+from forgeasync.config.scorer_checks import check_scorer
 from forgeasync.config.sizes import ROW_ALIGNMENT, largest_group_payload_bytes
 
 
@@ -203,6 +204,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_offload,
     check_lora,
     check_launcher,
+    check_scorer,
     _check_warmup,
 )
 

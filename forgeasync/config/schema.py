@@ -14,6 +14,7 @@ from forgeasync.config.buffer_schema import AccountingSection, BufferSection, Pa
 from forgeasync.config.filter_schema import FilterSection
 from forgeasync.config.launch_schema import LauncherSection, LocalLauncher
 from forgeasync.config.loss_schema import LossSection
+from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.config.section import (
     Count,
     CountOrZero,
@@ -328,6 +329,7 @@ class TimeoutSection(Section):
     train_step_s: Seconds = 600.0
     weights_s: Seconds = 120.0
     score_s: Seconds = 60.0
+    """For one group, from when the scorer begins with it: past it, the attempt has failed, see ``scorer``."""
     host_s: Seconds = 60.0
     """Of many hosts: one that does not answer for this long ends the run, and one that is not asked for twice
     this long ends itself."""
@@ -396,6 +398,7 @@ class RunConfig(Section):
     weights: WeightsSection = WeightsSection()
     lora: LoraSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
+    scorer: ScorerSection = ScorerSection()
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()

@@ -8,6 +8,9 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `policy_version`                     | version of the weights that this step made                        |
 | `reward/mean`, `reward/std`          | over the rollouts of the batch (population standard deviation)    |
 | `eval/accuracy` *                    | share of held-out problems solved; only where a step evaluated    |
+| `eval/score_mean` *                  | mean score of the same responses, partial credit included         |
+| `eval/num_unscored` *                | held-out responses that could not be scored: they are left out of |
+|                                      | both; where all are, neither is there                             |
 | `time/elapsed_s`                     | since the first training step started, excluding nothing          |
 | `time/step_s`                        | the whole step, evaluation included                               |
 | `time/wait_for_batch_s`              | the trainer stood idle for the batch                              |
@@ -31,6 +34,10 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`          |
 | `dropped/<reason>` *                 | groups lost during the step, by reason                            |
 | `reward/scored_mean` *               | over all rollouts scored during the step, before any filter       |
+| `scoring/num_timeouts`, `_crashes`,  | answers so far that scored 0 since they could not be verified: in |
+| `_errors`, `_oversized`              | `scorer.answer_limit_s`, without the death of the process, without |
+|                                      | an exception of the verifier, or for their length                 |
+| `scoring/num_failed_attempts`        | to score a group so far; each group has `scorer.max_attempts`     |
 | `filtered/num_groups_<reason>`       | groups that filters dropped so far                                |
 | `filtered/num_rollouts`              | rollouts that filters left out so far                             |
 | `buffer/num_in_flight`, `_complete`  | groups being sampled or scored, and waiting for training          |
@@ -85,8 +92,8 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 |                                      | written, and the run goes on without them                         |
 
 The evaluation before the first step is a line of its own (`MetricsWriter.write_initial_evaluation`), with
-`step`, `policy_version`, `eval/accuracy`, `time/eval_s`, `time/elapsed_s` (0), `metrics/num_nonfinite` and
-`metrics/num_tensorboard_errors`.
+`step`, `policy_version`, the metrics `eval/<...>`, `time/eval_s`, `time/elapsed_s` (0),
+`metrics/num_nonfinite` and `metrics/num_tensorboard_errors`.
 """
 
 import contextlib
@@ -104,6 +111,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from forgeasync.buffer.decisions import Batch
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout
+from forgeasync.observability.held_out import HeldOutScores
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -156,12 +164,12 @@ class StepMetrics:
     num_generated_tokens: int
     dropped: Mapping[str, int]
     trainer: Mapping[str, float]
-    eval_accuracy: float | None = None
+    held_out: HeldOutScores | None = None
     eval_s: float = 0.0
 
     def to_dict(self) -> dict[str, float | int]:
         """The line of metrics.jsonl, by key. Raises ValueError where a group has no rewards."""
-        evaluation = {} if self.eval_accuracy is None else {"eval/accuracy": self.eval_accuracy}
+        evaluation = {} if self.held_out is None else self.held_out.metrics()
         return {
             "step": self.step,
             "policy_version": self.policy_version,
@@ -301,13 +309,13 @@ class MetricsWriter:
             raise KeyError(f"metrics of a step lack {', '.join(missing)}")
         self._append(metrics)
 
-    def write_initial_evaluation(self, *, accuracy: float, eval_s: float) -> None:
-        """Record the accuracy of the initial weights, before the first step, as step 0."""
+    def write_initial_evaluation(self, held_out: HeldOutScores, *, eval_s: float) -> None:
+        """Record the held-out scores of the initial weights, before the first step, as step 0."""
         self._append(
             {
                 "step": 0,
                 "policy_version": 0,
-                "eval/accuracy": accuracy,
+                **held_out.metrics(),
                 "time/eval_s": eval_s,
                 "time/elapsed_s": 0.0,
             }

@@ -1,109 +1,76 @@
-"""From a response to its reward, by the verifier that belongs to the problem's source."""
+"""From a response to its score, by the verifier that belongs to the problem's source."""
 
-import logging
-import re
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from forgeasync.config.schema import AnswerPart, DataSection, HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.schema import DataSection, HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.task import Task
-from forgeasync.scoring.math import math_reward
-
-if TYPE_CHECKING:
-    from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
-
-logger = logging.getLogger(__name__)
-
-
-# A minus after a digit, letter or bracket subtracts.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
+from forgeasync.scoring.score import Score, VerifierCounts
+from forgeasync.scoring.verifier import (
+    GymProblem,
+    GymVerifierChoice,
+    MathProblem,
+    MathVerifierChoice,
+    Problem,
+    VerifierChoice,
+)
+from forgeasync.scoring.verifier_pool import VerifierPool
 
 
 class Scorer(Protocol):
-    """Judges responses."""
+    """Judges responses. Thread-safe."""
 
-    def score(self, task: Task, response: str) -> float:
-        """The reward of ``response``; 1.0 is a full solution."""
+    def score(self, task: Task, response: str) -> Score:
+        """The score of ``response``. What it raises is no fault of the response."""
+        ...
+
+    @property
+    def counts(self) -> VerifierCounts:
+        """Responses so far that could not be verified."""
         ...
 
 
-def answer_after(response: str, prefix: str) -> str | None:
-    """What follows the last ``prefix`` in ``response``, stripped; None without one; all of it for ``""``."""
-    _, found, answer = response.rpartition(prefix) if prefix else ("", "found", response)
-    return answer.strip() if found else None
+class VerifiedScorer:
+    """Has guarded processes verify responses; see ``forgeasync.scoring.verifier_pool``."""
 
+    def __init__(self, choice: VerifierChoice, section: ScorerSection) -> None:
+        """Starts nothing."""
+        self._is_gym = isinstance(choice, GymVerifierChoice)
+        self._pool = VerifierPool(choice, section)
 
-def last_number(text: str) -> str | None:
-    """The last number in ``text``, without commas; None if there is none."""
-    numbers = _NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else None
+    def start(self) -> str:
+        """Start the processes; returns a sentence on what isolates them. Raises as ``VerifierPool.start``."""
+        return self._pool.start()
 
-
-class ReasoningGymScorer:
-    """Scores with the verifier of the reasoning-gym data set that made the problem."""
-
-    def __init__(self, problems: "ReasoningGymProblems") -> None:
-        self._problems = problems
-        self._num_errors = 0
+    def score(self, task: Task, response: str) -> Score:
+        """See ``VerifierPool.score``."""
+        problem: Problem
+        if self._is_gym:
+            problem = GymProblem(task_id=task.task_id, source_index=task.source_index, prompt=task.prompt)
+        else:
+            problem = MathProblem(answer=task.answer)
+        return self._pool.score(problem, response)
 
     @property
-    def num_errors(self) -> int:
-        """Responses that made the verifier raise (and so scored 0.0)."""
-        return self._num_errors
+    def counts(self) -> VerifierCounts:
+        return self._pool.counts
 
-    def score(self, task: Task, response: str) -> float:
-        """The verifier's score; 0.0 for a response without an answer.
-
-        Raises ValueError if ``task`` is not what its index generates, so that no answer is ever judged
-        against another problem.
-        """
-        source = self._problems.source
-        answer = answer_after(response, source.answer_prefix)
-        if answer is not None and source.answer_part is AnswerPart.LAST_NUMBER:
-            answer = last_number(answer)
-        if answer is None:
-            return 0.0
-        entry = self._problems.entry(task.source_index)
-        if entry["question"] != task.prompt:
-            raise ValueError(
-                f"data.source.task: {source.task!r} generates another problem than task "
-                f"{task.task_id!r} at index {task.source_index}"
-            )
-        try:
-            return self._problems.score_answer(answer, entry)
-        except Exception:  # any type: 100 verifiers read untrusted text, each fails in its own way
-            self._num_errors += 1
-            logger.warning(
-                "the verifier of %s raised on an answer to %s (%d so far); it scores 0",
-                self._problems.source.task,
-                task.task_id,
-                self._num_errors,
-                exc_info=True,
-            )
-            return 0.0
+    def close(self) -> None:
+        """Stop the processes."""
+        self._pool.close()
 
 
-class MathScorer:
-    """Scores the final answer against the task's reference with math-verify."""
-
-    def score(self, task: Task, response: str) -> float:
-        """1.0 or 0.0; see ``math_reward``."""
-        return math_reward(response, task.answer)
-
-
-def build_scorer(data: DataSection, *, seed: int) -> Scorer:
+def build_scorer(data: DataSection, section: ScorerSection, *, seed: int) -> VerifiedScorer:
     """The scorer for the problems that ``build_source`` makes of the same arguments, in any process.
 
-    Generates no problem. Raises ValueError naming the config field as ``build_source`` does.
+    Generates no problem, imports no verifier and starts no process: ``start`` does, and raises ValueError
+    naming the config field as ``build_source`` does.
     """
     match data.source:
         case ReasoningGymSource():
-            # Takes seconds to import, and math problems never need it.
-            from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
-
-            return ReasoningGymScorer(
-                ReasoningGymProblems(
-                    data.source, num_train=data.num_train, num_held_out=data.num_held_out, seed=seed
-                )
+            choice = GymVerifierChoice(
+                source=data.source, num_train=data.num_train, num_held_out=data.num_held_out, seed=seed
             )
+            return VerifiedScorer(choice, section)
         case HuggingFaceSource():
-            return MathScorer()
+            return VerifiedScorer(MathVerifierChoice(), section)

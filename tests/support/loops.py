@@ -16,6 +16,8 @@ from apps.preparation import Prepared
 from apps.recorder import StepTimes
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.decisions import Batch, Committed
 from forgeasync.buffer.replay_buffer import ReplayBuffer
@@ -24,8 +26,10 @@ from forgeasync.config.load import load_config
 from forgeasync.config.schema import RunConfig, SamplingSection
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.data.task import Task
+from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
+from forgeasync.scoring.score import Score, VerifierCounts
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
@@ -180,14 +184,30 @@ class Generators:
         return [EngineStats(num_generated_tokens=0, busy_s=0.0)] * self.num_replicas
 
 
-class Scorer:
-    """Reads the reward out of a response."""
+async def score_by_text(task: Task, responses: Sequence[str]) -> ScoredResponses:
+    """Reads the reward out of a response; 1 and more are correct."""
+    scores = tuple(Score(value=float(text), is_correct=float(text) >= 1.0) for text in responses)
+    return ScoredResponses(scores=scores, counts=VerifierCounts())
 
-    def __init__(self) -> None:
-        self.score = Endpoint(self._score)
 
-    async def _score(self, task: Task, responses: Sequence[str]) -> tuple[float, ...]:
-        return tuple(map(float, responses))
+def make_scoring(config: RunConfig) -> GroupScoring:
+    return GroupScoring(score_by_text, config.scorer, limit_s=config.timeouts.score_s)
+
+
+class Console:
+    """Shows nothing."""
+
+    def phase(self, text: str, *, num_parts: int | None = None) -> None:
+        return None
+
+    def part_done(self) -> None:
+        return None
+
+    def end_phase(self) -> None:
+        return None
+
+    def message(self, text: str) -> None:
+        return None
 
 
 class Trainer:
@@ -235,6 +255,7 @@ class Recorder:
     """Keeps what it is told."""
 
     elapsed_s = 0.0
+    console = Console()
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -244,8 +265,8 @@ class Recorder:
         self.swaps: list[SwapReport] = []
         self.problems: list[str] = []
 
-    def record_initial(self, accuracy: float, eval_s: float, engines: Sequence[EngineStats]) -> None:
-        self.accuracies.append(accuracy)
+    def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
+        self.accuracies.append(held_out.accuracy)
 
     def record_scored(self, rewards: Sequence[float]) -> None:
         self.rewards += rewards
@@ -269,12 +290,12 @@ class Recorder:
         result: StepResult,
         times: StepTimes,
         *,
-        accuracy: float | None,
+        held_out: HeldOutScores | None,
         **counters: object,
     ) -> None:
         self.batches.append(batch)
-        if accuracy is not None:
-            self.accuracies.append(accuracy)
+        if held_out is not None:
+            self.accuracies.append(held_out.accuracy)
 
 
 class Prompts:
@@ -300,8 +321,8 @@ class StartingFleet:
     async def start_generators(self, *setup: object) -> Generators:
         return Generators()
 
-    async def start_scorer(self, config: RunConfig) -> Scorer:
-        return Scorer()
+    async def start_scorer(self, config: RunConfig) -> GroupScoring:
+        return make_scoring(config)
 
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None) -> LocalBuffer:
         return LocalBuffer(config)
@@ -353,7 +374,7 @@ def make_run(
         make_prepared(config, held_out),
         trainer=trainer or Trainer(),
         generators=generators or Generators(),
-        scorer=Scorer(),
+        scorer=make_scoring(config),
         buffer=LocalBuffer(config),
         recorder=recorder or Recorder(),
         checkpoints=Path(),

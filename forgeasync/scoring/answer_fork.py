@@ -1,0 +1,180 @@
+"""A fork of the process of verifiers, in which answers are verified: whatever they do there stays there.
+
+It serves one answer after another to one problem, for as long as none of them ran code: the audit hook
+reports every compilation and execution through a pipe, at once, so that no code can take the report back.
+After such an answer, and after any that was cut off, the next one gets a fork of its own. So an answer can
+stall, crash or tamper with nothing but its own verification. (It can forge its own score, where a verifier
+evaluates it as code.)
+"""
+
+import json
+import os
+import select
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from forgeasync.scoring.isolation import address_space_bytes, lock_down
+from forgeasync.scoring.score import Score
+from forgeasync.scoring.verifier import Verifier
+
+MAX_VERDICT_BYTES = 4096
+MAX_REASON_CHARS = 500
+MAX_ANSWERS = 64
+"""That one fork serves."""
+
+_ORPHAN_GRACE_S = 2.0
+"""An answer's own alarm comes this much later than the parent's kill: it is for orphans only."""
+_ANSWERS, _VERDICTS, _REPORTS = 3, 4, 5
+"""Descriptors in the fork."""
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkLimits:
+    """What answers may use, and read."""
+
+    answer_limit_s: float
+    answer_memory_bytes: int
+    read_roots: tuple[str, ...]
+    in_bubblewrap: bool
+
+
+def reason(error: BaseException) -> str:
+    """One exception in few words, for a reply."""
+    return f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+
+
+class AnswerFork:
+    """Forks at once; ``close`` ends the fork, and must be called."""
+
+    def __init__(self, verifier: Verifier, loaded: Any, limits: ForkLimits) -> None:
+        """Answers are to the problem ``loaded``."""
+        self._limits = limits
+        self._num_answers = 0
+        answers, self._answers = os.pipe()
+        self._verdicts, verdicts = os.pipe()
+        self._reports, reports = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                _serve(verifier, loaded, limits, answers=answers, verdicts=verdicts, reports=reports)
+            finally:
+                os._exit(1)
+        for descriptor in (answers, verdicts, reports):
+            os.close(descriptor)
+
+    def verify(self, answer: str) -> tuple[dict[str, Any], bool]:
+        """The verdict, in a form of the worker's protocol, and whether the fork can be used again."""
+        self._num_answers += 1
+        content = answer.encode(errors="surrogatepass")
+        deadline_s = time.monotonic() + self._limits.answer_limit_s
+        with suppress(BrokenPipeError):  # it has died: reported as a crash
+            _write_all(self._answers, len(content).to_bytes(_LENGTH_BYTES) + content)
+        said = self._read_verdict(deadline_s)
+        if said is None:
+            return {"timeout": True}, False
+        if not said.endswith(b"\n"):
+            return {"crash": "killed" if self._has_ended() else "it said too much"}, False
+        verdict, wants_to_retire = _checked(said)
+        has_run_code, _, _ = select.select([self._reports], [], [], 0.0)
+        is_clean = not has_run_code and not wants_to_retire and self._num_answers < MAX_ANSWERS
+        return verdict, is_clean
+
+    def close(self) -> None:
+        """Kill it, and whatever it may have started."""
+        for descriptor in (self._answers, self._verdicts, self._reports):
+            os.close(descriptor)
+        os.kill(self._pid, signal.SIGKILL)
+        if self._limits.in_bubblewrap:
+            # Of the processes that it sees, bubblewrap ignores this, and this process is spared.
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def _has_ended(self) -> bool:
+        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        return ended is not None
+
+    def _read_verdict(self, deadline_s: float) -> bytes | None:
+        """What is said, to the end of a line, of the process or of the room for it; None: time is up."""
+        said = b""
+        while len(said) <= MAX_VERDICT_BYTES and not said.endswith(b"\n"):
+            ready, _, _ = select.select([self._verdicts], [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                return None
+            part = os.read(self._verdicts, MAX_VERDICT_BYTES)
+            if not part:
+                break
+            said += part
+        return said
+
+
+def _checked(said: bytes) -> tuple[dict[str, Any], bool]:
+    """A verdict in a form of the protocol, whatever was said, and whether the fork wants to end."""
+    try:
+        verdict = json.loads(said)
+        if "error" in verdict:
+            return {"error": str(verdict["error"])[:MAX_REASON_CHARS]}, True
+        score = Score(value=verdict["value"], is_correct=verdict["is_correct"])
+        return {"value": float(score.value), "is_correct": score.is_correct}, bool(verdict["retire"])
+    except Exception as error:  # an answer may forge anything
+        return {"error": reason(error)}, True
+
+
+def _serve(
+    verifier: Verifier, loaded: Any, limits: ForkLimits, *, answers: int, verdicts: int, reports: int
+) -> NoReturn:
+    """Verify what comes, inside the fork."""
+    # These descriptors are all that it keeps: requests and replies of its parent, and the log, are out of
+    # reach.
+    kept = [os.dup(descriptor) for descriptor in (answers, verdicts, reports)]
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    low = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(kept)]
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    for index, descriptor in enumerate(low):
+        os.dup2(descriptor, _ANSWERS + index)
+    os.closerange(_REPORTS + 1, 1 << 16)
+
+    before = address_space_bytes()
+    grace_s = limits.answer_limit_s + _ORPHAN_GRACE_S
+    statm = lock_down(
+        memory_bytes=limits.answer_memory_bytes,
+        cpu_limit_s=int(MAX_ANSWERS * limits.answer_limit_s + grace_s) + 1,
+        read_roots=limits.read_roots,
+        report=_REPORTS,
+    )
+    while True:
+        content = _read_exactly(int.from_bytes(_read_exactly(_LENGTH_BYTES)))
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
+        verdict: dict[str, Any]
+        try:
+            score = verifier.score(loaded, content.decode(errors="surrogatepass"))
+            verdict = {"value": float(score.value), "is_correct": score.is_correct}
+            # Memory that stays allocated would starve later, harmless answers.
+            verdict["retire"] = statm() - before > limits.answer_memory_bytes // 2
+        except Exception as error:  # whatever untrusted text provokes is reported, and counted there
+            verdict = {"error": reason(error)}
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _write_all(_VERDICTS, json.dumps(verdict).encode()[: MAX_VERDICT_BYTES - 1] + b"\n")
+
+
+def _read_exactly(num_bytes: int) -> bytes:
+    """Ends the process where the parent has closed its end."""
+    parts = []
+    while num_bytes:
+        part = os.read(_ANSWERS, num_bytes)
+        if not part:
+            os._exit(0)
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]

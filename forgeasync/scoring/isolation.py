@@ -1,0 +1,157 @@
+"""What a process that reads hostile answers takes from itself before it reads one.
+
+The layers:
+
+- bubblewrap (``forgeasync.scoring.sandbox``), around the whole process: the kernel shows it no network, no
+  files but Python's own, read-only, and no other processes;
+- namespaces, where bubblewrap does not work and the kernel allows them: no network, and no privileges;
+- Landlock, where the kernel has it, for every answer: no files but Python's own, for reading, no TCP;
+- resource limits of the kernel, for every answer: memory, processor time, no new process or thread (for a
+  user without privileges), no byte written to a file;
+- an audit hook of Python, for every answer: only what verifiers need is allowed. This is the weakest. A hook
+  cannot be removed, but it sees only what Python reports, and code that runs in the interpreter can find ways
+  around it. Where it is alone with the limits, a determined answer can reach files and the network.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+
+from forgeasync.scoring.landlock import landlock_version, restrict_to_reading
+
+_CLONE_NEWNET, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x40000000, 0x08000000, 0x10000000
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_MAX_OPEN_FILES = 64
+_STATM = "/proc/self/statm"
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
+"""Where the linker finds what a module of Python needs that is imported late."""
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+_ALLOWED_EVENTS = frozenset(
+    {
+        "array.__new__",
+        "builtins.id",
+        "import",
+        "marshal.load",
+        "marshal.loads",
+        "sys._getframe",
+        "sys.unraisablehook",
+    }
+)
+_CODE_EVENTS = frozenset({"code.__new__", "compile", "exec"})
+"""Allowed, and reported."""
+_PATH_EVENTS = frozenset({"os.listdir", "os.scandir"})
+"""Python looks for modules with these: allowed below Python's own folders, as is reading files."""
+_FORBIDDEN_MODULES = frozenset(
+    {"_ctypes", "_multiprocessing", "_posixshmem", "_posixsubprocess", "_socket", "_sqlite3", "mmap"}
+)
+"""Modules that reach the kernel past the audit hook, where they are not imported yet."""
+
+
+class Layer(StrEnum):
+    """What keeps answers from network and files."""
+
+    BUBBLEWRAP = "bubblewrap"
+    NAMESPACES = "namespaces"
+    LANDLOCK = "Landlock"
+    AUDIT_HOOK = "an audit hook"
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def enter_isolation(*, in_bubblewrap: bool) -> tuple[Layer, ...]:
+    """What a process can do before it has threads; returns the layers that will be around every answer."""
+    layers = [Layer.BUBBLEWRAP] if in_bubblewrap else []
+    if not in_bubblewrap and _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
+        layers.append(Layer.NAMESPACES)
+    if landlock_version():
+        layers.append(Layer.LANDLOCK)
+    _give_up_privileges()
+    return (*layers, Layer.AUDIT_HOOK)
+
+
+def _give_up_privileges() -> None:
+    """Nothing that this process executes has more rights than it; Ctrl-C is for the parent to handle."""
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def read_only_roots() -> tuple[str, ...]:
+    """Folders that Python reads its code from, each with a final slash."""
+    folders = {sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
+    return tuple(os.path.join(os.path.realpath(one), "") for one in folders) + tuple(
+        os.path.join(os.path.abspath(one), "") for one in folders
+    )
+
+
+def lock_down(
+    *, memory_bytes: int, cpu_limit_s: int, read_roots: tuple[str, ...], report: int
+) -> Callable[[], int]:
+    """In the process of answers, before it reads the first; nothing of this can be taken back.
+
+    ``memory_bytes`` is what it may allocate beyond what it has; it is killed after ``cpu_limit_s`` seconds of
+    processor time, and with its parent. From here on, a byte is written to descriptor ``report`` whenever
+    Python compiles or executes code that is not a function's. Returns what tells the address space in use.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    statm = os.open(_STATM, os.O_RDONLY)
+    for limit, value in (
+        (resource.RLIMIT_AS, address_space_bytes() + memory_bytes),
+        (resource.RLIMIT_CPU, cpu_limit_s),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+    if landlock_version():
+        restrict_to_reading((*read_roots, *_LIBRARIES))
+    sys.addaudithook(_audit_hook(read_roots, report))
+    page_bytes = resource.getpagesize()
+    return lambda: int(os.pread(statm, 64, 0).split()[0]) * page_bytes
+
+
+def address_space_bytes() -> int:
+    """What RLIMIT_AS counts of this process."""
+    with open(_STATM, encoding="ascii") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
+
+
+def _audit_hook(read_roots: tuple[str, ...], report: int) -> Callable[[str, tuple[object, ...]], None]:
+    # All that it needs is bound here: an answer may replace what modules and builtins hold.
+    allowed, path_events, modules, writing = _ALLOWED_EVENTS, _PATH_EVENTS, _FORBIDDEN_MODULES, _WRITING
+    is_a, text, number, decode, denied = isinstance, str, int, os.fsdecode, PermissionError
+    buffer, write, runs_code = bytes, os.write, _CODE_EVENTS
+
+    def is_readable(path: object) -> bool:
+        if is_a(path, buffer):
+            path = decode(path)
+        # A path of Python's own has no "..", and the folders themselves may be listed.
+        return is_a(path, text) and "/../" not in path and f"{path}/".startswith(read_roots)
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event in runs_code:
+            write(report, b"!")
+            return
+        if event in allowed:
+            if event == "import" and arguments[0] in modules:
+                raise denied("an answer may not import this")
+            return
+        if event == "open":
+            path, _, flags = arguments
+            if is_a(flags, number) and not flags & writing and is_readable(path):
+                return
+        elif event in path_events and is_readable(arguments[0]):
+            return
+        raise denied("an answer may not do this")
+
+    return hook

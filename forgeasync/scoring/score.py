@@ -1,0 +1,65 @@
+"""What a verifier says of one response, and how verifiers have fared."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The reward of one response, and whether the response solves its task.
+
+    A score says for itself whether it is correct: rewards may have any scale. Raises ValueError, naming the
+    value, where ``value`` is no finite number or ``is_correct`` is no bool.
+    """
+
+    value: float
+    is_correct: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, bool) or not isinstance(self.value, Real):
+            raise ValueError(f"a score must be a number, not {self.value!r}")
+        try:
+            is_finite = math.isfinite(self.value)
+        except OverflowError:  # an integer that no float can hold
+            is_finite = False
+        if not is_finite:
+            raise ValueError(f"a score must be finite, not {str(self.value)[:40]}")
+        if not isinstance(self.is_correct, bool):
+            raise ValueError(f"is_correct of a score must be true or false, not {self.is_correct!r}")
+
+
+NO_SCORE = Score(value=0.0, is_correct=False)
+"""Of a response without an answer, or whose verification was cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierCounts:
+    """Answers since the scorer began that scored 0 because they could not be verified."""
+
+    num_timeouts: int = 0
+    """Cut off at ``scorer.answer_limit_s``."""
+    num_crashes: int = 0
+    """The process that verified them died, for instance of ``scorer.answer_memory_mib``."""
+    num_errors: int = 0
+    """Their verifier raised an exception, or gave no finite number from -1 to 1."""
+    num_oversized: int = 0
+    """Longer than any verifier is given to read."""
+
+    def merged(self, other: "VerifierCounts") -> "VerifierCounts":
+        """The later of two states of the same counts: they only rise."""
+        return VerifierCounts(
+            num_timeouts=max(self.num_timeouts, other.num_timeouts),
+            num_crashes=max(self.num_crashes, other.num_crashes),
+            num_errors=max(self.num_errors, other.num_errors),
+            num_oversized=max(self.num_oversized, other.num_oversized),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Under their names in metrics.jsonl."""
+        return {
+            "scoring/num_timeouts": self.num_timeouts,
+            "scoring/num_crashes": self.num_crashes,
+            "scoring/num_errors": self.num_errors,
+            "scoring/num_oversized": self.num_oversized,
+        }

@@ -1,0 +1,137 @@
+"""A few processes of verifiers, handed out to threads."""
+
+import logging
+import queue
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import Any
+
+from forgeasync.config.scorer_schema import ScorerSection
+from forgeasync.scoring.sandbox import Bubblewrap, find_bubblewrap
+from forgeasync.scoring.score import NO_SCORE, Score, VerifierCounts
+from forgeasync.scoring.verifier import Problem, VerifierChoice
+from forgeasync.scoring.verifier_process import AnswerLimits, VerifierProcess
+
+logger = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 1 << 20
+"""A longer answer scores 0 unread: no verifier needs as much, and for many time grows with its square."""
+
+_NUM_LOGGED = 20
+"""Lost answers that are logged one by one, of each kind; all are counted."""
+
+
+class _Lost(StrEnum):
+    """Why an answer could not be verified."""
+
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    ERROR = "error"
+    OVERSIZED = "oversized"
+
+
+class VerifierPool:
+    """Verifies answers in up to ``scorer.num_workers`` processes at once; thread-safe.
+
+    Every call takes one process for itself. Waiting for one does not count against the answer's limit of
+    time.
+    """
+
+    def __init__(
+        self, choice: VerifierChoice, section: ScorerSection, *, bubblewrap: Bubblewrap | None = None
+    ) -> None:
+        """Processes start when they are first needed; without ``bubblewrap`` it is looked for then."""
+        self._choice = choice
+        self._limits = AnswerLimits(
+            time_s=section.answer_limit_s, memory_bytes=section.answer_memory_mib * 2**20
+        )
+        self._num_workers = section.num_workers
+        self._bubblewrap = bubblewrap
+        self._processes: list[VerifierProcess] = []
+        self._idle: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()
+        self._lock = threading.Lock()
+        self._num_lost: Counter[_Lost] = Counter()
+
+    @property
+    def counts(self) -> VerifierCounts:
+        """Answers so far that could not be verified."""
+        with self._lock:
+            return VerifierCounts(
+                num_timeouts=self._num_lost[_Lost.TIMEOUT],
+                num_crashes=self._num_lost[_Lost.CRASH],
+                num_errors=self._num_lost[_Lost.ERROR],
+                num_oversized=self._num_lost[_Lost.OVERSIZED],
+            )
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that run now."""
+        return tuple(one.pid for one in self._processes if one.pid is not None)
+
+    def start(self) -> str:
+        """Start all processes, side by side; returns a sentence on what isolates them.
+
+        Raises:
+            ValueError: the choice of verifier is impossible, with the config field.
+            VerifierFailure: a process does not start.
+        """
+        self._make_processes()
+        with ThreadPoolExecutor(self._num_workers) as threads:
+            (layers, *_) = threads.map(VerifierProcess.start, self._processes)
+        assert self._bubblewrap is not None
+        why = f" (no bubblewrap: {self._bubblewrap.problem})" if self._bubblewrap.path is None else ""
+        description = f"{self._num_workers} processes verify answers, isolated by {', '.join(layers)}{why}"
+        logger.info("%s", description)
+        return description
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """The score of one response; 0.0, counted, where it cannot be verified within its limits.
+
+        Raises:
+            ProblemDiffers: the problem is not what its index generates.
+            VerifierFailure: a process cannot be started.
+        """
+        if len(response) > MAX_ANSWER_BYTES or len(response.encode(errors="replace")) > MAX_ANSWER_BYTES:
+            return self._lost(_Lost.OVERSIZED, f"longer than {MAX_ANSWER_BYTES} bytes")
+        self._make_processes()
+        process = self._idle.get()
+        try:
+            verdict = process.verify(problem, response)
+        finally:
+            self._idle.put(process)
+        return self._judged(verdict)
+
+    def close(self) -> None:
+        """Stop the processes; a later call starts new ones."""
+        for process in self._processes:
+            process.stop()
+
+    def _make_processes(self) -> None:
+        with self._lock:
+            if self._processes:
+                return
+            if self._bubblewrap is None:
+                self._bubblewrap = find_bubblewrap()
+            for _ in range(self._num_workers):
+                self._processes.append(VerifierProcess(self._choice, self._limits, self._bubblewrap))
+        for process in self._processes:
+            self._idle.put(process)
+
+    def _judged(self, verdict: dict[str, Any]) -> Score:
+        if "value" in verdict:
+            return Score(value=verdict["value"], is_correct=verdict["is_correct"])
+        if "timeout" in verdict:
+            return self._lost(_Lost.TIMEOUT, f"not done in {self._limits.time_s:g} s")
+        if "crash" in verdict:
+            return self._lost(_Lost.CRASH, f"its process ended ({verdict['crash']})")
+        return self._lost(_Lost.ERROR, ascii(verdict["error"]))
+
+    def _lost(self, kind: _Lost, reason: str) -> Score:
+        with self._lock:
+            self._num_lost[kind] += 1
+            number = self._num_lost[kind]
+        if number <= _NUM_LOGGED:
+            logger.warning("an answer scores 0, %s no. %d: %s", kind, number, reason)
+        return NO_SCORE

@@ -1,0 +1,178 @@
+"""One process of verifiers, as its parent sees it: requests with a limit of time, kill, replacement."""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from forgeasync.scoring.isolation import Layer
+from forgeasync.scoring.sandbox import (
+    Bubblewrap,
+    bubblewrap_command,
+    environment,
+    python_command,
+)
+from forgeasync.scoring.verifier import CHOICE_CODEC, PROBLEM_CODEC, Problem, VerifierChoice
+from forgeasync.scoring.worker import LOAD_LIMIT_S, WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+STARTUP_LIMIT_S = 120.0
+"""A process that is not ready by then is taken for broken."""
+MAX_REPLY_BYTES = 1 << 16
+
+_GRACE_S = 5.0
+"""The parent's kill comes this much later than the process's own limits: it is for a process that hangs."""
+
+
+class VerifierFailure(RuntimeError):
+    """The process of verifiers cannot do its work; no answer is to blame."""
+
+
+class ProblemDiffers(ValueError):
+    """A problem is not what its index generates here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerLimits:
+    """Of one answer."""
+
+    time_s: float
+    """Wall time."""
+    memory_bytes: int
+    """What its verification may allocate."""
+
+
+class VerifierProcess:
+    """Verifies one answer at a time; not thread-safe. The process starts with the first request."""
+
+    def __init__(self, choice: VerifierChoice, limits: AnswerLimits, bubblewrap: Bubblewrap) -> None:
+        self._choice = choice
+        self._limits = limits
+        self._bubblewrap = bubblewrap
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop: weakref.finalize | None = None
+        self._layers: tuple[Layer, ...] = ()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> tuple[Layer, ...]:
+        """Have the process ready; returns what isolates it.
+
+        Raises:
+            ValueError: the choice of verifier is impossible, with the config field.
+            VerifierFailure: the process does not start.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning(
+                "a process of verifiers ended with code %d between answers", self._process.returncode
+            )
+            self.stop()
+        if self._process is None:
+            self._spawn()
+            setup = WorkerSetup(
+                choice=CHOICE_CODEC.dump_python(self._choice, mode="json"),
+                answer_limit_s=self._limits.time_s,
+                answer_memory_bytes=self._limits.memory_bytes,
+                in_bubblewrap=self._bubblewrap.path is not None,
+            )
+            reply = self._exchange({"setup": dataclasses.asdict(setup)}, limit_s=STARTUP_LIMIT_S)
+            if reply is None:
+                raise VerifierFailure(
+                    "a process of verifiers did not start; see its messages in the scorer's log"
+                )
+            if "refused" in reply:
+                self.stop()
+                raise ValueError(reply["refused"])
+            self._layers = tuple(Layer(one) for one in reply["ready"])
+        return self._layers
+
+    def verify(self, problem: Problem, answer: str) -> dict[str, Any]:
+        """The verdict on one answer, in a form of ``forgeasync.scoring.worker``'s protocol.
+
+        Raises:
+            ProblemDiffers: the problem is another one here.
+            VerifierFailure: the process does not start, or ends over the problem.
+        """
+        self.start()
+        request = {"problem": PROBLEM_CODEC.dump_python(problem, mode="json")}
+        loaded = self._exchange(request, limit_s=LOAD_LIMIT_S + _GRACE_S)
+        if loaded is None:
+            raise VerifierFailure(f"the process of verifiers ended while it loaded {str(problem)[:500]}")
+        if "refused" in loaded:
+            raise ProblemDiffers(loaded["refused"])
+        verdict = self._exchange({"answer": answer}, limit_s=self._limits.time_s + _GRACE_S)
+        return {"crash": "the whole process of verifiers"} if verdict is None else verdict
+
+    def stop(self) -> None:
+        """End the process; the next request starts another one."""
+        if self._stop is not None:
+            self._stop()
+        self._process = self._stop = None
+
+    def _spawn(self) -> None:
+        command = python_command(["-m", "forgeasync.scoring.worker"])
+        scratch = tempfile.mkdtemp(prefix="forgeasync-verifier-")
+        variables = environment(scratch)
+        if self._bubblewrap.path is not None:
+            command = [*bubblewrap_command(self._bubblewrap.path), *command]
+            variables = environment()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=variables,
+            cwd=scratch,
+            # A process group of its own, to be killed as one; Ctrl-C does not reach it.
+            start_new_session=True,
+        )
+        # Runs at exit too, and when this object is garbage.
+        self._stop = weakref.finalize(self, _stop_process, self._process, scratch)
+
+    def _exchange(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any] | None:
+        """The reply to a request; None where there is none in time, and then the process is gone."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        # The kill ends a blocked write as well as a blocked read.
+        timer = threading.Timer(limit_s, _kill_group, [process])
+        timer.daemon = True
+        timer.start()
+        line = b""
+        with suppress(BrokenPipeError):  # the process died: reported as no reply
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline(MAX_REPLY_BYTES)
+        timer.cancel()
+        timer.join()
+        if not line.endswith(b"\n"):
+            self.stop()
+            return None
+        return json.loads(line)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stop_process(process: subprocess.Popen[bytes], scratch: str) -> None:
+    assert process.stdin is not None and process.stdout is not None
+    _kill_group(process)
+    process.wait()
+    with suppress(BrokenPipeError):  # a request that it never read is still buffered
+        process.stdin.close()
+    process.stdout.close()
+    shutil.rmtree(scratch, ignore_errors=True)
