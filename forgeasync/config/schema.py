@@ -236,7 +236,7 @@ class TrainerSection(Section):
     max_skipped_steps: Count = 3
     """A step whose loss or gradient is not finite is skipped and counted; after this many in a row the run
     ends with an error."""
-    max_fresh_mismatch: float = Field(default=0.5, gt=0.0)
+    max_fresh_mismatch: float = Field(default=0.5, gt=0.0, le=1e6)
     """The run ends with an error before a step whose tokens, sampled under the very weights that train, have
     log-probabilities that differ from the sampler's by more than this on average, in nats."""
     optimizer: OptimizerSection
