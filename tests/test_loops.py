@@ -97,8 +97,9 @@ def test_only_a_full_solution_counts_as_solved(tmp_path: Path) -> None:
     generators = Generators()
     problems = [make_problem(tenths) for tenths in (0, 3, 9, 10, 20)]
     run = make_run(make_config(tmp_path), generators=generators, held_out=problems)
-    accuracy, _ = asyncio.run(run.evaluate(0))
-    assert accuracy == pytest.approx(2 / 5)
+    held_out, _ = asyncio.run(run.evaluate(0))
+    assert held_out.accuracy == pytest.approx(2 / 5)
+    assert held_out.score_mean == pytest.approx(4.2 / 5)
     assert generators.seeds == [0, 1, 2, 3, 4], "the same draws at every evaluation"
 
 

@@ -34,7 +34,8 @@ def section(**keys: object) -> LossSection:
 class Tokens:
     """Two rows of random sequences, some tokens masked out (and nan there), in plain numbers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_weighted: bool = False) -> None:
+        """Sequences count once each, or else differently often."""
         rng = np.random.default_rng(seed)
         self.rows: list[dict[str, np.ndarray]] = []
         for lengths in ([3, 5, 1], [4, 2]):
@@ -51,7 +52,7 @@ class Tokens:
                 "ages": rng.integers(0, 5, num),
                 "mask": mask,
                 "ids": ids,
-                "weights": rng.choice([1.0, 2.5, 7.0], len(lengths))[ids],
+                "weights": np.asarray([1.0, 2.5, 7.0])[ids] if is_weighted else np.ones(num),
             }
             row["behavior"][~mask] = np.nan
             self.rows.append(row)
@@ -118,7 +119,7 @@ COMPOSED = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", COMPOSED)
 def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
-    tokens = Tokens(seed)
+    tokens = Tokens(seed, is_weighted=True)
     loss = build_loss(COMPOSED[case])
     rows = [tokens.tensors(index) for index in range(2)]
     total = sum(loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T) for row in rows)
@@ -249,8 +250,8 @@ def test_a_kind_of_aggregation_is_the_one_of_its_name(
 ) -> None:
     row, aggregate = Tokens(1).tensors(0), build()
     loss = build_loss(section(objective={"kind": "reinforce"}, aggregation=keys))
-    total = aggregate.count(row.mask_T, row.sequence_ids_T)
-    assert torch.equal(loss.count(row.mask_T, row.sequence_ids_T), total)
+    total = aggregate.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
+    assert torch.equal(loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T), total)
     expected = aggregate(
         values_T=objective_of(row, objectives.reinforce()),
         mask_T=row.mask_T,
@@ -292,7 +293,7 @@ def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
     row = Tokens(0).tensors(0)
     loss = build_loss(Supervised())
     assert not loss.needs_reference
-    total = loss.count(row.mask_T, row.sequence_ids_T)
+    total = loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
     assert float(total) == int(row.mask_T.sum())
     torch.testing.assert_close(loss(row, total=total).loss, -row.logprobs_T[row.mask_T].mean())
 
@@ -301,7 +302,7 @@ def test_decoupled_ppo_around_the_current_policy() -> None:
     """Its gradient is that of -A * logprob, weighted by current / behavior, 0 above the cap."""
     row = Tokens(0).tensors(0)
     loss = build_loss(section(objective={"kind": "decoupled_ppo", "clip": 0.2, "behavior_cap": 1.2}))
-    loss(dataclasses.replace(row, sample_weights_T=torch.ones(9)), total=1.0).loss.backward()
+    loss(row, total=1.0).loss.backward()
     ratio_T = (row.logprobs_T.detach() - row.behavior_logprobs_T).exp()
     weights_T = torch.where(row.mask_T & (ratio_T <= 1.2), ratio_T, 0.0)
     assert row.logprobs_T.grad is not None
