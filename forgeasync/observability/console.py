@@ -72,8 +72,8 @@ class StepLine:
             (0, f"step {self.step:{len(str(max_steps))}d}/{max_steps}"),
             (1, f"reward {self.reward_mean:6.3f}"),
             (2, f"{evaluation:10}"),
-            (3, f"{_with_unit(self.train_tokens_per_s):>6} tok/s"),
-            (5, f"age {self.age_mean:4.1f}/{self.age_max:<2d}"),
+            (3, f"{_with_unit(self.train_tokens_per_s):>5} tok/s"),
+            (5, f"age {self.age_mean:3.1f}/{self.age_max}"),
             (4, f"mismatch {self.mismatch:5.0e}"),
             (7, f"len {self.response_length_mean:5.0f}"),
             (6, f"{_cut(self.waited_for, WAITED_WIDTH):{WAITED_WIDTH}}"),
@@ -96,7 +96,9 @@ def _cut(text: str, width: int) -> str:
 def _with_unit(value: float) -> str:
     if value < 1e4:
         return f"{value:.0f}"
-    return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+    if value < 1e5:
+        return f"{value / 1e3:.1f}k"
+    return f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
 
 
 class StepConsole:
@@ -121,13 +123,10 @@ class StepConsole:
         console = Console(file=self._stream)
         self._bars: Progress | None = None
         self._phase: TaskID | None = None
+        self._training: TaskID | None = None
         # Asked of the stream itself: rich takes a pipe for a terminal when FORCE_COLOR is set.
         if self._stream.isatty() and console.is_interactive:
             self._bars = _progress_bars(console)
-            # Shown from the first step on: before it there is no progress to show.
-            self._training = self._bars.add_task(
-                "training", total=max_steps, visible=False, count="", remaining=""
-            )
 
     def start(self) -> None:
         """Show the bars; does nothing in a pipe."""
@@ -173,10 +172,14 @@ class StepConsole:
         self.message(line.format(self._max_steps, self._num_columns()))
         self._remaining.add(line.step, elapsed_s=line.elapsed_s, step_s=line.step_s, eval_s=line.eval_s)
         if self._bars is not None:
+            if self._training is None:
+                # Before the first step there is no progress to show.
+                self._training = self._bars.add_task(
+                    "training", total=self._max_steps, count="", remaining=""
+                )
             self._bars.update(
                 self._training,
                 completed=line.step,
-                visible=True,
                 count=f"{line.step}/{self._max_steps}",
                 remaining=f"ETA {timedelta(seconds=round(self._remaining.estimate_s()))}",
             )
