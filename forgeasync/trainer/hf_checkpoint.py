@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.data.checkpoint_tensors import CheckpointTensors
+from forgeasync.data.file_mode import use_umask
 from forgeasync.trainer.hf_names import hf_names, is_experts, unstack_experts
 from forgeasync.trainer.lora import is_adapter
 from forgeasync.trainer.router_bias import checkpoint_weights
@@ -129,7 +130,9 @@ class _ShardWriter:
         return self._folder / f"model-{index + 1:05d}.safetensors"
 
     def _write(self) -> None:
-        save_file(self._waiting, self._file(len(self._names_of_files)), metadata={"format": "pt"})
+        file = self._file(len(self._names_of_files))
+        save_file(self._waiting, file, metadata={"format": "pt"})
+        use_umask(file)
         self._names_of_files.append(list(self._waiting))
         self._waiting.clear()
 
