@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from apps.cli import exit_code
 from forgeasync.config.problems import ConfigError, Problem
+from forgeasync.data.file_mode import use_umask
 from forgeasync.data.gguf_model import GgufModel
 from forgeasync.data.gguf_tokenizer import read_tokenizer
 from forgeasync.data.tokenizer import save_tokenizer
@@ -56,6 +57,7 @@ def import_gguf(file: Path, output: Path) -> GgufModel:
     model.generation_config().save_pretrained(partial)
     save_tokenizer(tokenizer, partial)
     save_file(dict(model.tensors()), partial / "model.safetensors", metadata={"format": "pt"})
+    use_umask(partial / "model.safetensors")
     partial.rename(output)
     return model
 

@@ -27,6 +27,9 @@ from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.planning.memory.machine import available_host_bytes, check_memory
 
+MADE_MODEL = "models/tiny_moe"
+"""What ``make model`` builds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -60,12 +63,25 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     ):
         others += check_own_objective(objective)
     try:
+        raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)
     except ConfigError as error:
         # What is wrong with the rest of the config is worth knowing along with the missing model.
         raise ConfigError([*error.problems, *own, *others]) from None
     raise_if_any([*check_config(config, facts), *others])
     return facts
+
+
+def _check_built(config: RunConfig) -> list[Problem]:
+    """A model that the config itself describes is no hub's: it may not have been built yet."""
+    if config.warmup is None or Path(config.model.path).exists():
+        return []
+    make = "make model, or " if config.model.path == MADE_MODEL else ""
+    remedy = (
+        f"no such folder; the warmup section says how to build it: {make}python -m apps.warmup with the same "
+        "--config and overrides"
+    )
+    return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
 
 
 def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:

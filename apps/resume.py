@@ -1,12 +1,17 @@
 """Going on from a checkpoint: which one, whether it may be, and the files of the run it belongs to."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from forgeasync.checkpoint.folders import RUN_FILE, list_checkpoints, step_of, sweep_partial
-from forgeasync.checkpoint.run_state import RunState, check_resumable, read_run_state
+from forgeasync.checkpoint.run_state import RunState, check_resumable, differences, read_run_state
 from forgeasync.config.load import dump_config
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
@@ -15,6 +20,10 @@ from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir, check_folder
 from forgeasync.observability.truncation import cut_after, put_aside
 
 LATEST = "latest"
+
+MAX_CHANGES_SHOWN = 12
+MAX_VALUE_CHARACTERS = 60
+"""Of what a resumed run's config has changed, in its message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +135,32 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
         if path.exists():
             yield f"{path.name} moved to {put_aside(path).name}"
     config_yaml = dump_config(config)
-    if run_dir.config.exists() and run_dir.config.read_text(encoding="utf-8") != config_yaml:
-        yield f"the config differs: the one before moved to {put_aside(run_dir.config).name}"
+    if run_dir.config.exists():
+        before = run_dir.config.read_text(encoding="utf-8")
+        if before != config_yaml:
+            moved = put_aside(run_dir.config).name
+            yield f"the config differs: the one before moved to {moved}; {_changes(before, config)}"
     run_dir.config.write_text(config_yaml, encoding="utf-8")
+
+
+def _changes(before: str, config: RunConfig) -> str:
+    """Which keys of a run's earlier config.yaml are others now, with both values."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.create(before), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        return f"it cannot be read ({type(error).__name__})"
+    if not isinstance(saved, dict):
+        return "it holds no keys"
+    found = [
+        f"{key}: {_shown(old)} -> {_shown(new)}"
+        for key, old, new in differences(
+            {str(key): value for key, value in saved.items()}, config.model_dump(mode="json")
+        )
+    ]
+    more = f" and {len(found) - MAX_CHANGES_SHOWN} more" if len(found) > MAX_CHANGES_SHOWN else ""
+    return ", ".join(found[:MAX_CHANGES_SHOWN]) + more if found else "only in how it is written"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= MAX_VALUE_CHARACTERS else text[:MAX_VALUE_CHARACTERS] + "..."

@@ -55,6 +55,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(model, sequences, path / "adapters", logprobs)
 
 
+def test_all_files_can_be_read_by_the_same_people(saved: Saved) -> None:
+    folder = saved.folder(CHOICES[0])
+    assert (folder / WEIGHTS_FILE).stat().st_mode == (folder / CONFIG_FILE).stat().st_mode
+
+
 @pytest.mark.parametrize("targets", CHOICES, ids="+".join)
 def test_peft_computes_what_the_trainer_does(saved: Saved, targets: tuple[str, ...]) -> None:
     from peft import PeftModel

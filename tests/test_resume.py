@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.resume import open_files
+from apps.resume import _changes, open_files
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import CheckpointSection, RunConfig
@@ -106,7 +106,8 @@ def test_resumed_under_another_layout_and_with_another_learning_rate(
     )
     code, out, err = finish(process)
     assert code == 0, err
-    assert "the config differs: the one before moved to config.cut-1.yaml" in out
+    assert "the config differs: the one before moved to config.cut-1.yaml; max_steps: 5 -> 3" in out
+    assert "trainer.parallel.expert: 2 -> 1, trainer.parallel.num_procs: 2 -> 1" in out
     line, whole = (read_lines(folder / "metrics.jsonl")[3] for folder in (interrupted, whole_run))
     assert line["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-5)
     assert line["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
@@ -127,6 +128,30 @@ def test_a_start_that_never_trained_makes_room_for_the_next(tmp_path: Path) -> N
     second.run_dir.metrics.write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(ConfigError, match="already holds a run"):
         open_files(config, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("config", "only in how it is written"),
+        ("name: [1", "it cannot be read (ParserError)"),
+        ("- 1", "it holds no keys"),
+    ],
+)
+def test_an_earlier_config_is_compared_by_its_values(tmp_path: Path, before: str, expected: str) -> None:
+    config = tiny_config(tmp_path)
+    assert _changes(dump_config(config) if before == "config" else before, config) == expected
+
+
+def test_changes_of_the_config_are_named_with_both_values(tmp_path: Path) -> None:
+    """Also texts that look like references, sections that are new, and no more than can be read."""
+    config = tiny_config(tmp_path)
+    earlier = config.model_copy(update={"name": "${x}", "max_steps": 7, "run_dir": "x" * 100})
+    said = _changes(dump_config(earlier), config)
+    long = '"' + "x" * 59
+    assert said == f'max_steps: 7 -> 3, name: "${{x}}" -> "tiny", run_dir: {long}... -> null'
+    many = _changes("name: tiny", config)
+    assert many.count("->") == 12 and " more" in many.rpartition(" and ")[2]
 
 
 def load(config_file: Path, *overrides: str) -> RunConfig:

@@ -172,6 +172,9 @@ def test_loading_and_saving_is_bit_exact(tmp_path: Path, tie: bool) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     for file in ("config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_text() == (source / file).read_text()
+    weights = tmp_path / "out" / "model-00001-of-00001.safetensors"
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    assert weights.stat().st_mode == index.stat().st_mode, "whoever may read one file may read all"
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:

@@ -112,6 +112,18 @@ def test_the_check_of_a_run_tries_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(fields) == ["algorithm.objective.factory", "model.path"]
 
 
+@pytest.mark.parametrize(("path", "how"), [("models/tiny_moe", "make model, or "), ("m/other", "")])
+def test_a_model_that_is_not_built_yet_comes_with_how_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check(load_config(CONFIGS / "tiny_moe_cpu.yaml", [f"model.path={path}"]))
+    message = only(list(caught.value.problems))
+    assert message.startswith(f"model.path = {path!r}: no such folder; ")
+    assert f"how to build it: {how}python -m apps.warmup with the same --config" in message
+
+
 def test_at_run_time_a_scalar_is_not_broadcast() -> None:
     like_T = torch.zeros(5)
     check_objective_result(torch.zeros(5), {"objective/x": torch.zeros(())}, like_T)

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from forgeasync.data.file_mode import use_umask
+
 MAX_FILE_BYTES = 4 * 2**30
 """A weight file is closed and the next one opened at this size."""
 
@@ -52,7 +54,9 @@ class HfFolderWriter:
         return self._partial / f"model-{index + 1:05d}.safetensors"
 
     def _write(self) -> None:
-        save_file(self._waiting, self._file(len(self._names_of_files)), metadata={"format": "pt"})
+        file = self._file(len(self._names_of_files))
+        save_file(self._waiting, file, metadata={"format": "pt"})
+        use_umask(file)
         self._names_of_files.append(list(self._waiting))
         self._waiting.clear()
 

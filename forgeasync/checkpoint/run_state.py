@@ -61,7 +61,7 @@ def read_run_state(folder: Path) -> RunState:
 
 def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """What keeps a run with this config and model from going on from the checkpoint."""
-    for field, saved, now in _differences(state.model, model_shape(facts)):
+    for field, saved, now in differences(state.model, model_shape(facts)):
         yield Problem(
             field="--resume",
             value=str(folder),
@@ -70,7 +70,7 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
         )
     current = config.model_dump(mode="json")
     for field, reason in UNCHANGEABLE.items():
-        for path, saved, now in _differences({field: state.config.get(field)}, {field: current[field]}):
+        for path, saved, now in differences({field: state.config.get(field)}, {field: current[field]}):
             yield Problem(field=path, value=now, remedy=f"must be {saved!r} as in {folder}: {reason}")
     if config.max_steps <= state.step:
         yield Problem(
@@ -80,13 +80,13 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
         )
 
 
-def _differences(
+def differences(
     saved: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """Dotted names of what differs, with both values; sections are gone into where both are there."""
     for key in sorted(saved.keys() | now.keys()):
         one, other = saved.get(key), now.get(key)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differences(one, other, f"{prefix}{key}.")
+            yield from differences(one, other, f"{prefix}{key}.")
         elif one != other:
             yield f"{prefix}{key}", one, other

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection
+from forgeasync.data.file_mode import use_umask
 from forgeasync.trainer.hf_names import hf_names, stack_experts, unstack_experts
 from forgeasync.trainer.lora import EXPERT_PARAMETERS, adapter_parameters, copy_whole
 
@@ -51,6 +52,7 @@ def write_folder(
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True)
     save_file(dict(tensors) | dict(_zeros(facts, lora)), partial / WEIGHTS_FILE, metadata={"format": "pt"})
+    use_umask(partial / WEIGHTS_FILE)
     (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(facts, lora, source), indent=1))
     partial.rename(folder)
 
