@@ -140,6 +140,24 @@ def test_chunks_change_nothing(
         torch.testing.assert_close(gradient, exact, atol=1e-12, rtol=1e-12)
 
 
+def test_bfloat16_is_rounded_alike_however_logits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokens uncut; one rounding of the logits in each way, one of each summand of the gradients."""
+    num_tokens, vocab_size, dim = 23, 64, 16
+    _, tokens, offsets, ids = make_case(3, num_tokens, vocab_size, largest_set=8)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, dim, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(vocab_size, dim, generator=generator).bfloat16().requires_grad_()
+    results = []
+    for cost in (ALWAYS_GATHER, NEVER_GATHER):
+        monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
+        ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids)
+        assert ours.dtype is torch.float32
+        results.append((ours, *torch.autograd.grad(ours.sum(), (hidden, weight))))
+    for one, other in zip(*results, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
+
+
 @pytest.mark.parametrize("num_uncut", [0, 40])
 def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the memory plan counts (``forgeasync.planning.memory.moments``), on both sides of the choice."""

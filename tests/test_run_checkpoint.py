@@ -3,6 +3,8 @@
 import dataclasses
 import multiprocessing
 import os
+import pickle
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -309,3 +311,49 @@ def _write_one(model: Path, parent: Path) -> None:
     trainer = make_trainer(model, SINGLE)
     trainer.begin_checkpoint(parent / checkpoint_name(1), run_state=b"{}", keep=1)
     trainer.finish_checkpoint()
+
+
+class _Writes:
+    """Pickled, a call that writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return os.open, (str(self._file), os.O_CREAT)
+
+
+def _resume_all(model: Path, folders: list[Path]) -> list[str]:
+    messages = []
+    for folder in folders:
+        with pytest.raises(ValueError) as caught:
+            make_trainer(model, SINGLE).resume(folder)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_and_runs_nothing(model: Path, tmp_path: Path) -> None:
+    run_ranks(1, _write_one, model, tmp_path / "own")
+    (own,) = list_checkpoints(tmp_path / "own")
+    written = (own / "trainer" / ".metadata").read_bytes()
+    metadata = pickle.loads(written)
+    hidden = tmp_path / "hidden"
+    metadata.planner_data = _Writes(hidden)
+    contents = {
+        "at the top": pickle.dumps(_Writes(hidden)),
+        "within": pickle.dumps(metadata),
+        "by a dotted name": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c\x04true\x85R.",
+        "cut": written[: len(written) // 2],
+        "no metadata": pickle.dumps([1]),
+    }
+    folders = []
+    for name, content in contents.items():
+        folders.append(tmp_path / "foreign" / name)
+        shutil.copytree(own, folders[-1])
+        (folders[-1] / "trainer" / ".metadata").write_bytes(content)
+    messages = run_ranks(1, _resume_all, model, folders)[0]
+    assert not hidden.exists()
+    expected = ["posix.open", "posix.open", "torch.os.system", "is damaged", "holds a list"]
+    for folder, message, part in zip(folders, messages, expected, strict=True):
+        assert part in message and str(folder / "trainer" / ".metadata") in message, message
+    assert "nothing of it was run" in messages[0]

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forgeasync.checkpoint.folders import TRAINER_FOLDER, partial_folder, prune, publish
+from forgeasync.trainer.checkpoint_reader import SafeFileSystemReader
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 
 State = dict[str, torch.Tensor]
@@ -74,9 +75,13 @@ def load(state: State, folder: Path) -> None:
 
     Raises:
         ValueError: the checkpoint is of another model or of other adapters; names a tensor and both shapes.
+            Or its metadata is damaged, or names code to run; names the file, and none of it was run.
     """
-    reader = dcp.FileSystemReader(folder / TRAINER_FOLDER)
-    saved = reader.read_metadata().state_dict_metadata
+    reader = SafeFileSystemReader(folder / TRAINER_FOLDER)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except ValueError as error:
+        raise ValueError(f"--resume: {error}") from error
     for name in [name for name in state if name.startswith(RNG) and name not in saved]:
         del state[name]
     problem = _difference(state, saved)
