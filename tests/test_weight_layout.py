@@ -169,7 +169,10 @@ def test_only_the_blocks_that_hold_something_are_needed() -> None:
     (needed,) = needed_blocks(layout, plan_copies(layout, [target]))
     assert needed.tolist() == [False, False, True, True]
     (needed,) = needed_blocks(layout, plan_copies(layout, [replace(target, name="a")]))
-    assert needed.tolist() == [True, True, False, False]
+    assert needed.tolist() == [True, True, False, False] and needed.dtype == bool
+    last_two = replace(target, name="a", box=Box(start=(per_block - 2,), size=(2,)))
+    (needed,) = needed_blocks(layout, plan_copies(layout, [last_two]))
+    assert needed.tolist() == [True, False, False, False]
 
 
 @given(
