@@ -225,6 +225,15 @@ def test_corrections_count_what_they_change() -> None:
     assert int(sums["correction/masked_share"]) == 2
 
 
+def test_a_sequence_at_the_threshold_stays() -> None:
+    tokens = one_sequence([1.0, 1.0], [-1.0, -1.0]) | {
+        "logprobs_T": torch.tensor([-1.5, -1.5, -1.0]),
+        "behavior_logprobs_T": torch.tensor([-1.0, -1.0, -1.0]),
+    }
+    assert corrections.off_policy_sequence_mask(0.5)(**tokens)[0].tolist() == [1.0, 1.0, 0.0]
+    assert corrections.off_policy_sequence_mask(0.49)(**tokens)[0].tolist() == [0.0, 0.0, 0.0]
+
+
 def test_no_advantage_is_no_reason_to_mask_a_sequence() -> None:
     tokens = one_sequence([0.1, 0.1], [0.0, 0.0])
     weights_T, sums = corrections.off_policy_sequence_mask(0.5)(**tokens)

@@ -58,6 +58,11 @@ def test_without_fresh_responses_there_is_no_such_mean() -> None:
     assert "mismatch/fresh_logprob_abs_mean" not in metrics
 
 
+ONE_TOKEN = np.full((2, 1, 1), NO_RECORD, np.int16)
+"""A prompt of two tokens, the first of them recorded."""
+ONE_TOKEN[0] = 0
+
+
 def k3(difference: float) -> float:
     return math.exp(difference) - 1 - difference
 
@@ -99,6 +104,38 @@ def test_weights_of_corrections() -> None:
     assert metrics["correction/weight_mean"] == pytest.approx(3.5 / 3)
     assert metrics["correction/weight_max"] == 2.0
     assert metrics["correction/effective_sample_share"] == pytest.approx(3.5**2 / (3 * 5.25))
+
+
+def test_one_token_is_divided_by_one() -> None:
+    sums = StepSums(num_layers=1, device="cpu")
+    row = make_row([[0]])
+    sums.add_mismatch(torch.tensor([-0.5]), torch.tensor([-0.25]), torch.tensor([True]), row)
+    sums.add_coverage(pack_row([dataclasses.replace(make_sequence([]), expert_ids_SMK=ONE_TOKEN)]))
+    sums.add_routing([torch.tensor([1, 1])])
+    metrics = sums.metrics(1, mesh=None)
+    assert metrics["mismatch/logprob_abs_mean"] == 0.25
+    assert metrics["routing/recorded_share"] == metrics["routing/disagreement_share_layer_00"] == 1.0
+
+
+def test_a_ratio_that_overflows_leaves_a_share() -> None:
+    """Differences of 1000 nats: without a bound their ratios are infinite, or 0."""
+    for differences, share in (([1000.0, 0.0], 0.5), ([-1000.0, -1000.0], 1.0)):
+        sums = StepSums(num_layers=1, device="cpu")
+        sums.add_mismatch(
+            torch.tensor(differences), torch.zeros(2), torch.tensor([True, True]), make_row([[0, 0]])
+        )
+        found = sums.metrics(2, mesh=None)["off_policy/effective_sample_share"]
+        assert found == pytest.approx(share, rel=1e-3)
+
+
+def test_sums_do_not_lose_what_is_small_beside_them() -> None:
+    sums = with_tokens(StepSums(num_layers=1, device="cpu"))
+    for weight, counts in ((2.0**25, [2**24, 0]), (1.0, [1, 1])):
+        sums.add_correction(torch.tensor([weight]))
+        sums.add_routing([torch.tensor(counts)])
+    metrics = sums.metrics(2, mesh=None)
+    assert metrics["correction/weight_mean"] == (2.0**25 + 1.0) / 2
+    assert metrics["routing/disagreement_share"] == 1 / (2**24 + 1)
 
 
 def test_where_all_weights_are_zero_nothing_is_left() -> None:

@@ -147,6 +147,11 @@ def test_replicas_share_the_work_and_publish_each_box_once() -> None:
     assert dealt == [[0, 2], [0], [1], []], "the replicas' shares go to whom has the least to do"
 
 
+def test_whoever_has_the_least_to_do_so_far_takes_the_next() -> None:
+    boxes = [Box(start=(0,), size=(length,)) for length in (8, 5, 4, 3)]
+    assert deal_boxes([boxes, boxes]) == [[0, 3], [1, 2]]
+
+
 def test_elements_that_nobody_publishes_are_a_bug() -> None:
     piece = Piece(names=("w",), shape=(4, 2), box=Box(start=(0, 0), size=(3, 2)), offset=0)
     with pytest.raises(AssertionError, match="6 elements of w are published, it has 8"):
@@ -169,7 +174,10 @@ def test_only_the_blocks_that_hold_something_are_needed() -> None:
     (needed,) = needed_blocks(layout, plan_copies(layout, [target]))
     assert needed.tolist() == [False, False, True, True]
     (needed,) = needed_blocks(layout, plan_copies(layout, [replace(target, name="a")]))
-    assert needed.tolist() == [True, True, False, False]
+    assert needed.tolist() == [True, True, False, False] and needed.dtype == bool
+    last_two = replace(target, name="a", box=Box(start=(per_block - 2,), size=(2,)))
+    (needed,) = needed_blocks(layout, plan_copies(layout, [last_two]))
+    assert needed.tolist() == [True, False, False, False]
 
 
 @given(

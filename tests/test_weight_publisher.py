@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forgeasync.weights.layout import ALIGNMENT, BLOCK_BYTES, Box, lay_out
 from forgeasync.weights.named_weight import NamedWeight
@@ -18,10 +20,18 @@ from tests.support.processes import alone_in_this_process
 EXPERTS = tuple(f"experts.{index}" for index in range(3))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with alone_in_this_process(tmp_path_factory.mktemp("group")):
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    with alone_in_this_process(tmp_path):
         yield
+
+
+@pytest.fixture
+def third_of_four() -> Iterator[None]:
+    """Of a group whose other ranks are not there: enough to know which shard is whose."""
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 def make_weights(seed: int) -> list[NamedWeight]:
@@ -35,6 +45,7 @@ def make_weights(seed: int) -> list[NamedWeight]:
     ]
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_slots_hold_what_was_staged_there(tmp_path: Path, dtype: torch.dtype) -> None:
     versions = {slot: make_weights(slot) for slot in (0, 1)}
@@ -72,6 +83,7 @@ def test_a_rank_publishes_what_it_was_dealt() -> None:
     assert layout.num_blocks == 2
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_shard_is_its_part_of_the_whole_tensor(tmp_path: Path) -> None:
     """Of sharded tensors each rank stages what it holds; here one rank holds all, also of stacked experts."""
     mesh = init_device_mesh("cpu", (1,))
@@ -87,6 +99,37 @@ def test_a_shard_is_its_part_of_the_whole_tensor(tmp_path: Path) -> None:
     publisher.stage(1, 1, sharded)
     norm = buffers.bytes(1)[:28].clone().view(torch.float32)
     assert torch.equal(norm, whole[0].tensor)
+
+
+@pytest.mark.usefixtures("third_of_four")
+def test_a_rank_publishes_its_rows_and_its_experts() -> None:
+    """Rank 2 of 2 x 2: of rows sharded over four the third part, of 6 experts x 8 x 10 the second half's 3,
+    and of those the first 5 columns."""
+    rows = DTensor.from_local(
+        torch.zeros(2, 3),
+        init_device_mesh("cpu", (4,)),
+        [Shard(0)],
+        run_check=False,
+        shape=(8, 3),
+        stride=(3, 1),
+    )
+    experts = DTensor.from_local(
+        torch.zeros(3, 8, 5),
+        init_device_mesh("cpu", (2, 2)),
+        [Shard(0), Shard(2)],
+        run_check=False,
+        shape=(6, 8, 10),
+        stride=(80, 10, 1),
+    )
+    names = tuple(f"experts.{index}" for index in range(6))
+    weights = [NamedWeight(names=("rows",), tensor=rows), NamedWeight(names=names, tensor=experts)]
+    layout = lay_out(weights, [0, 1], rank=2, host_id="here", itemsize=4)
+    first, second = layout.pieces
+    assert (first.names, first.shape) == (("rows",), (8, 3))
+    assert (first.box, first.offset) == (Box(start=(4, 0), size=(2, 3)), 0)
+    assert (second.names, second.shape) == (names[3:], (8, 10))
+    assert (second.box, second.offset) == (Box(start=(0, 0), size=(8, 5)), ALIGNMENT)
+    assert layout.num_bytes == ALIGNMENT + 4 * 3 * 8 * 5
 
 
 def test_experts_without_a_name_each_are_a_bug() -> None:
