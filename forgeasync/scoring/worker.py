@@ -53,7 +53,6 @@ class _Answers:
         if problem == self._problem:
             return {"loaded": True}
         self._end_fork()
-        self._problem = None
         signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)
         try:
             self._loaded = self._verifier.load(problem)
