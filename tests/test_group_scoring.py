@@ -215,6 +215,7 @@ class Judge:
         self.seconds = seconds
         self.most = 0
         self.responses: list[str] = []
+        self.error: Exception | None = None
         self._num_running = 0
         self._lock = threading.Lock()
 
@@ -226,6 +227,8 @@ class Judge:
         time.sleep(self.seconds)
         with self._lock:
             self._num_running -= 1
+        if self.error is not None:
+            raise self.error
         return Score(value=float(len(response)), is_correct=False)
 
 
@@ -247,6 +250,28 @@ class TestResponseScoring:
 
         assert len(asyncio.run(run())) == 6
         scoring.close()
+
+    def test_after_an_error_or_a_cancellation_nothing_more_of_a_group_is_scored(self) -> None:
+        judge = Judge(0.05)
+        scoring = ResponseScoring(judge, num_workers=1, limit_s=20.0)
+
+        async def run() -> None:
+            before = asyncio.create_task(scoring.score(make_task(0), ["before"] * 2))
+            await asyncio.sleep(0)
+            queued = asyncio.create_task(scoring.score(make_task(1), ["queued"] * 8))
+            await asyncio.sleep(0)
+            queued.cancel()
+            assert len(await before) == 2
+            judge.error = ConnectionRefusedError("nobody listens")
+            with pytest.raises(ConnectionRefusedError):
+                await scoring.score(make_task(2), ["failing"] * 8)
+            judge.error = None
+            assert await scoring.score(make_task(3), ["after"])
+
+        asyncio.run(run())
+        scoring.close()
+        assert judge.responses.count("queued") == 0
+        assert judge.responses.count("failing") <= 2
 
     def test_a_group_past_its_deadline_fails_and_gives_its_place_away(self) -> None:
         judge = Judge(0.1)

@@ -93,6 +93,8 @@ def test_wrong_answers_score_zero(response: str, answer: str) -> None:
         ("4", "#4", 1.0),
         ("4", "#### 4", 1.0),
         ("1,000", "Half of 2000 is 2000 / 2 = 1000.\n#### 1,000", 1.0),
+        (r"\frac{2}{3}", "From a = 3 follows a / 4.5.\n#### 2/3", 1.0),
+        (r"\frac{2}{3}", "a=3\n#### 2/3", 1.0),
         # The hash is no sign, and no licence either.
         ("#5", "4", 0.0),
         (r"\boxed{#5}", "4", 0.0),

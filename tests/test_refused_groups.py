@@ -200,8 +200,29 @@ def test_a_group_that_cannot_be_scored_is_given_up_and_the_others_train(tmp_path
     assert len(problems) == num_unscored
     assert f"never for {scorer.refused.task_id}" in problems[0]
     assert scoring.metrics()["scoring/num_failed_attempts"] >= 1 + 3 * num_unscored
+    num_done = ALGORITHM.groups_per_step + num_unscored
+    assert len(generators.freed) == num_done * ALGORITHM.group_size
     assert scorer.first in [group.task for group in ended.batch.groups], "a second attempt helped"
     assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
+
+
+def test_groups_are_with_the_scorer_side_by_side(tmp_path: Path) -> None:
+    async def run() -> Ended:
+        num_waiting, together = 0, asyncio.Event()
+
+        async def wait_for_the_others(task: Task, responses: Sequence[str]) -> ScoredResponses:
+            nonlocal num_waiting
+            num_waiting += 1
+            if num_waiting == ALGORITHM.groups_per_step:
+                together.set()
+            await together.wait()
+            return await score(task, responses)
+
+        config = tiny_config(write_random_model(tmp_path / "model"))
+        scoring = make_scoring(wait_for_the_others)
+        return await _first_batch(config, Generators(), Recorder(), tmp_path, scoring)
+
+    assert len(asyncio.run(run()).batch.groups) == ALGORITHM.groups_per_step
 
 
 def test_filters_leave_out_rollouts_and_count_whole_groups(tmp_path: Path) -> None:

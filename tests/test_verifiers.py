@@ -1,5 +1,6 @@
 """Processes that verify answers: hostile ones reach nothing, and nothing of one answer reaches the next."""
 
+import errno
 import gc
 import json
 import os
@@ -22,7 +23,13 @@ from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
 from forgeasync.scoring.answer_fork import MAX_ANSWERS
 from forgeasync.scoring.landlock import landlock_version
-from forgeasync.scoring.sandbox import Bubblewrap, find_bubblewrap
+from forgeasync.scoring.sandbox import (
+    Bubblewrap,
+    bubblewrap_command,
+    environment,
+    find_bubblewrap,
+    python_command,
+)
 from forgeasync.scoring.score import Score, VerifierCounts
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice, MathProblem, MathVerifierChoice
 from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES, VerifierPool
@@ -76,9 +83,9 @@ def assert_nothing_happened(folder: Path, listener: socket.socket) -> None:
     assert list(folder.iterdir()) == []
     with pytest.raises(BlockingIOError):
         listener.accept()
-    assert not [
-        one for one in psutil.process_iter(["cmdline"]) if "hostile-sleep" in (one.info["cmdline"] or [])
-    ]
+    # A process that an answer starts is called like the folder.
+    running = [one.info["cmdline"] or [""] for one in psutil.process_iter(["cmdline"])]
+    assert str(folder) not in [command[0] for command in running]
 
 
 def test_hostile_answers_to_every_data_set_have_no_effect(tmp_path: Path, listener: socket.socket) -> None:
@@ -238,7 +245,9 @@ class TestProcess:
         pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1), bubblewrap=NO_BUBBLEWRAP)
         pool.start()
         (pid,) = pool.pids
-        assert "A_SECRET" not in psutil.Process(pid).environ()
+        variables = psutil.Process(pid).environ()
+        assert "A_SECRET" not in variables
+        assert not Path(variables["HOME"]).exists(), "what it wrote while it started is gone"
         pool.close()
 
 
@@ -320,6 +329,46 @@ def test_code_in_an_answer_is_denied_what_is_not_needed_and_ends_its_fork(tmp_pa
         assert verdict.get("error", "").startswith("PermissionError"), (kind, verdict)
         assert not is_clean, kind
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_bubblewrap
+def test_bubblewrap_alone_shows_no_network_no_files_and_no_processes(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    here = tmp_path / "here"
+    here.write_text("a secret")
+    script = f"""
+        import json, os, socket, sys
+
+        def errors(what):
+            try:
+                what()
+            except OSError as error:
+                return error.errno
+            return None
+
+        print(json.dumps({{
+            "read": errors(lambda: open({str(here)!r})),
+            "passwd": errors(lambda: open("/etc/passwd")),
+            "write": [errors(lambda: open(folder + "/x", "w")) for folder in ("/", "/dev", sys.prefix)],
+            "connect": errors(lambda: socket.create_connection(("127.0.0.1", {listener.getsockname()[1]}))),
+            "pids": [name for name in os.listdir("/proc") if name.isdigit()],
+            "repository": os.listdir({str(REPOSITORY)!r}),
+        }}))
+    """
+    program = find_bubblewrap().path
+    assert program is not None
+    command = [*bubblewrap_command(program), *python_command(["-c", textwrap.dedent(script)])]
+    ran = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
+    found = json.loads(ran.stdout)
+    assert found["read"] == found["passwd"] == errno.ENOENT
+    assert found["write"] == [errno.EROFS] * 3
+    assert found["connect"] is not None
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    assert len(found["pids"]) == 2, "bubblewrap and Python"
+    # The environment's folder, where it lies in the repository, and the package; nothing else of it.
+    assert "forgeasync" in found["repository"] and len(found["repository"]) <= 2
 
 
 DENIED_BY_LANDLOCK = {

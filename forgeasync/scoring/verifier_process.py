@@ -81,12 +81,12 @@ class VerifierProcess:
             )
             self.stop()
         if self._process is None:
-            self._spawn()
+            scratch = self._spawn()
             setup = WorkerSetup(
                 choice=CHOICE_CODEC.dump_python(self._choice, mode="json"),
                 answer_limit_s=self._limits.time_s,
                 answer_memory_bytes=self._limits.memory_bytes,
-                in_bubblewrap=self._bubblewrap.path is not None,
+                scratch_folder=scratch,
             )
             reply = self._exchange({"setup": dataclasses.asdict(setup)}, limit_s=STARTUP_LIMIT_S)
             if reply is None:
@@ -122,24 +122,28 @@ class VerifierProcess:
             self._stop()
         self._process = self._stop = None
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> str | None:
+        """Returns the folder that imported libraries may write to; None where bubblewrap has one."""
         command = python_command(["-m", "forgeasync.scoring.worker"])
-        scratch = tempfile.mkdtemp(prefix="forgeasync-verifier-")
-        variables = environment(scratch)
+        variables, scratch = environment(), None
         if self._bubblewrap.path is not None:
             command = [*bubblewrap_command(self._bubblewrap.path), *command]
-            variables = environment()
+        else:
+            # The process removes it once it has imported everything.
+            scratch = tempfile.mkdtemp(prefix="forgeasync-verifier-")
+            variables = environment(scratch)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=variables,
-            cwd=scratch,
+            cwd="/",
             # A process group of its own, to be killed as one; Ctrl-C does not reach it.
             start_new_session=True,
         )
         # Runs at exit too, and when this object is garbage.
         self._stop = weakref.finalize(self, _stop_process, self._process, scratch)
+        return scratch
 
     def _exchange(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any] | None:
         """The reply to a request; None where there is none in time, and then the process is gone."""
@@ -168,11 +172,12 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _stop_process(process: subprocess.Popen[bytes], scratch: str) -> None:
+def _stop_process(process: subprocess.Popen[bytes], scratch: str | None) -> None:
     assert process.stdin is not None and process.stdout is not None
     _kill_group(process)
     process.wait()
     with suppress(BrokenPipeError):  # a request that it never read is still buffered
         process.stdin.close()
     process.stdout.close()
-    shutil.rmtree(scratch, ignore_errors=True)
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -12,6 +12,7 @@ verifier and generates problems, once for all answers; answers are read in forks
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class WorkerSetup:
     """By ``CHOICE_CODEC``."""
     answer_limit_s: float
     answer_memory_bytes: int
-    in_bubblewrap: bool
+    scratch_folder: str | None
+    """Of the host, to be removed once all is imported; None where bubblewrap is around."""
 
 
 class _Answers:
@@ -53,7 +55,6 @@ class _Answers:
         if problem == self._problem:
             return {"loaded": True}
         self._end_fork()
-        self._problem = None
         signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)
         try:
             self._loaded = self._verifier.load(problem)
@@ -90,19 +91,22 @@ def serve() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     setup = WorkerSetup(**json.loads(sys.stdin.buffer.readline())["setup"])
     # Before any library can start a thread.
-    layers = enter_isolation(in_bubblewrap=setup.in_bubblewrap)
+    in_bubblewrap = setup.scratch_folder is None
+    layers = enter_isolation(in_bubblewrap=in_bubblewrap)
 
     limits = ForkLimits(
         answer_limit_s=setup.answer_limit_s,
         answer_memory_bytes=setup.answer_memory_bytes,
         read_roots=read_only_roots(),
-        in_bubblewrap=setup.in_bubblewrap,
+        in_bubblewrap=in_bubblewrap,
     )
     try:
         answers = _Answers(build_verifier(CHOICE_CODEC.validate_python(setup.choice)), limits)
     except ValueError as error:
         _reply(replies, {"refused": str(error)})
         return
+    if setup.scratch_folder is not None:
+        shutil.rmtree(setup.scratch_folder)
     _reply(replies, {"ready": layers})
     for line in sys.stdin.buffer:
         request = json.loads(line)

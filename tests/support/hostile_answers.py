@@ -39,7 +39,7 @@ def hostile_answers(folder: Path, port: int) -> dict[str, str]:
         "shell": f"[[{os_module}.system('touch {file}-3')]]",
         "program": f"[[__import__('subprocess').run(['touch', '{file}-4'])]]",
         "spawn": f"[[{os_module}.posix_spawn('/usr/bin/touch', ['touch', '{file}-5'], {{}})]]",
-        "fork": f"[[{os_module}.fork() or {os_module}.execv('/bin/sleep', ['hostile-sleep', '1000'])]]",
+        "fork": f"[[{os_module}.fork() or {os_module}.execv('/bin/sleep', ['{folder}', '1000'])]]",
         "kill": f"[[{os_module}.kill({os_module}.getppid(), 9)]]",
         "connect": f"[[__import__('socket').create_connection(('127.0.0.1', {port}))]]",
         "endless": "[[0 for _ in iter(int, 1)]]",
