@@ -190,7 +190,7 @@ class RunRecorder:
         file.write_text(
             json.dumps({"step": step, "reason": reason, "rollouts": batch_records(step, batch)}, indent=1)
         )
-        self._console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
+        self.console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
 
     def _weight_metrics(self, ledger: WeightLedger) -> dict[str, float]:
         """How versions travelled since the last step."""

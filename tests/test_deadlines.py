@@ -69,11 +69,7 @@ def test_cancelling_passes() -> None:
 def test_no_plain_timeout_is_left() -> None:
     files = [file for folder in ("forgeasync", "apps") for file in (REPOSITORY / folder).rglob("*.py")]
     plain = {file.name for file in files if PLAIN_TIMEOUT.search(file.read_text(encoding="utf-8"))}
-    assert plain <= {"deadline.py", *NOT_YET}
-
-
-NOT_YET = ("evaluation.py", "grpo.py")
-"""Of scoring."""
+    assert plain == {"deadline.py"}
 
 
 class Calls:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.config.load import dump_config
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
@@ -30,11 +32,13 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def start(config_file: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(config_file: Path, *overrides: str, search_path: Path | None = None) -> subprocess.Popen[str]:
+    """``search_path`` has modules of the user's own."""
+    more = {} if search_path is None else {"PYTHONPATH": str(search_path)}
     return subprocess.Popen(
         [sys.executable, "-m", "apps.grpo", "--config", str(config_file), *overrides],
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -149,6 +153,66 @@ def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Pa
     assert (held == 0) == (num_under_way == 0)
 
 
+def assert_saved(run_dir: Path, last_line: str) -> None:
+    """The newest weights are whole, finite, and where the last line says."""
+    last = run_dir / "checkpoints" / "last"
+    newest = len(read_lines(run_dir / "metrics.jsonl")) - 1
+    found = re.search(r"the weights of step (\d+)(, as published,)? are in (.+)$", last_line)
+    assert found is not None and found[3] == str(last.resolve()), last_line
+    assert newest - 1 <= int(found[1]) <= newest + 1
+    tensors = load_file(last / "model-00001-of-00001.safetensors")
+    assert len(tensors) > 20 and all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    assert (last / "tokenizer.json").exists() and (last / "model.safetensors.index.json").exists()
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run_with_good_weights(
+    config_file: Path, tmp_path: Path
+) -> None:
+    """A loss of one's own that is nan on one rank, from its second call on."""
+    (tmp_path / "bad_losses.py").write_text(BAD_LOSS)
+    run_dir = tmp_path / "run"
+    process = start(
+        config_file,
+        f"run_dir={run_dir}",
+        "max_steps=9",
+        "checkpoint={every_steps: 1, keep: 2}",
+        "algorithm.objective={kind: python, factory: bad_losses.nan_later}",
+        search_path=tmp_path,
+    )
+    code, _, err = finish(process)
+    assert code == 1, err
+    last = err.splitlines()[-1]
+    assert "StepsSkipped: 3 steps in a row" in last and "trainer rank 1 is nan" in last
+    assert_saved(run_dir, last)
+    _, *steps = read_lines(run_dir / "metrics.jsonl")
+    assert [line["trainer/num_skipped_steps"] for line in steps] == [0, 1, 2, 3]
+    assert [line["loss"] is None for line in steps] == [False, True, True, True]
+    assert steps[1]["dropped/bad_record"] == 0
+    files = sorted(path.name for path in (run_dir / "logs" / "skipped_steps").iterdir())
+    assert files[:3] == ["step-00000002-rank-0.npz", "step-00000002-rank-1.npz", "step-00000002.json"]
+    batch = json.loads((run_dir / "logs" / "skipped_steps" / "step-00000002.json").read_text())
+    assert "is nan" in batch["reason"] and len(batch["rollouts"]) == 16
+
+
+BAD_LOSS = """
+import torch
+
+CALLS = []
+
+
+def nan_later():
+    def objective(*, logprobs_T, behavior_logprobs_T, advantages_T, mask_T, sequence_ids_T):
+        is_trainer = torch.distributed.is_initialized()
+        CALLS.append(is_trainer)
+        losses_T = torch.where(mask_T, -logprobs_T * advantages_T, 0.0)
+        if is_trainer and sum(CALLS) > 1 and torch.distributed.get_rank() == 1:
+            losses_T = losses_T * torch.nan
+        return losses_T, {}
+
+    return objective
+"""
+
+
 def test_a_killed_generator_ends_the_run_with_an_error(config_file: Path, tmp_path: Path) -> None:
     process = start(config_file, f"run_dir={tmp_path / 'run'}", NEVER_ENDING, "max_off_policy_steps=1")
     wait_for_step(tmp_path / "run", process)
@@ -164,7 +228,9 @@ def test_a_killed_generator_ends_the_run_with_an_error(config_file: Path, tmp_pa
     code, _, err = finish(process)
     assert code == 1
     assert time.monotonic() - killed_s < 60
-    assert "generator" in err.splitlines()[-1]
+    last = err.splitlines()[-1]
+    assert "generator" in last
+    assert_saved(tmp_path / "run", last)
 
 
 def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_path: Path) -> None:
@@ -182,8 +248,10 @@ def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_p
     assert code == 1
     last = err.splitlines()[-1]
     assert last.startswith("failed: ActorDied: trainer rank 1") and "trainer-1.log" in last
+    assert ", as published, are in" in last, "a trainer that lacks a rank cannot be asked"
+    assert_saved(run_dir, last)
     text = (run_dir / "run.log").read_text()
-    assert last in text and "Traceback" in text, "the reason is in the run's folder"
+    assert last.split("; the weights")[0] in text and "Traceback" in text, "the reason is in the run's folder"
     assert "-m apps.grpo" in text and "torchtitan" in text, "and so is what it was started with"
     assert "step 0: held-out accuracy" in text and not folders_of(process.pid)
 
@@ -209,6 +277,11 @@ def test_a_signal_ends_the_run_cleanly(
     code, out, err = finish(process)
     assert code == expected, err
     assert "Traceback" not in err and f"stopping on {number.name}" in out
+    last = err.splitlines()[-1]
+    assert_saved(run_dir, last)
+    if number is signal.SIGTERM:
+        step = re.search(r"--resume latest goes on after step (\d+)", last)
+        assert step is not None and checkpoint_name(int(step[1])) in os.listdir(run_dir / "checkpoints")
     assert all(line["policy_version"] == line["step"] for line in read_lines(run_dir / "metrics.jsonl"))
     assert not folders_of(process.pid)
     assert f"stopping on {number.name}" in (run_dir / "run.log").read_text()
