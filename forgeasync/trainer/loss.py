@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from forgeasync.algorithms import aggregation, corrections, kl, objectives
+from forgeasync.algorithms.trial_call import check_objective_result
 from forgeasync.config import loss_schema
 from forgeasync.config.loss_schema import KlEstimator, KlPlace, KlSection, LossSection
 from forgeasync.config.python_factory import load_factory
@@ -82,7 +83,11 @@ class PolicyLoss:
         return self._aggregate.count(mask_T, sequence_ids_T, sample_weights_T)
 
     def __call__(self, tokens: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
-        """A row's share of the loss of a batch whose ``count`` is ``total``."""
+        """A row's share of the loss of a batch whose ``count`` is ``total``.
+
+        Raises:
+            ValueError: the objective's losses are not one number a token, or its sums are no scalars.
+        """
         known = {
             "logprobs_T": tokens.logprobs_T,
             "behavior_logprobs_T": tokens.behavior_logprobs_T,
@@ -101,6 +106,8 @@ class PolicyLoss:
             else:
                 added_T = penalty_T
         losses_T, objective_sums = self._objective(**known, advantages_T=advantages_T)
+        # A user's own can return another shape for other tokens than those it was tried on.
+        check_objective_result(losses_T, objective_sums, tokens.logprobs_T)
         sums |= objective_sums
         weights_T = None
         if self._correction is not None:
