@@ -18,33 +18,27 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from apps.cli import add_closing_words, exit_code, parse_arguments
-from apps.preparation import Prepared, check_plan, prepare
+from apps.dry_run import show_plan
+from apps.preparation import Prepared, prepare
 from apps.recorder import RunRecorder, StepTimes
 from apps.rescue import save_newest_weights
 from apps.resume import open_files
 from apps.serving import WeightServing
+from apps.starting import Roles, start_roles
 from apps.stopping import run_main, telling
-from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.actors.group_scoring import Unscored
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.checkpoint.run_state import RunState, model_shape
-from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.launch_schema import LocalLauncher
 from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import model_config_file
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.config.weights_schema import Interruption
@@ -62,9 +56,6 @@ from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.batch import deal_items, training_items
 from forgeasync.trainer.step_result import StepResult
 
-REPORT_COLUMNS = 120
-"""Width of the dry run's table, also in a pipe."""
-
 
 class StepsSkipped(RuntimeError):
     """Step after step had a loss or gradient that is not finite."""
@@ -77,20 +68,18 @@ class GrpoRun:
         self,
         config: RunConfig,
         prepared: Prepared,
+        roles: Roles,
         *,
-        trainer: TrainerMesh,
-        generators: GeneratorRouter,
-        scorer: GroupScoring,
-        buffer: BufferActor,
         recorder: RunRecorder,
         checkpoints: Path,
     ) -> None:
         """``checkpoints`` is the folder that they are written to."""
         self.config = config
         self.prepared = prepared
-        self.trainer = trainer
-        self.generators = generators
-        self.scorer = scorer
+        self.trainer = roles.trainer
+        self.generators = roles.generators
+        self.scorer = roles.scorer
+        self.buffer = roles.buffer
         self.recorder = recorder
         self.checkpoints = checkpoints
         resumed = prepared.resumed
@@ -99,7 +88,6 @@ class GrpoRun:
         self.num_skipped_in_a_row = 0
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
         self.order = TaskOrder(prepared.train, seed=config.seed, position=position)
-        self.buffer = buffer
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.starvation = StarvationWatch(config.buffer.max_given_up_in_a_row)
         capacity = int(config.payload.capacity_gib * 2**30)
@@ -111,7 +99,11 @@ class GrpoRun:
         # Bounded by the buffer: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
         self.serving = WeightServing(
-            config.weights, trainer=trainer, generators=generators, buffer=buffer, recorder=recorder
+            config.weights,
+            trainer=self.trainer,
+            generators=self.generators,
+            buffer=self.buffer,
+            recorder=recorder,
         )
 
     async def run(self, fleet: Fleet) -> None:
@@ -331,68 +323,6 @@ class GrpoRun:
         return held_out, time.perf_counter() - start_s
 
 
-def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object]) -> None:
-    """A role's task has ended: with the role at work, unless something failed, which is told elsewhere."""
-    if not starting.cancelled() and starting.exception() is None:
-        console.message(f"{name} ready")
-        console.part_done()
-
-
-async def start(
-    config: RunConfig,
-    prepared: Prepared,
-    fleet: Fleet,
-    recorder: RunRecorder,
-    checkpoints: Path,
-) -> GrpoRun:
-    """Start and set up the procs of all roles, side by side."""
-    resumed = prepared.resumed
-    num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
-    roles = f"{num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
-    console = recorder.console
-    console.phase(f"starting {roles}", num_parts=4)
-    async with asyncio.TaskGroup() as starting:
-        generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
-        scorer = starting.create_task(fleet.start_scorer(config))
-        buffer = starting.create_task(
-            fleet.start_buffer(config, None if resumed is None else resumed.state.buffer)
-        )
-        trainer = starting.create_task(
-            fleet.start_trainer(
-                config,
-                config.trainer,
-                prepared.facts,
-                loss=config.algorithm,
-                seed=config.seed,
-                checkpoint=prepared.model_path,
-                lora=config.lora,
-                max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
-                resume_from=None if resumed is None else resumed.folder,
-            )
-        )
-        for name, role in (
-            ("generators", generators),
-            ("scorer", scorer),
-            ("buffer", buffer),
-            ("trainer", trainer),
-        ):
-            role.add_done_callback(partial(_tell_ready, console, name))
-    console.phase("connecting the trainer's weights to the generators")
-    await trainer.result().connect(generators.result())
-    await fleet.connect_weights(config, trainer.result(), generators.result())
-    console.end_phase()
-    return GrpoRun(
-        config,
-        prepared,
-        trainer=trainer.result(),
-        generators=generators.result(),
-        scorer=scorer.result(),
-        buffer=buffer.result(),
-        recorder=recorder,
-        checkpoints=checkpoints,
-    )
-
-
 async def train(config: RunConfig, prepared: Prepared) -> None:
     """Start every proc, run the loops, export the trained model, stop every proc."""
     files = open_files(config, prepared.resumed)
@@ -417,8 +347,9 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
                 if not isinstance(config.launcher, LocalLauncher):
                     console.phase(f"waiting for the hosts of launcher {config.launcher.kind}")
                 await fleet.open()
-                run = await start(config, prepared, fleet, recorder, files.checkpoints)
-                console.message(run.scorer.isolation)
+                roles = await start_roles(config, prepared, fleet, console)
+                console.message(roles.scorer.isolation)
+                run = GrpoRun(config, prepared, roles, recorder=recorder, checkpoints=files.checkpoints)
                 await run.run(fleet)
                 final = run_dir.checkpoints.resolve() / "final"
                 console.phase(f"writing {final}")
@@ -434,20 +365,6 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         finally:
             console.phase("ending all procs")
             await fleet.close()
-
-
-def show_plan(config: RunConfig) -> None:
-    """Check the config and print what it would start; needs no GPU and starts nothing."""
-    # Builds the model on the meta device, which only a dry run has to wait for.
-    from forgeasync.launch.render import render_launch
-    from forgeasync.planning.report import dry_run_report
-
-    facts, looked_at = check_plan(config)
-    shape_from = model_config_file(config.model.path)
-    report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at)
-    Console(width=REPORT_COLUMNS).print(report)
-    if (spec := render_launch(config)) is not None:
-        print(f"\nwith launcher {config.launcher.kind}:\n{spec}")
 
 
 def main() -> int:

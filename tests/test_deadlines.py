@@ -149,7 +149,7 @@ def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
 
 def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
     async def scenario() -> None:
-        mesh = make_mesh(Rank(train_rows=60.0, save_hf=60.0), train_step_s=0.05)
+        mesh = make_mesh(Rank(train_rows=60.0, save_hf=60.0), train_step_s=0.1)
         with pytest.raises(
             DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"
         ):
@@ -162,7 +162,7 @@ def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
 
 def test_a_late_generator_is_told_by_its_group() -> None:
     async def scenario() -> None:
-        timeouts = TimeoutSection(generate_s=0.05)
+        timeouts = TimeoutSection(generate_s=0.1)
         router = GeneratorRouter(Rank(sample_group=60.0), 1, timeouts)  # type: ignore[arg-type]
         sampling = SamplingSection(max_response_tokens=8)
         with pytest.raises(DeadlineExceeded, match=r"^generator 0 sampling group 17 .* timeouts\.generate_s"):

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from apps.grpo import StepsSkipped, start
+from apps.grpo import StepsSkipped
+from apps.starting import start_roles
 from forgeasync.buffer.starvation import NothingTrains
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf
@@ -145,7 +146,7 @@ def test_a_fetch_that_succeeds_makes_up_for_those_before(tmp_path: Path) -> None
 def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(tmp_path: Path, age_of: AgeOf) -> None:
     config = make_config(tmp_path, "max_off_policy_steps=3", f"buffer.age_of={age_of}")
     fleet = StartingFleet()
-    asyncio.run(start(config, make_prepared(config), fleet, Recorder(), tmp_path))
+    asyncio.run(start_roles(config, make_prepared(config), fleet, Recorder.console))
     assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
 
 

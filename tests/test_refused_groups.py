@@ -12,6 +12,7 @@ import pytest
 from apps.cli import root_cause
 from apps.grpo import GrpoRun
 from apps.preparation import prepare
+from apps.starting import Roles
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
@@ -137,10 +138,12 @@ async def _first_batch(
         run = GrpoRun(
             config,
             prepare(config),
-            trainer=None,
-            generators=generators,
-            scorer=scoring or make_scoring(),
-            buffer=await fleet.start_buffer(config),
+            Roles(
+                trainer=None,
+                generators=generators,
+                scorer=scoring or make_scoring(),
+                buffer=await fleet.start_buffer(config),
+            ),
             recorder=recorder,
             checkpoints=log_dir,
         )
@@ -200,7 +203,7 @@ def test_a_group_that_cannot_be_scored_is_given_up_and_the_others_train(tmp_path
     assert len(problems) == num_unscored
     assert f"never for {scorer.refused.task_id}" in problems[0]
     assert scoring.metrics()["scoring/num_failed_attempts"] >= 1 + 3 * num_unscored
-    num_done = ALGORITHM.groups_per_step + num_unscored
+    num_done = ALGORITHM.groups_per_step + len(OVERSIZED) + num_unscored
     assert len(generators.freed) == num_done * ALGORITHM.group_size
     assert scorer.first in [group.task for group in ended.batch.groups], "a second attempt helped"
     assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
@@ -246,10 +249,12 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
             run = GrpoRun(
                 config,
                 prepare(config),
-                trainer=None,
-                generators=Generators(),
-                scorer=make_scoring(),
-                buffer=await fleet.start_buffer(config),
+                Roles(
+                    trainer=None,
+                    generators=Generators(),
+                    scorer=make_scoring(),
+                    buffer=await fleet.start_buffer(config),
+                ),
                 recorder=Recorder(),
                 checkpoints=tmp_path,
             )

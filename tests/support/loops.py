@@ -14,6 +14,7 @@ import numpy as np
 from apps.grpo import GrpoRun
 from apps.preparation import Prepared
 from apps.recorder import StepTimes
+from apps.starting import Roles
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring
@@ -372,10 +373,12 @@ def make_run(
     return GrpoRun(
         config,
         make_prepared(config, held_out),
-        trainer=trainer or Trainer(),
-        generators=generators or Generators(),
-        scorer=make_scoring(config),
-        buffer=LocalBuffer(config),
+        Roles(
+            trainer=trainer or Trainer(),
+            generators=generators or Generators(),
+            scorer=make_scoring(config),
+            buffer=LocalBuffer(config),
+        ),
         recorder=recorder or Recorder(),
         checkpoints=Path(),
     )

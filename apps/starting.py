@@ -1,0 +1,77 @@
+"""The procs of a run: all roles started side by side, and connected."""
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from apps.preparation import Prepared
+from forgeasync.actors.buffer import BufferActor
+from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.buffer_schema import AgeOf
+from forgeasync.config.schema import RunConfig
+from forgeasync.observability.console import StepConsole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Who does what in a run."""
+
+    trainer: TrainerMesh
+    generators: GeneratorRouter
+    scorer: GroupScoring
+    buffer: BufferActor
+
+
+async def start_roles(config: RunConfig, prepared: Prepared, fleet: Fleet, console: StepConsole) -> Roles:
+    """Start and set up the procs of all roles, and let the trainer's weights reach the generators."""
+    resumed = prepared.resumed
+    num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
+    console.phase(
+        f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer", num_parts=4
+    )
+    async with asyncio.TaskGroup() as starting:
+        generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
+        scorer = starting.create_task(fleet.start_scorer(config))
+        buffer = starting.create_task(
+            fleet.start_buffer(config, None if resumed is None else resumed.state.buffer)
+        )
+        trainer = starting.create_task(
+            fleet.start_trainer(
+                config,
+                config.trainer,
+                prepared.facts,
+                loss=config.algorithm,
+                seed=config.seed,
+                checkpoint=prepared.model_path,
+                lora=config.lora,
+                max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
+                resume_from=None if resumed is None else resumed.folder,
+            )
+        )
+        for name, role in (
+            ("generators", generators),
+            ("scorer", scorer),
+            ("buffer", buffer),
+            ("trainer", trainer),
+        ):
+            role.add_done_callback(partial(_tell_ready, console, name))
+    console.phase("connecting the trainer's weights to the generators")
+    await trainer.result().connect(generators.result())
+    await fleet.connect_weights(config, trainer.result(), generators.result())
+    console.end_phase()
+    return Roles(
+        trainer=trainer.result(),
+        generators=generators.result(),
+        scorer=scorer.result(),
+        buffer=buffer.result(),
+    )
+
+
+def _tell_ready(console: StepConsole, name: str, starting: asyncio.Task[object]) -> None:
+    """Say that a role is at work, unless its start has failed, which is told elsewhere."""
+    if not starting.cancelled() and starting.exception() is None:
+        console.message(f"{name} ready")
+        console.part_done()
