@@ -266,6 +266,33 @@ def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
     assert [world.sampling[one].task.task_id for one in started(world)] == ["1", "2", "0"]
 
 
+def test_every_complete_group_that_expires_with_a_step_is_handed_back() -> None:
+    """Two groups of version 0 are overtaken by younger ones, and lost at once when step 2 is behind them."""
+    world = make_world(1, 2, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
+    assert started(world) == [0, 1, 2]
+    for step, group_id in enumerate((0, 3, 4)):
+        complete(world, group_id)
+        if group_id == 4:
+            complete(world, 1, 2)
+        assert taken(world) == [group_id]
+        world.serve(step + 1)
+        assert world.num_lost_groups == (2 if group_id == 4 else 0)
+        if step < 2:
+            assert started(world) == [3 + step]
+    assert world.buffer.num_dropped[DropReason.STALE] == 2
+    world.check_counts()
+
+
+def test_progress_of_groups_that_are_not_sampled_is_no_news() -> None:
+    world = make_world(1, 1, age_of=AgeOf.TOKEN)
+    assert started(world) == [0, 1]
+    world.finish(0)
+    for group_id in (0, 99):
+        progress = GroupProgress(group_id=group_id, version=1, num_running=2, num_tokens=5)
+        world.buffer.progressed(progress)
+    assert world.buffer._entries[0].deadline == 1, "what was sampled is known: nothing of it is newer"
+
+
 def test_what_is_counted() -> None:
     world = make_world(2, 1)
     assert started(world) == [0, 1, 2, 3]
