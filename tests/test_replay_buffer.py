@@ -270,6 +270,8 @@ def test_every_complete_group_that_expires_with_a_step_is_handed_back() -> None:
     """Two groups of version 0 are overtaken by younger ones, and lost at once when step 2 is behind them."""
     world = make_world(1, 2, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
     assert started(world) == [0, 1, 2]
+    for group_id in (1, 2):
+        world.decode(group_id)
     for step, group_id in enumerate((0, 3, 4)):
         complete(world, group_id)
         if group_id == 4:
