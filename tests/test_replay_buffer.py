@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgeasync.buffer import submissions as submissions_module
 from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.deadlines import Deadlines
 from forgeasync.buffer.decisions import DropReason
@@ -360,6 +361,24 @@ def test_expected_lengths_follow_the_newest_ones() -> None:
     assert history.expected(make_task(1)) == 4.0
     assert history.expected(make_task(2)) == 8.0
     assert history.expected(make_task(2, source="other")) == 0.0
+
+
+def test_the_history_forgets_what_was_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submissions_module, "MAX_PROMPTS_IN_HISTORY", 2)
+    history = LengthHistory()
+    for index in (0, 1, 0, 2):
+        history.measure(make_task(index), 8.0 * (index + 1))
+    of_source = history.expected(make_task(9))
+    assert [history.expected(make_task(index)) for index in range(3)] == [8.0, of_source, 24.0]
+    assert of_source not in (8.0, 16.0, 24.0)
+
+
+def test_unless_asked_for_the_longest_do_not_come_first() -> None:
+    submissions = Submissions(cohort_size=3, longest_first=False)
+    for index, length in enumerate((5, 50, 20)):
+        submissions.history.measure(make_task(index), length)
+        submissions.submit(make_task(index))
+    assert [submissions.pop().submission_id for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_group_is_scored_once() -> None:
