@@ -261,3 +261,16 @@ def test_the_watch_speaks_up_with_its_arithmetic() -> None:
     assert "sampling.max_response_tokens" in text and "min_std" not in text
     watch.kept()
     assert watch.check() is None
+
+
+def test_a_reward_at_the_threshold_is_positive() -> None:
+    facts = GroupFacts(rewards=(0.5, 0.5, *[0.0] * 6), lengths=(1,) * 8, is_truncated=(False,) * 8)
+    for seed in range(5):
+        filtered = filters.resample_on_correct(4)(facts, np.random.default_rng(seed))
+        assert sorted(filtered.rewards) == [0.0, 0.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 2, 3)])
+def test_facts_of_some_rollouts_only_are_a_bug(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError):
+        GroupFacts(rewards=(0.0, 1.0), lengths=lengths, is_truncated=(False, False))

@@ -223,6 +223,9 @@ def test_corrections_count_what_they_change() -> None:
     weights_T, sums = corrections.masked_is(0.75, 2.5)(**tokens)
     assert weights_T.tolist() == pytest.approx([0.0, 1.0, 2.0, 0.0, 0.0])
     assert int(sums["correction/masked_share"]) == 2
+    weights_T, _ = corrections.masked_is(1.0, 2.5)(**one_sequence([1.0], [1.0]))
+    assert weights_T.tolist() == [1.0, 0.0], "the bounds are inside"
+    assert corrections.truncated_is(0.5)(**one_sequence([1.0], [1.0]))[0].tolist() == [0.5, 0.0]
 
 
 def test_a_sequence_at_the_threshold_stays() -> None:

@@ -39,7 +39,7 @@ def test_each_response_token_is_predicted_by_the_token_before_it() -> None:
     assert row.behavior_logprobs_L[row.mask_L].tolist() == [-3.0, -4.0, -6.0]
     assert row.advantages_L[row.mask_L].tolist() == [0.5, 0.5, -1.0]
     assert row.sample_weights_L[row.mask_L].tolist() == [3.5, 3.5, 2.0]
-    assert row.ages_L[row.mask_L].tolist() == [0, 1, 0]
+    assert row.ages_L[row.mask_L].tolist() == [0, 1, 0] and row.ages_L.dtype == np.int32
     assert row.sequence_ids_L[:6].tolist() == [0, 0, 0, 0, 1, 1]
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgeasync.buffer import submissions as submissions_module
 from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.deadlines import Deadlines
 from forgeasync.buffer.decisions import DropReason
@@ -266,6 +267,35 @@ def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
     assert [world.sampling[one].task.task_id for one in started(world)] == ["1", "2", "0"]
 
 
+def test_every_complete_group_that_expires_with_a_step_is_handed_back() -> None:
+    """Two groups of version 0 are overtaken by younger ones, and lost at once when step 2 is behind them."""
+    world = make_world(1, 2, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
+    assert started(world) == [0, 1, 2]
+    for group_id in (1, 2):
+        world.decode(group_id)
+    for step, group_id in enumerate((0, 3, 4)):
+        complete(world, group_id)
+        if group_id == 4:
+            complete(world, 1, 2)
+        assert taken(world) == [group_id]
+        world.serve(step + 1)
+        assert world.num_lost_groups == (2 if group_id == 4 else 0)
+        if step < 2:
+            assert started(world) == [3 + step]
+    assert world.buffer.num_dropped[DropReason.STALE] == 2
+    world.check_counts()
+
+
+def test_progress_of_groups_that_are_not_sampled_is_no_news() -> None:
+    world = make_world(1, 1, age_of=AgeOf.TOKEN)
+    assert started(world) == [0, 1]
+    world.finish(0)
+    for group_id in (0, 99):
+        progress = GroupProgress(group_id=group_id, version=1, num_running=2, num_tokens=5)
+        world.buffer.progressed(progress)
+    assert world.buffer._entries[0].deadline == 1, "what was sampled is known: nothing of it is newer"
+
+
 def test_what_is_counted() -> None:
     world = make_world(2, 1)
     assert started(world) == [0, 1, 2, 3]
@@ -331,6 +361,24 @@ def test_expected_lengths_follow_the_newest_ones() -> None:
     assert history.expected(make_task(1)) == 4.0
     assert history.expected(make_task(2)) == 8.0
     assert history.expected(make_task(2, source="other")) == 0.0
+
+
+def test_the_history_forgets_what_was_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submissions_module, "MAX_PROMPTS_IN_HISTORY", 2)
+    history = LengthHistory()
+    for index in (0, 1, 0, 2):
+        history.measure(make_task(index), 8.0 * (index + 1))
+    of_source = history.expected(make_task(9))
+    assert [history.expected(make_task(index)) for index in range(3)] == [8.0, of_source, 24.0]
+    assert of_source not in (8.0, 16.0, 24.0)
+
+
+def test_unless_asked_for_the_longest_do_not_come_first() -> None:
+    submissions = Submissions(cohort_size=3, longest_first=False)
+    for index, length in enumerate((5, 50, 20)):
+        submissions.history.measure(make_task(index), length)
+        submissions.submit(make_task(index))
+    assert [submissions.pop().submission_id for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_group_is_scored_once() -> None:

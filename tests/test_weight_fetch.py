@@ -128,6 +128,14 @@ def test_versions_arrive_bit_for_bit_in_the_generators_dtype(tmp_path: Path, dty
         publisher.assert_landed(tmp_path, weights)
 
 
+def test_what_is_never_fetched_takes_no_memory(tmp_path: Path) -> None:
+    """Staging buffers are allocated at once, a landing page by page."""
+    publisher = Publisher(tmp_path)
+    publisher.fetcher(tmp_path)
+    assert (tmp_path / "landing").stat().st_blocks == 0
+    assert all(path.stat().st_blocks > 0 for buffer in publisher.buffers for path in buffer.paths)
+
+
 def test_a_buffer_overwritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     """A reader whose lease ran out: what it copied is not the version that it was promised."""
     publisher = Publisher(tmp_path)

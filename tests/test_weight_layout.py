@@ -116,6 +116,29 @@ def test_a_layers_experts_become_one_copy() -> None:
     assert {(copy.rank, copy.parameter) for copy in joined} == {(0, "w13")}
 
 
+def test_copies_in_falling_order_stay_apart() -> None:
+    """Strides cannot be negative."""
+    copies = [
+        StridedCopy(
+            rank=0,
+            source_offset=offset,
+            source_strides=(1,),
+            parameter="w",
+            target_offset=8 - offset,
+            target_strides=(1,),
+            size=(4,),
+        )
+        for offset in (0, 4, 8)
+    ]
+    assert join(copies) == copies
+
+
+def test_boxes_that_only_touch_share_nothing() -> None:
+    box = Box(start=(0, 0), size=(2, 3))
+    assert box.overlap(Box(start=(2, 0), size=(2, 3))) is None
+    assert box.overlap(Box(start=(1, 2), size=(4, 4))) == Box(start=(1, 2), size=(1, 1))
+
+
 def test_copies_use_offsets_of_views() -> None:
     """An image and a parameter may start anywhere in their storage."""
     copy = StridedCopy(

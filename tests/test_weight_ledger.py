@@ -42,6 +42,7 @@ def test_with_both_slots_read_a_version_is_skipped_and_owed_until_one_is_free() 
     publish(ledger, 2)
     ledger.acquire(1, newer_than=0, now_s=0.0)
     assert publish(ledger, 3) is None and ledger.num_skipped == 1 and ledger.is_owing
+    assert publish(ledger, 4) is None and ledger.num_skipped == 2
     assert not ledger.can_begin(1.0)
     ledger.release(0)
     assert ledger.can_begin(1.0)
