@@ -35,7 +35,7 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
-from forgeasync.checkpoint.folders import checkpoint_name
+from forgeasync.checkpoint.folders import FINAL, checkpoint_name
 from forgeasync.checkpoint.run_state import RunState, model_shape
 from forgeasync.config.launch_schema import LocalLauncher
 from forgeasync.config.load import load_config
@@ -351,7 +351,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
                 console.message(roles.scorer.isolation)
                 run = GrpoRun(config, prepared, roles, recorder=recorder, checkpoints=files.checkpoints)
                 await run.run(fleet)
-                final = run_dir.checkpoints.resolve() / "final"
+                final = run_dir.checkpoints.resolve() / FINAL
                 console.phase(f"writing {final}")
                 await run.trainer.save_hf(final, source=prepared.model_path)
             console.message(f"wrote {final}")

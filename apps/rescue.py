@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from apps.stopping import received_signal
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.fleet import ActorDied
-from forgeasync.checkpoint.folders import list_checkpoints
+from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
 from forgeasync.checkpoint.hf_folder import HfFolderWriter
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, TimeoutSection
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from apps.grpo import GrpoRun
 
 logger = logging.getLogger(__name__)
-
-LAST = "last"
-"""Folder in ``checkpoints`` with the newest weights of a run that did not come to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +97,7 @@ class Rescue:
     def _write_staged(self, staged: StagedWeights) -> None:
         version = StagedVersion(staged)
         # The trainer may still be at work on a folder of the final name.
-        folder = self.folder.with_name(f"{self.folder.name}-published")
+        folder = self.folder.with_name(LAST_PUBLISHED)
         if self.lora is None:
             writer = HfFolderWriter(folder, source=self.source)
             for name, tensor in version.tensors():

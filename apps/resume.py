@@ -10,7 +10,15 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgeasync.checkpoint.folders import RUN_FILE, list_checkpoints, step_of, sweep_partial
+from forgeasync.checkpoint.folders import (
+    FINAL,
+    LAST,
+    LAST_PUBLISHED,
+    RUN_FILE,
+    list_checkpoints,
+    step_of,
+    sweep_partial,
+)
 from forgeasync.checkpoint.run_state import RunState, check_resumable, differences, read_run_state
 from forgeasync.config.load import dump_config
 from forgeasync.config.model_facts import ModelFacts
@@ -131,7 +139,8 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
             yield f"{cut.num_lines} lines of {file.name} after step {step} moved to {cut.file.name}"
     checkpoints = list_checkpoints(planned_folder(config))
     later = [folder for folder in checkpoints if (step_of(folder) or 0) > step]
-    for path in (*later, run_dir.checkpoints / "final", run_dir.checkpoints / "final.partial"):
+    exports = [name + suffix for name in (FINAL, LAST, LAST_PUBLISHED) for suffix in ("", ".partial")]
+    for path in (*later, *(run_dir.checkpoints / name for name in exports)):
         if path.exists():
             yield f"{path.name} moved to {put_aside(path).name}"
     config_yaml = dump_config(config)

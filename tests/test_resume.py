@@ -55,7 +55,7 @@ def interrupted(whole_run: Path, tmp_path: Path) -> Iterator[Path]:
     """The run as it was killed after step 5, in the middle of writing a checkpoint, with step 2's whole."""
     run_dir = tmp_path / "run"
     shutil.copytree(whole_run, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "final")
+    (run_dir / "checkpoints" / "final").rename(run_dir / "checkpoints" / "last")
     whole = run_dir / "checkpoints" / "step-00000004"
     whole.rename(whole.with_name(whole.name + ".tmp"))
     yield run_dir
@@ -89,7 +89,7 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
     rollouts = [read_lines(folder / "rollouts.jsonl") for folder in (whole_run, interrupted)]
     texts = [{(one["step"], one["prompt"], one["response"]) for one in lines} for lines in rollouts]
     assert texts[0] == texts[1]
-    assert names(interrupted / "checkpoints") == ["final", "step-00000002", "step-00000004"]
+    assert names(interrupted / "checkpoints") == ["final", "last.cut-1", "step-00000002", "step-00000004"]
 
 
 def test_resumed_under_another_layout_and_with_another_learning_rate(

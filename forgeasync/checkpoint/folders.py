@@ -3,6 +3,7 @@
     step-00000040/trainer/    model, optimizer and random state, by torch.distributed.checkpoint
     step-00000040/run.json    what the controller has to know (``forgeasync.checkpoint.run_state``)
     step-00000060.tmp/        being written, or left behind by a run that died in doing so
+    final/, last/             an exported model
 
 The rename is the last thing that happens, after every file and folder was flushed to the disk: a folder
 without ``.tmp`` is whole.
@@ -16,6 +17,13 @@ from pathlib import Path
 TRAINER_FOLDER = "trainer"
 RUN_FILE = "run.json"
 PARTIAL_SUFFIX = ".tmp"
+
+FINAL = "final"
+"""The exported model of a run that has made all of its steps."""
+LAST = "last"
+"""The newest weights of a run that has not."""
+LAST_PUBLISHED = "last-published"
+"""What becomes ``LAST`` where the trainer cannot write it."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 
