@@ -35,26 +35,29 @@ def agree(*problems: str | None) -> str | None:
     return next(text for rank in zip(*found, strict=True) for text in rank if text is not None)
 
 
-Largest = Sequence[tuple[str, torch.Tensor]]
-"""Names of tensors, each with the largest absolute value of its part on this rank: nan where any value is."""
+Ranges = Sequence[tuple[str, torch.Tensor]]
+"""Names of tensors, each with smallest and largest value of its part on this rank: nan where any value is."""
 
 
 @torch.no_grad()
-def largest_values(named: Iterable[tuple[str, torch.Tensor | None]]) -> Largest:
+def value_ranges(named: Iterable[tuple[str, torch.Tensor | None]]) -> Ranges:
     """Look at every floating-point tensor once, without a copy and without waiting for the device."""
     local = (
         (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in named
         if tensor is not None and tensor.dtype.is_floating_point
     )
-    return [(name, torch.linalg.vector_norm(part, ord=torch.inf)) for name, part in local if part.numel()]
+    # On a CPU a third of the time of a copy; an infinity norm takes seven times that of one.
+    ranges = ((name, torch.stack(torch.aminmax(part)).float()) for name, part in local if part.numel())
+    # With offloading some tensors lie on the host, others on the device.
+    return [(name, ends.to(DEVICE_TYPE)) for name, ends in ranges]
 
 
-def describe_non_finite(largest: Largest) -> str | None:
+def describe_non_finite(ranges: Ranges) -> str | None:
     """The first tensor that is not finite on this rank; None if all are."""
-    if not largest or bool(torch.stack([value.float() for _, value in largest]).isfinite().all()):
+    if not ranges or bool(torch.stack([ends for _, ends in ranges]).isfinite().all()):
         return None
-    name = next(name for name, value in largest if not value.isfinite())
+    name = next(name for name, ends in ranges if not ends.isfinite().all())
     return f"{name} has values that are nan or infinite {_own_rank()}"
 
 
@@ -64,7 +67,7 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], *, what: str) -> N
     Raises:
         NonFiniteWeights: says that ``what`` is refused, and names the tensor.
     """
-    problem = agree(describe_non_finite(largest_values(named)))
+    problem = agree(describe_non_finite(value_ranges(named)))
     if problem is not None:
         raise NonFiniteWeights(f"{what} is refused: {problem}")
 

@@ -23,13 +23,13 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, OptimizerSection, RouterBias, TrainerSection
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
 from forgeasync.trainer.finite import (
-    Largest,
     MismatchTooLarge,
+    Ranges,
     agree,
     describe_non_finite,
     describe_row,
-    largest_values,
     require_finite,
+    value_ranges,
 )
 from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.hf_names import hf_names
@@ -127,7 +127,7 @@ class PolicyTrainer:
         ]
         learning_rate = self._set_learning_rate()
         # Before clipping: a norm that is nan makes every gradient nan.
-        gradients = largest_values(
+        gradients = value_ranges(
             (f"the gradient of {name}", parameter.grad) for name, parameter in self._trained()
         )
         grad_norm = float(
@@ -163,7 +163,7 @@ class PolicyTrainer:
         )
 
     def _reason_to_skip(
-        self, problems: Sequence[str | None], gradients: Largest, grad_norm: float
+        self, problems: Sequence[str | None], gradients: Ranges, grad_norm: float
     ) -> str | None:
         """What is not finite on any rank, the same on all; ``problems`` are those of this rank's rows."""
         of_row = next((text for text in problems if text is not None), None)
