@@ -19,6 +19,7 @@ from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.rollout import Group
 from forgeasync.observability.console import StepConsole
+from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
@@ -29,7 +30,7 @@ from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
 from tests.support.buffer_world import make_task
-from tests.support.loops import make_config
+from tests.support.loops import make_config, make_scoring
 from tests.support.rollouts import make_ref, make_stored_rollout
 
 TRAINER = {
@@ -52,6 +53,7 @@ SNAPSHOT = BufferSnapshot(
     deficits=(),
     num_censored=0,
 )
+ONE_OF_FOUR = HeldOutScores(num_correct=1, score_sum=2.0, num_scored=4, num_unscored=0)
 TIMES = StepTimes(step_s=8.0, wait_for_batch_s=2.0, train_s=4.0, publish_weights_s=0.5, eval_s=1.0)
 
 
@@ -97,7 +99,7 @@ class Recording:
         self.recorder = RunRecorder(
             config, self.run_dir, StepConsole(config.max_steps, stream=self.printed), resumed
         )
-        self.budget = PayloadBudget(1000)
+        self.budget = PayloadBudget(1000, excess_bytes=0)
         self.payloads = AsyncPayloadBudget(self.budget, largest_group_bytes=200)
         self.ledger = WeightLedger(lease_timeout_s=60.0)
         self.dropped: Counter[DropReason] = Counter()
@@ -107,7 +109,8 @@ class Recording:
         step: int,
         *,
         generated: tuple[int, ...] = (0,),
-        accuracy: float | None = None,
+        held_out: HeldOutScores | None = None,
+        skip_reason: str | None = None,
         weights: tuple[float, ...] = (1.0, 1.0),
     ) -> dict[str, float]:
         """Record a step; its line of metrics."""
@@ -119,7 +122,12 @@ class Recording:
                 weights=weights,
             ),
             StepResult(
-                policy_version=step, num_targets=16, num_padding_tokens=24, train_s=4.0, metrics=TRAINER
+                policy_version=step,
+                num_targets=16,
+                num_padding_tokens=24,
+                train_s=4.0,
+                metrics=TRAINER,
+                skip_reason=skip_reason,
             ),
             TIMES,
             engines=[EngineStats(num_generated_tokens=tokens, busy_s=1.5) for tokens in generated],
@@ -127,7 +135,8 @@ class Recording:
             filtering=GroupFiltering(self.config.algorithm, seed=0),
             payloads=self.payloads,
             weights=self.ledger,
-            accuracy=accuracy,
+            scoring=make_scoring(self.config),
+            held_out=held_out,
         )
         return self.lines()[-1]
 
@@ -150,12 +159,16 @@ def test_a_step_by_hand(recording: Recording) -> None:
     recording.payloads.num_waits = 3
     recording.ledger.num_skipped, recording.ledger.num_expired_leases = 4, 2
     recording.dropped[DropReason.STALE] = 2
-    line = recording.record(1, generated=(60, 20), accuracy=0.25, weights=(1.0, 3.0))
+    line = recording.record(1, generated=(60, 20), held_out=ONE_OF_FOUR, weights=(1.0, 3.0))
     expected = {
         "step": 1,
         "policy_version": 1,
         "reward/mean": 0.25,
         "eval/accuracy": 0.25,
+        "eval/score_mean": 0.5,
+        "eval/num_unscored": 0,
+        "trainer/num_skipped_steps": 0,
+        "scoring/num_failed_attempts": 0,
         "time/step_s": 8.0,
         "time/wait_for_batch_s": 2.0,
         "time/train_s": 4.0,
@@ -182,7 +195,7 @@ def test_a_step_by_hand(recording: Recording) -> None:
     assert {key: line.get(key) for key in expected} == pytest.approx(expected)
     assert line["loss"] == 0.5 and line["time/elapsed_s"] < 60.0
     assert "reward/scored_mean" not in line and "time/checkpoint_s" not in line
-    assert "train 4.0/8.0s" in recording.printed.getvalue()
+    assert recording.printed.getvalue().startswith("step 1/3  reward  0.250  eval 0.250 ")
     records = [json.loads(one) for one in recording.run_dir.rollouts.read_text().splitlines()]
     assert {(one["step"], one["reward"], one["response"]) for one in records} == {
         (1, 1.0, "1.0"),
@@ -191,18 +204,21 @@ def test_a_step_by_hand(recording: Recording) -> None:
 
 
 def test_counts_of_a_step_are_those_since_the_step_before(recording: Recording) -> None:
-    recording.recorder.record_initial(0.125, 3.0, [EngineStats(num_generated_tokens=40, busy_s=1.0)])
+    recording.recorder.record_initial(ONE_OF_FOUR, 3.0, [EngineStats(num_generated_tokens=40, busy_s=1.0)])
     assert recording.lines() == [
         {
             "step": 0,
             "policy_version": 0,
-            "eval/accuracy": 0.125,
+            "eval/accuracy": 0.25,
+            "eval/score_mean": 0.5,
+            "eval/num_unscored": 0,
             "time/eval_s": 3.0,
             "time/elapsed_s": 0.0,
             "metrics/num_nonfinite": 0,
+            "metrics/num_tensorboard_errors": 0,
         }
     ]
-    assert "step 0: held-out accuracy 0.125" in recording.printed.getvalue()
+    assert "step 0: held-out accuracy 0.250, mean score 0.500" in recording.printed.getvalue()
     recording.dropped |= {DropReason.STALE: 2, DropReason.FILTERED: 1}
     first = recording.record(1, generated=(120,))
     recording.dropped[DropReason.STALE] = 5
@@ -251,6 +267,32 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
 def test_what_is_refused_is_named(recording: Recording) -> None:
     recording.recorder.warn("rollout 0: routed_experts: 2 layers")
     assert recording.printed.getvalue() == "refused: rollout 0: routed_experts: 2 layers\n"
+
+
+def test_skipped_steps_are_counted_and_their_batches_kept(recording: Recording) -> None:
+    lines = [
+        recording.record(step, skip_reason=reason)
+        for step, reason in enumerate((None, "the loss is nan", None, "the norm is inf"), 1)
+    ]
+    assert [line["trainer/num_skipped_steps"] for line in lines] == [0, 1, 1, 2]
+    files = sorted(recording.run_dir.skipped_steps.iterdir())
+    assert [file.name for file in files] == ["step-00000002.json", "step-00000004.json"]
+    kept = json.loads(files[0].read_text())
+    assert (kept["step"], kept["reason"]) == (2, "the loss is nan")
+    assert [(one["response"], one["reward"]) for one in kept["rollouts"]] == [
+        ("1.0", 1.0),
+        ("0.0", 0.0),
+        ("0.0", 0.0),
+        ("0.0", 0.0),
+    ]
+    assert "step 2 was skipped: the loss is nan; its batch is in" in recording.printed.getvalue()
+
+
+def test_held_out_problems_without_a_score_are_named(recording: Recording) -> None:
+    held_out = HeldOutScores(num_correct=0, score_sum=0.0, num_scored=0, num_unscored=3)
+    line = recording.record(1, held_out=held_out)
+    assert line["eval/num_unscored"] == 3 and "eval/accuracy" not in line
+    assert "3 held-out problems were not scored" in recording.printed.getvalue()
 
 
 @pytest.mark.parametrize(
