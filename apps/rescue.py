@@ -56,14 +56,20 @@ class Rescue:
         ``stop_signal`` is what told the run to stop. Where ``trainer_failed``, the trainer is asked last.
         """
         words = []
+        is_urgent = stop_signal is not None or trainer_failed
+        key = "timeouts.sigterm_s" if is_urgent else "timeouts.train_step_s"
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self.timeouts.sigterm_s
         if stop_signal is signal.SIGTERM and not trainer_failed:
-            words += await self._try_checkpoint()
-        limit_s, key = self.timeouts.train_step_s, "timeouts.train_step_s"
-        if stop_signal is not None or trainer_failed:
-            limit_s, key = self.timeouts.sigterm_s, "timeouts.sigterm_s"
+            words += await self._try_checkpoint(self.timeouts.sigterm_s / 2)
         ways = [self._from_trainer, self._from_shared_memory]
+        if trainer_failed:
+            ways.reverse()
         problems = []
-        for way in reversed(ways) if trainer_failed else ways:
+        for num_before, way in enumerate(ways):
+            # What is urgent has one limit for all of it, so that none takes the time of those behind it.
+            left_s = max(0.0, end_s - loop.time()) / (len(ways) - num_before)
+            limit_s = left_s if is_urgent else self.timeouts.train_step_s
             try:
                 async with deadline(limit_s, call="exporting the newest weights", key=key):
                     return "; ".join([*words, await way()])
@@ -75,8 +81,7 @@ class Rescue:
         kept = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
         return "; ".join([f"the newest weights could not be saved ({', '.join(problems)})", kept])
 
-    async def _try_checkpoint(self) -> list[str]:
-        limit_s = self.timeouts.sigterm_s
+    async def _try_checkpoint(self, limit_s: float) -> list[str]:
         try:
             async with deadline(limit_s, call="writing a checkpoint", key="timeouts.sigterm_s"):
                 return [f"--resume latest goes on after step {await self.checkpoint()}"]
