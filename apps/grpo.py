@@ -35,7 +35,7 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
-from forgeasync.checkpoint.folders import FINAL, checkpoint_name
+from forgeasync.checkpoint.folders import FINAL, checkpoint_name, list_checkpoints, step_of
 from forgeasync.checkpoint.run_state import RunState, model_shape
 from forgeasync.config.launch_schema import LocalLauncher
 from forgeasync.config.load import load_config
@@ -280,13 +280,16 @@ class GrpoRun:
         self.recorder.record_checkpoint(time.perf_counter() - start_s)
 
     async def checkpoint_now(self) -> int:
-        """Write a checkpoint of a run that was told to stop, wherever it was; the step that it is of."""
+        """Have a checkpoint of a run that was told to stop, wherever it was; the step that it is of."""
         version = await self.trainer.policy_version()
         if (await self.buffer.snapshot.call_one()).trainer_version < version:
             # The step that was under way has come to its end.
             await self.buffer.committed.call_one(0.0)
-        await self.checkpoint(version)
         await self.trainer.finish_checkpoint()
+        # It may have been this step's turn anyway, or that of the checkpoint that the run was resumed from.
+        if version not in map(step_of, list_checkpoints(self.checkpoints)):
+            await self.checkpoint(version)
+            await self.trainer.finish_checkpoint()
         return version
 
     async def commit(self, batch: Batch, *, trainer_wait_share: float) -> None:
