@@ -2,15 +2,20 @@
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from apps.rescue import Rescue
+from apps.rescue import Rescue, save_newest_weights
+from forgeasync.actors.deadline import DeadlineExceeded
+from forgeasync.actors.fleet import ActorDied
 from forgeasync.config.schema import TimeoutSection
+from forgeasync.observability.run_dir import RunDir
 from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staged_version import StagedVersion, StagedWeights, VersionUnreadable
@@ -116,7 +121,7 @@ def make_rescue(
         source=source,
         facts=FACTS,
         lora=None,
-        timeouts=TimeoutSection(sigterm_s=0.2),
+        timeouts=TimeoutSection(sigterm_s=1.0),
         export=export,
         checkpoint=checkpoint,
         staged=staged,
@@ -171,3 +176,71 @@ def test_sigterm_writes_a_checkpoint_if_there_is_time(tmp_path: Path, staged: St
     (tmp_path / "checkpoints" / "last").rmdir()
     words = save(make_rescue(tmp_path, _works, staged), signal.SIGTERM)
     assert words.startswith("there was no time for a checkpoint; the weights of step 9 are in ")
+
+
+def test_all_that_is_tried_after_a_signal_shares_one_limit(tmp_path: Path) -> None:
+    """What kills the run a fixed time after SIGTERM counts from the signal."""
+    limits_s: list[float] = []
+
+    async def hangs(*_: object) -> int:
+        start_s = time.monotonic()
+        try:
+            return await _hangs()
+        finally:
+            limits_s.append(time.monotonic() - start_s)
+
+    words = save(make_rescue(tmp_path, hangs, None, hangs), signal.SIGTERM)
+    assert words.startswith("the newest weights could not be saved")
+    assert len(limits_s) == 2 and sum(limits_s) < 1.0, "0.5 s and 0.25 s of the 1 s"
+
+
+def test_a_trainer_that_failed_is_not_asked_for_a_checkpoint(tmp_path: Path, staged: StagedWeights) -> None:
+    checkpoints = Checkpoints()
+    rescue = make_rescue(tmp_path, _works, staged, checkpoints.write)
+    assert save(rescue, signal.SIGTERM, trainer_failed=True).startswith("the weights of step 7, as published")
+    assert checkpoints.num == 0
+
+
+NEW_NOTHING = "no step was made, so that there are no new weights"
+
+
+@pytest.mark.parametrize(
+    ("error", "version", "is_published", "words"),
+    [
+        (ValueError("any"), 4, False, NEW_NOTHING),
+        (ValueError("any"), 4, True, "the weights of step 9 are in"),
+        (ValueError("any"), 5, False, "the weights of step 9 are in"),
+        (DeadlineExceeded("generator 0 took longer"), 5, True, "the weights of step 9 are in"),
+        (DeadlineExceeded("the trainer making step 6 took longer"), 5, True, "the weights of step 7, as pub"),
+        (ActorDied("trainer rank 1 of 2 was killed"), 5, True, "the weights of step 7, as pub"),
+        (ExceptionGroup("", [ActorDied("trainer rank 1")]), 5, True, "the weights of step 7, as pub"),
+        (ActorDied("scorer rank 0 was killed"), 5, True, "the weights of step 9 are in"),
+    ],
+)
+def test_who_is_asked_first_depends_on_what_has_failed(
+    tmp_path: Path,
+    staged: StagedWeights,
+    error: Exception,
+    version: int,
+    is_published: bool,
+    words: str,
+) -> None:
+    """A run that was resumed at step 4, or has published its weights, or made a step besides."""
+    rescue = make_rescue(tmp_path, _works, None)
+
+    async def save_hf(folder: Path, *, source: Path) -> int:
+        assert source == rescue.source
+        return await _works(folder)
+
+    run = SimpleNamespace(
+        version=version,
+        first_version=4,
+        checkpoints=rescue.checkpoints,
+        checkpoint_now=_hangs,
+        config=SimpleNamespace(lora=None, timeouts=rescue.timeouts),
+        prepared=SimpleNamespace(model_path=rescue.source, facts=FACTS),
+        serving=SimpleNamespace(ledger=SimpleNamespace(newest=staged.manifest if is_published else None)),
+        trainer=SimpleNamespace(save_hf=save_hf, staged=lambda manifest: staged),
+    )
+    found = asyncio.run(save_newest_weights(run, RunDir(path=tmp_path), error))
+    assert found.startswith(words)

@@ -81,6 +81,10 @@ class LocalBuffer:
         self.snapshot = Endpoint(self._snapshot)
         self.report = Endpoint(self._report)
 
+    def restore(self, snapshot: BufferSnapshot) -> None:
+        """Continue from a snapshot, as in a run that is resumed."""
+        self._buffer.state.restore(snapshot)
+
     async def _committed(self, trainer_wait_share: float) -> Committed:
         return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
 
