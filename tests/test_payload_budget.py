@@ -1,10 +1,13 @@
 """The bound on payloads' bytes, on random histories."""
 
+import asyncio
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget, fits, largest_excess
 
 
@@ -131,3 +134,35 @@ def test_misuse_of_the_budget_is_a_bug() -> None:
     assert not budget.reserve(1, 41)
     assert budget.settle(0, 59)
     assert budget.reserve(1, 41)
+
+
+@pytest.mark.parametrize("makes_room", ["release", "settle"])
+def test_a_group_that_waits_for_room_is_woken_by_what_makes_it(makes_room: str) -> None:
+    """A group that ends, or one that takes less than was reserved for it."""
+
+    async def wait_for_room() -> None:
+        budget = AsyncPayloadBudget(PayloadBudget(300, excess_bytes=0), largest_group_bytes=200)
+        await budget.reserve(0)
+        waiting = asyncio.create_task(budget.reserve(1))
+        await asyncio.sleep(0)
+        assert not waiting.done() and budget.num_waits == 1
+        if makes_room == "release":
+            await budget.release(0)
+        else:
+            assert await budget.settle(0, 100)
+        await waiting
+        assert budget.state.num_bytes_reserved == 200
+
+    asyncio.run(asyncio.wait_for(wait_for_room(), 10.0))
+
+
+def test_a_group_that_may_not_stay_keeps_its_reservation_until_it_is_released() -> None:
+    async def too_large() -> None:
+        budget = AsyncPayloadBudget(PayloadBudget(300, excess_bytes=50), largest_group_bytes=200)
+        await budget.reserve(0)
+        assert not await budget.settle(0, 251)
+        assert (budget.state.num_bytes_reserved, budget.state.num_bytes_held) == (200, 0)
+        await budget.release(0)
+        assert budget.state.num_bytes_reserved == 0
+
+    asyncio.run(too_large())

@@ -1,5 +1,6 @@
 """The replay buffer's promises on hand-made and on random histories."""
 
+import asyncio
 import pickle
 
 import msgspec
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from forgeasync.buffer import submissions as submissions_module
 from forgeasync.buffer.ages import known_reference, reference_version
+from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.deadlines import Deadlines
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
@@ -594,3 +596,71 @@ def test_a_batch_that_was_taken_and_not_committed_starts_again() -> None:
     snapshot = world.buffer.snapshot()
     assert snapshot == before
     assert [one.task.task_id for one in snapshot.complete] == ["0", "1"]
+
+
+WEIGHT = AccountingSection(replacement=Replacement.WEIGHT)
+
+
+def test_deficits_that_a_batch_takes_over_are_kept_until_it_is_committed() -> None:
+    """A run that resumes from in between has them again, as it has the batch's prompts."""
+    world = make_world(1, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=WEIGHT)
+    assert started(world) == [0, 1]
+    for group_id in (0, 1):
+        world.finish(group_id)
+    for _ in range(world.section.max_attempts):
+        # Given up for good, after it was sampled: its length is known.
+        (lost,) = set(world.sampled) - {0}
+        world.fail(lost, DropReason.UNSCORED)
+        for group_id in started(world):
+            world.finish(group_id)
+    world.score(0)
+    before = world.buffer.snapshot()
+    assert [one.weight for one in before.deficits] == [1.0]
+    batch = world.buffer.take()
+    assert batch is not None and batch.weights == (2.0,)
+    assert world.buffer.snapshot() == before
+    world.buffer.committed(trainer_wait_share=0.0)
+    assert world.buffer.snapshot().deficits == ()
+
+
+def test_a_prompt_that_is_gone_for_good_is_missed_at_the_length_that_it_had_first() -> None:
+    world = make_world(1, 0, stale_groups=StaleGroups.DROP, accounting=WEIGHT, max_attempts=2)
+    for num_tokens in (9, 1):
+        (group_id,) = started(world)
+        world.decode(group_id, num_tokens - 1)
+        world.finish(group_id)
+        world.fail(group_id, DropReason.UNSCORED)
+    (deficit,) = world.buffer.snapshot().deficits
+    assert (deficit.length_bucket, deficit.weight) == (3, 1.0), "9 tokens, not 1"
+
+
+def test_what_filters_drop_is_not_missed() -> None:
+    """It was sampled and scored: that it does not train is what was asked for."""
+    world = make_world(1, 0, stale_groups=StaleGroups.DROP, accounting=WEIGHT)
+    (group_id,) = started(world)
+    world.finish(group_id)
+    world.fail(group_id, DropReason.FILTERED)
+    snapshot = world.buffer.snapshot()
+    assert snapshot.deficits == () and snapshot.num_censored == 0
+
+
+def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None:
+    """Whoever waits for the depth bound is woken by the batch, not only by its commit."""
+
+    async def first_start_after_a_batch() -> int:
+        world = make_world(1, 1, max_groups=1)
+        buffer = AsyncReplayBuffer(world.buffer)
+        await buffer.submit([make_task(0), make_task(1)])
+        start, _ = await buffer.start()
+        waiting = asyncio.create_task(buffer.start())
+        rollouts = tuple(make_stored_rollout((0, 0, 4)) for _ in range(2))
+        group = Group(group_id=0, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
+        await buffer.finished(group)
+        await buffer.scored(0, (1.0, 0.0), (0, 1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await buffer.take()
+        next_start, _ = await waiting
+        return next_start.group_id
+
+    assert asyncio.run(asyncio.wait_for(first_start_after_a_batch(), 10.0)) == 1
