@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +21,7 @@ from forgeasync.config.schema import LoraSection, OptimizerSection, ParallelSect
 from forgeasync.trainer.loss import RowTokens, Supervised, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.step_sums import StepSums
 from tests.support.lora import LORA, adapters, reference_logprobs
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
@@ -592,3 +595,17 @@ def test_the_reference_is_the_checkpoint(folder: Path, in_one_row: InOneRow) -> 
         assert expected_kl > 1e-3
         assert third["kl/k3"] == pytest.approx(expected_kl, rel=1e-3)
         assert third["loss"] == pytest.approx(expected_loss, rel=1e-4)
+
+
+def _sums_of_this_rank() -> dict[str, float]:
+    sums = StepSums(num_layers=0, device="cpu")
+    first, second = {"objective/first": torch.tensor(2.0)}, {"objective/second": torch.tensor(3.0)}
+    sums.add(first if dist.get_rank() == 0 else second | first)
+    sums.add({"mismatch/num_fresh": torch.tensor(0), "mismatch/fresh_logprob_abs_mean": torch.tensor(0.0)})
+    return sums.metrics(4, mesh=init_device_mesh("cpu", (2,)))
+
+
+def test_a_sum_that_only_some_ranks_have_is_not_taken_for_another() -> None:
+    """An objective of a user's own may give one for some rows only, and in any order."""
+    for metrics in run_ranks(2, _sums_of_this_rank):
+        assert metrics["objective/first"] == 1.0 and metrics["objective/second"] == 0.75

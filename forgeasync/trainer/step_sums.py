@@ -103,8 +103,10 @@ class StepSums:
     def metrics(self, num_trained: int, *, mesh: DeviceMesh | None) -> dict[str, float]:
         """Means over the ``num_trained`` tokens of all ranks; collective over the mesh."""
         count = max(1, num_trained)
+        zero = torch.zeros((), device=self._device)
         metrics = {
-            name: dist_utils.dist_sum(value.float(), mesh) / count for name, value in self._sums.items()
+            name: dist_utils.dist_sum(self._sums.get(name, zero).float(), mesh) / count
+            for name in _names_of_all_ranks(self._sums, mesh)
         }
         metrics["loss"] = dist_utils.dist_sum(self._loss, mesh)
         metrics["off_policy/effective_sample_share"] = self._ratios.effective_share(count, mesh=mesh)
@@ -147,6 +149,15 @@ class StepSums:
             for layer, (decisions, other) in enumerate(self._routing_M2.tolist()):
                 metrics[f"routing/disagreement_share_layer_{layer:02d}"] = other / max(1.0, decisions)
         return metrics
+
+
+def _names_of_all_ranks(sums: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> list[str]:
+    """The same list on every rank; collective. A user's own objective may give a sum for some rows only."""
+    if mesh is None:
+        return list(sums)
+    names_by_rank: list[list[str]] = [[] for _ in range(mesh.size())]
+    dist.all_gather_object(names_by_rank, list(sums), group=mesh.get_group())
+    return list(dict.fromkeys(name for names in names_by_rank for name in names))
 
 
 class _WeightSums:
