@@ -309,6 +309,7 @@ def run_evaluation(call: Call, num_tasks: int) -> HeldOutScores:
             scorer=make_scoring(call, max_attempts=2),
             prompts=Prompts(),
             config=tiny_config(Path("unused")),
+            on_answered=lambda: None,
         )
 
     return asyncio.run(run())

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
@@ -19,6 +20,7 @@ from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.rollout import Group
 from forgeasync.observability.console import StepConsole
+from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget
@@ -29,7 +31,7 @@ from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
 from tests.support.buffer_world import make_task
-from tests.support.loops import make_config
+from tests.support.loops import make_config, make_scoring
 from tests.support.rollouts import make_ref, make_stored_rollout
 
 TRAINER = {
@@ -52,6 +54,7 @@ SNAPSHOT = BufferSnapshot(
     deficits=(),
     num_censored=0,
 )
+HELD_OUT = HeldOutScores(num_correct=1, score_sum=3.0, num_scored=8, num_unscored=0)
 TIMES = StepTimes(step_s=8.0, wait_for_batch_s=2.0, train_s=4.0, publish_weights_s=0.5, eval_s=1.0)
 
 
@@ -97,7 +100,7 @@ class Recording:
         self.recorder = RunRecorder(
             config, self.run_dir, StepConsole(config.max_steps, stream=self.printed), resumed
         )
-        self.budget = PayloadBudget(1000)
+        self.budget = PayloadBudget(1000, excess_bytes=600)
         self.payloads = AsyncPayloadBudget(self.budget, largest_group_bytes=200)
         self.ledger = WeightLedger(lease_timeout_s=60.0)
         self.dropped: Counter[DropReason] = Counter()
@@ -107,7 +110,7 @@ class Recording:
         step: int,
         *,
         generated: tuple[int, ...] = (0,),
-        accuracy: float | None = None,
+        held_out: HeldOutScores | None = None,
         weights: tuple[float, ...] = (1.0, 1.0),
     ) -> dict[str, float]:
         """Record a step; its line of metrics."""
@@ -119,7 +122,12 @@ class Recording:
                 weights=weights,
             ),
             StepResult(
-                policy_version=step, num_targets=16, num_padding_tokens=24, train_s=4.0, metrics=TRAINER
+                policy_version=step,
+                num_targets=16,
+                num_padding_tokens=24,
+                train_s=4.0,
+                metrics=TRAINER,
+                skip_reason=None,
             ),
             TIMES,
             engines=[EngineStats(num_generated_tokens=tokens, busy_s=1.5) for tokens in generated],
@@ -127,7 +135,8 @@ class Recording:
             filtering=GroupFiltering(self.config.algorithm, seed=0),
             payloads=self.payloads,
             weights=self.ledger,
-            accuracy=accuracy,
+            scoring=make_scoring(self.config),
+            held_out=held_out,
         )
         return self.lines()[-1]
 
@@ -150,12 +159,16 @@ def test_a_step_by_hand(recording: Recording) -> None:
     recording.payloads.num_waits = 3
     recording.ledger.num_skipped, recording.ledger.num_expired_leases = 4, 2
     recording.dropped[DropReason.STALE] = 2
-    line = recording.record(1, generated=(60, 20), accuracy=0.25, weights=(1.0, 3.0))
+    line = recording.record(1, generated=(60, 20), held_out=HELD_OUT, weights=(1.0, 3.0))
     expected = {
         "step": 1,
         "policy_version": 1,
         "reward/mean": 0.25,
-        "eval/accuracy": 0.25,
+        "eval/accuracy": 0.125,
+        "eval/score_mean": 0.375,
+        "eval/num_unscored": 0,
+        "scoring/num_failed_attempts": 0,
+        "trainer/num_skipped_steps": 0,
         "time/step_s": 8.0,
         "time/wait_for_batch_s": 2.0,
         "time/train_s": 4.0,
@@ -182,7 +195,7 @@ def test_a_step_by_hand(recording: Recording) -> None:
     assert {key: line.get(key) for key in expected} == pytest.approx(expected)
     assert line["loss"] == 0.5 and line["time/elapsed_s"] < 60.0
     assert "reward/scored_mean" not in line and "time/checkpoint_s" not in line
-    assert "train 4.0/8.0s" in recording.printed.getvalue()
+    assert "reward  0.250  eval 0.125" in recording.printed.getvalue()
     records = [json.loads(one) for one in recording.run_dir.rollouts.read_text().splitlines()]
     assert {(one["step"], one["reward"], one["response"]) for one in records} == {
         (1, 1.0, "1.0"),
@@ -191,20 +204,24 @@ def test_a_step_by_hand(recording: Recording) -> None:
 
 
 def test_counts_of_a_step_are_those_since_the_step_before(recording: Recording) -> None:
-    recording.recorder.record_initial(0.125, 3.0, [EngineStats(num_generated_tokens=40, busy_s=1.0)])
+    recording.recorder.record_initial(HELD_OUT, 3.0, [EngineStats(num_generated_tokens=40, busy_s=1.0)])
     assert recording.lines() == [
         {
             "step": 0,
             "policy_version": 0,
+            "eval/num_unscored": 0,
             "eval/accuracy": 0.125,
+            "eval/score_mean": 0.375,
             "time/eval_s": 3.0,
             "time/elapsed_s": 0.0,
             "metrics/num_nonfinite": 0,
+            "metrics/num_tensorboard_errors": 0,
         }
     ]
     assert "step 0: held-out accuracy 0.125" in recording.printed.getvalue()
     recording.dropped |= {DropReason.STALE: 2, DropReason.FILTERED: 1}
     first = recording.record(1, generated=(120,))
+    assert "train 4.0/8.0s" in recording.printed.getvalue()
     recording.dropped[DropReason.STALE] = 5
     second = recording.record(2, generated=(200,))
     assert first["throughput/generated_tokens_per_s"] == 10.0, "the evaluation's tokens are not a step's"
@@ -264,6 +281,13 @@ def test_what_is_refused_is_named(recording: Recording) -> None:
 )
 def test_the_console_names_what_took_longest(changes: dict[str, float], longest: str) -> None:
     assert dataclasses.replace(TIMES, **changes).longest() == longest
+
+
+def test_the_clock_of_a_new_run_starts_with_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
+    before_s = time.perf_counter()
+    with Recording(tmp_path, config).recorder as recorder:
+        assert 0.0 <= recorder.elapsed_s <= time.perf_counter() - before_s
 
 
 def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_path: Path) -> None:
