@@ -162,6 +162,23 @@ class TestGroupScoring:
         assert isinstance(result, Unscored)
         assert "scoring group 3 took longer than 0.02 s" in result.reason
         assert "timeouts.score_s" in result.reason
+        assert result.reason.startswith("group 3 was not scored in 1 attempt: ")
+
+    def test_waits_before_further_attempts_double(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        waits_s: list[float] = []
+
+        async def sleep(wait_s: float) -> None:
+            waits_s.append(wait_s)
+
+        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        section = ScorerSection(max_attempts=4)
+        scoring = GroupScoring(judge, section, limit_s=20.0, isolation="landlock", retry_wait_s=0.25)
+        asyncio.run(scoring.score("group 3", make_task(), ["a"]))
+        assert waits_s == [0.25, 0.5, 1.0]
+        assert scoring.isolation == "landlock"
 
     def test_waiting_for_a_place_counts_against_no_limit(self) -> None:
         async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
@@ -309,6 +326,7 @@ def run_evaluation(call: Call, num_tasks: int) -> HeldOutScores:
             scorer=make_scoring(call, max_attempts=2),
             prompts=Prompts(),
             config=tiny_config(Path("unused")),
+            on_answered=lambda: None,
         )
 
     return asyncio.run(run())

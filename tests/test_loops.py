@@ -14,9 +14,9 @@ from apps.recorder import StepTimes
 from apps.resume import Resumed
 from apps.starting import Roles, start_roles
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.buffer.decisions import Batch, Committed
+from forgeasync.buffer.decisions import AGE_REASONS, Batch, Committed, DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
-from forgeasync.buffer.starvation import NothingTrains
+from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.weights_schema import Interruption
@@ -185,6 +185,27 @@ def test_groups_refused_one_after_another_end_the_run_with_the_first_reason(tmp_
     )
     assert "the first: group 0 has no experts" in str(cause)
     assert len(recorder.problems) >= 7
+
+
+def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None:
+    watch = StarvationWatch(3)
+    for reason in (DropReason.BAD_RECORD, DropReason.BAD_RECORD):
+        watch.given_up(reason, "before")
+    watch.came_through()
+    watch.given_up(DropReason.UNSCORED, "the first")
+    for reason in (*AGE_REASONS, DropReason.FILTERED) * 2:
+        watch.given_up(reason, "no matter")
+    watch.given_up(DropReason.BAD_RECORD, "the second")
+    with pytest.raises(NothingTrains) as raised:
+        watch.given_up(DropReason.BAD_RECORD, "the third")
+    assert str(raised.value) == (
+        "3 groups in a row were given up (2 bad_record, 1 unscored; limit buffer.max_given_up_in_a_row = 3); "
+        "the first: the first"
+    )
+    with pytest.raises(NothingTrains, match="1 groups in a row"):
+        StarvationWatch(1).given_up(DropReason.BAD_RECORD, "at once")
+    with pytest.raises(AssertionError):
+        StarvationWatch(0)
 
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:

@@ -43,6 +43,26 @@ def test_each_response_token_is_predicted_by_the_token_before_it() -> None:
     assert row.sequence_ids_L[:6].tolist() == [0, 0, 0, 0, 1, 1]
 
 
+def test_rows_have_the_dtypes_that_a_trainer_takes() -> None:
+    row = pack_row([make_sequence([1, 2], [3, 4])])
+    found = {
+        field.name: array.dtype
+        for field in dataclasses.fields(row)
+        if isinstance(array := getattr(row, field.name), np.ndarray)
+    }
+    assert found == {
+        "token_ids_L": np.int64,
+        "positions_L": np.int64,
+        "target_ids_L": np.int64,
+        "mask_L": np.bool_,
+        "behavior_logprobs_L": np.float32,
+        "advantages_L": np.float32,
+        "sample_weights_L": np.float32,
+        "ages_L": np.int32,
+        "sequence_ids_L": np.int64,
+    }
+
+
 def test_records_lie_where_their_tokens_do() -> None:
     """Of two sequences one has expert ids, the other kept sets; what nothing is known of is marked."""
     ids_SMK = np.arange(4 * 2 * 3).reshape(4, 2, 3).astype(np.int16)

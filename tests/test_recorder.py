@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
@@ -18,7 +19,7 @@ from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.data.rollout import Group
-from forgeasync.observability.console import StepConsole
+from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.payload.async_budget import AsyncPayloadBudget
@@ -89,6 +90,18 @@ def swap(pause_s: float, waited_s: float) -> SwapReport:
     )
 
 
+class Console(StepConsole):
+    """Keeps the lines whole: they are cut to what fits a terminal."""
+
+    def __init__(self, max_steps: int, stream: io.StringIO) -> None:
+        super().__init__(max_steps, stream=stream)
+        self.lines: list[StepLine] = []
+
+    def step(self, line: StepLine) -> None:
+        self.lines.append(line)
+        super().step(line)
+
+
 class Recording:
     """A recorder in a folder, and what it has written."""
 
@@ -96,10 +109,9 @@ class Recording:
         self.run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
         self.printed = io.StringIO()
         self.config = config
-        self.recorder = RunRecorder(
-            config, self.run_dir, StepConsole(config.max_steps, stream=self.printed), resumed
-        )
-        self.budget = PayloadBudget(1000, excess_bytes=0)
+        self.console = Console(config.max_steps, self.printed)
+        self.recorder = RunRecorder(config, self.run_dir, self.console, resumed)
+        self.budget = PayloadBudget(1000, excess_bytes=600)
         self.payloads = AsyncPayloadBudget(self.budget, largest_group_bytes=200)
         self.ledger = WeightLedger(lease_timeout_s=60.0)
         self.dropped: Counter[DropReason] = Counter()
@@ -221,6 +233,7 @@ def test_counts_of_a_step_are_those_since_the_step_before(recording: Recording) 
     assert "step 0: held-out accuracy 0.250, mean score 0.500" in recording.printed.getvalue()
     recording.dropped |= {DropReason.STALE: 2, DropReason.FILTERED: 1}
     first = recording.record(1, generated=(120,))
+    assert recording.console.lines[-1].waited_for == "train 4.0/8.0s"
     recording.dropped[DropReason.STALE] = 5
     second = recording.record(2, generated=(200,))
     assert first["throughput/generated_tokens_per_s"] == 10.0, "the evaluation's tokens are not a step's"
@@ -306,6 +319,13 @@ def test_held_out_problems_without_a_score_are_named(recording: Recording) -> No
 )
 def test_the_console_names_what_took_longest(changes: dict[str, float], longest: str) -> None:
     assert dataclasses.replace(TIMES, **changes).longest() == longest
+
+
+def test_the_clock_of_a_new_run_starts_with_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
+    before_s = time.perf_counter()
+    with Recording(tmp_path, config).recorder as recorder:
+        assert 0.0 <= recorder.elapsed_s <= time.perf_counter() - before_s
 
 
 def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from forgeasync.buffer.ages import known_reference, reference_version
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.deadlines import Deadlines
 from forgeasync.buffer.decisions import DropReason
+from forgeasync.buffer.ready_groups import EarliestDeadlineFirst
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.buffer.submissions import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions
 from forgeasync.config.buffer_schema import (
@@ -130,6 +131,28 @@ def test_feasibility_adds_up_over_deadlines() -> None:
     assert not due.are_feasible(0, [], groups_per_step=2)
     assert due.are_feasible(0, [(1, 1)], groups_per_step=2), "one of them is taken now"
     assert due.before(2) == [(1, [0, 1])]
+
+
+def test_what_a_batch_would_take_is_counted_by_deadline() -> None:
+    ready = EarliestDeadlineFirst()
+    for group_id, deadline in enumerate((5, 3, 3, 4, 5, 5)):
+        ready.add(group_id, deadline)
+    assert list(ready.num_taken_by_deadline(4)) == [(3, 2), (4, 1), (5, 1)]
+    assert list(ready.num_taken_by_deadline(2)) == [(3, 2)]
+    assert list(ready.num_taken_by_deadline(9)) == [(3, 2), (4, 1), (5, 3)]
+    assert ready.pop(4) == [1, 2, 3, 0]
+
+
+def test_generators_wait_where_the_bound_kept_groups_from_starting() -> None:
+    world = make_world(2, 1, adapt_load=True)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 0, 1, 2, 3)
+    assert taken(world) == [0, 1]
+    assert world.buffer.metrics()["load/generators_wait"] == 1.0
+    world.serve(1)
+    # Two groups are under way, and four may be.
+    assert taken(world) == [2, 3]
+    assert world.buffer.metrics()["load/generators_wait"] == 0.0
 
 
 def test_order_of_completion_takes_what_came_first() -> None:

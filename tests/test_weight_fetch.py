@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,13 +86,19 @@ class Publisher:
         )
 
     def fetcher(
-        self, folder: Path, *, delta: bool = False, transport: type[SharedMemoryTransport] | None = None
+        self,
+        folder: Path,
+        *,
+        delta: bool = False,
+        transport: type[SharedMemoryTransport] | None = None,
+        unneeded: int | None = None,
     ) -> tuple[WeightFetcher, Landing]:
+        """``unneeded`` is a block that the engine takes of no rank."""
         landing = Landing(folder / "landing", self.layout)
         build = transport or SharedMemoryTransport
         fetcher = WeightFetcher(
             layout=self.layout,
-            needed=[np.ones(rank.num_blocks, bool) for rank in self.layout.ranks],
+            needed=[np.arange(rank.num_blocks) != unneeded for rank in self.layout.ranks],
             num_bytes_needed=self.layout.num_bytes,
             landing=landing,
             transports={
@@ -176,6 +183,65 @@ def test_a_bad_block_is_counted_and_fetched_again(tmp_path: Path) -> None:
     whole = sum(rank.num_bytes for rank in publisher.layout.ranks)
     assert report.num_bytes_moved == whole + BLOCK_BYTES
     publisher.assert_landed(tmp_path, weights)
+
+
+def test_what_the_engine_does_not_take_is_not_moved(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    fetcher, _ = publisher.fetcher(tmp_path, unneeded=1)
+    report = fetch(fetcher, publisher.publish(1, 0, make_weights(1)))
+    assert report.is_complete
+    whole = sum(rank.num_bytes for rank in publisher.layout.ranks)
+    assert report.num_bytes_moved == whole - 2 * BLOCK_BYTES
+
+
+def test_without_a_delta_everything_moves_again(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    fetcher, _ = publisher.fetcher(tmp_path)
+    weights = make_weights(1)
+    first, second = (fetch(fetcher, publisher.publish(version, version % 2, weights)) for version in (1, 2))
+    assert first.num_bytes_moved == second.num_bytes_moved
+    assert first.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+
+
+class FailingTransport(SharedMemoryTransport):
+    """Fails once it is told to, with the bytes copied and not reported."""
+
+    is_failing = False
+
+    async def read(
+        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+    ) -> None:
+        if not FailingTransport.is_failing:
+            return await super().read(slot, ranges, landing, arrived)
+        await super().read(slot, ranges, landing, lambda part: None)
+        raise ConnectionResetError("the host is gone")
+
+
+def test_blocks_that_a_failed_fetch_overwrote_are_not_held(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    FailingTransport.is_failing = False
+    fetcher, _ = publisher.fetcher(tmp_path, delta=True, transport=FailingTransport)
+    weights = make_weights(1)
+    assert fetch(fetcher, publisher.publish(1, 0, weights)).is_complete
+    FailingTransport.is_failing = True
+    changed = weights | {"big": weights["big"] + 1}
+    with pytest.raises(ConnectionResetError):
+        fetch(fetcher, publisher.publish(2, 1, changed))
+    FailingTransport.is_failing = False
+    # The same bytes as version 1, which is not what lies in the landing by now.
+    assert fetch(fetcher, publisher.publish(3, 0, weights)).is_complete
+    publisher.assert_landed(tmp_path, weights)
+
+
+def test_nobody_else_can_open_the_files(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        publisher = Publisher(tmp_path)
+        _, landing = publisher.fetcher(tmp_path)
+    finally:
+        os.umask(umask)
+    paths = [landing.path, *(path for buffer in publisher.buffers for path in buffer.paths)]
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
 
 
 def test_a_delta_moves_the_blocks_that_changed(tmp_path: Path) -> None:

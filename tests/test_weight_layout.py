@@ -116,6 +116,25 @@ def test_a_layers_experts_become_one_copy() -> None:
     assert {(copy.rank, copy.parameter) for copy in joined} == {(0, "w13")}
 
 
+def test_one_source_for_several_targets_is_one_copy() -> None:
+    copies = [
+        StridedCopy(
+            rank=0,
+            source_offset=2,
+            source_strides=(1,),
+            parameter="w",
+            target_offset=offset,
+            target_strides=(1,),
+            size=(4,),
+        )
+        for offset in (0, 4, 8)
+    ]
+    (copy,) = join(copies)
+    source, target = torch.arange(8), torch.zeros(12, dtype=torch.int64)
+    copy.target(target).copy_(copy.source(source))
+    assert target.tolist() == [2, 3, 4, 5] * 3
+
+
 def test_copies_in_falling_order_stay_apart() -> None:
     """Strides cannot be negative."""
     copies = [

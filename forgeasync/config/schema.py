@@ -335,9 +335,8 @@ class TimeoutSection(Section):
     this long ends itself."""
     sigterm_s: Seconds = 30.0
     """What a run that is told to stop (SIGTERM) takes at most for a checkpoint, which gets half of it, and the
-    export of its weights.
-    What kills it afterwards (KillWait of Slurm, terminationGracePeriodSeconds of Kubernetes, both 30 s by
-    default) should leave 20 s more, in which its processes end."""
+    export of its weights. What kills it afterwards (KillWait of Slurm, terminationGracePeriodSeconds of
+    Kubernetes, both 30 s by default) should leave 20 s more, in which its processes end."""
 
 
 Width = Annotated[int, Field(gt=0, le=65536)]
