@@ -60,18 +60,24 @@ def exit_code(run: Callable[[], None]) -> int:
         finally:
             _leave_monarch()
     except ConfigError as error:
-        print(f"refused:\n{error}", file=sys.stderr)
+        _say(f"refused:\n{error}")
         return EXIT_REFUSED
     except (KeyboardInterrupt, asyncio.CancelledError):
         received = received_signal() or signal.SIGINT
-        print(_with_closing_words(f"interrupted by {received.name}"), file=sys.stderr)
+        _say(_with_closing_words(f"interrupted by {received.name}"))
         return EXIT_SIGNAL + received
     except BaseException as error:
-        traceback.print_exception(root_cause(error))
-        print(_with_closing_words(failure_line(error)), file=sys.stderr)
+        _say("".join(traceback.format_exception(root_cause(error))).rstrip())
+        _say(_with_closing_words(failure_line(error)))
         received = received_signal()
         return EXIT_FAILED if received is None else EXIT_SIGNAL + received
     return 0
+
+
+def _say(text: str) -> None:
+    """Print to stderr; where nobody reads that any more, the exit code has to do."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def add_closing_words(words: str) -> None:

@@ -7,6 +7,7 @@ writes a checkpoint, if there is time.
 
 import asyncio
 import logging
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Rescue:
                 # There may be another way, and the reason that ended the run counts more than this one.
                 logger.warning("the newest weights were not saved this way", exc_info=True)
                 problems.append(last_words(error))
+                self._remove_partial()
         newest = list_checkpoints(self.checkpoints)
         kept = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
         return "; ".join([f"the newest weights could not be saved ({', '.join(problems)})", kept])
@@ -85,9 +87,16 @@ class Rescue:
         try:
             async with deadline(limit_s, call="writing a checkpoint", key="timeouts.sigterm_s"):
                 return [f"--resume latest goes on after step {await self.checkpoint()}"]
-        except Exception:
-            logger.warning("no checkpoint was written on the way out", exc_info=True)
+        except DeadlineExceeded:
             return ["there was no time for a checkpoint"]
+        except Exception as error:
+            logger.warning("no checkpoint was written on the way out", exc_info=True)
+            return [f"no checkpoint could be written ({last_words(error)})"]
+
+    def _remove_partial(self) -> None:
+        """What was begun and will not be finished takes room that the next way may need."""
+        for name in (LAST, LAST_PUBLISHED):
+            shutil.rmtree(self.folder.with_name(f"{name}.partial"), ignore_errors=True)
 
     async def _from_trainer(self) -> str:
         version = await self.export(self.folder)

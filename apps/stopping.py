@@ -49,10 +49,12 @@ class _Stop:
 
     def stop(self) -> None:
         assert self.received is not None
-        for listener in self.listeners:
-            listener(self.received)
-        if self.main is not None:
-            self.main.cancel()
+        try:
+            for listener in self.listeners:
+                listener(self.received)
+        finally:
+            if self.main is not None:
+                self.main.cancel()
 
 
 _stop = _Stop()

@@ -180,3 +180,16 @@ def test_the_command_line_can_be_run_again() -> None:
     code = "from forgeasync.observability.run_log import describe_start; print(describe_start()[0])"
     out = subprocess.run([sys.executable, "-c", code, "a b"], capture_output=True, text=True, check=True)
     assert out.stdout.startswith(f"command: {sys.executable} -c ") and out.stdout.endswith("'a b'\n")
+
+
+def test_a_death_that_is_named_comes_before_what_monarch_says_of_it() -> None:
+    async def scenario() -> None:
+        fleet = Fleet(Path("logs"))
+        try:
+            async with fleet.naming_deaths():
+                raise ExceptionGroup("loops", [SupervisionError("Endpoint call failed"), ActorDied("rank 1")])
+        finally:
+            await fleet.close()
+
+    with pytest.raises(ActorDied, match="rank 1"):
+        asyncio.run(scenario())

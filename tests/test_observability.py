@@ -415,3 +415,18 @@ def test_picked_rollouts_depend_on_the_step_alone(tmp_path: Path) -> None:
     lines = read_lines(tmp_path / "a")
     assert [line["step"] for line in lines] == [step for step in range(8) for _ in range(2)]
     assert len({(line["group_id"], line["response"]) for line in lines}) > 2
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "is no folder of its own; name one"),
+        (".", "is no folder of its own; name one"),
+        ("~/runs/x", "is not expanded; write the path out"),
+        ("/tmp/" + 300 * "x", "File name too long"),
+        ("/tmp/a\0b", "embedded null byte"),
+    ],
+)
+def test_paths_that_are_no_folders_are_refused(path: str, words: str) -> None:
+    (problem,) = check_folder("run_dir", Path(path))
+    assert words in str(problem)

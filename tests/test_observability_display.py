@@ -308,3 +308,21 @@ def test_plot_of_nothing_ends_with_the_path(
 def test_moving_average_looks_back_only() -> None:
     averaged = plot.moving_average(np.array([1.0, 3.0, 5.0, 7.0]), 2)
     assert averaged.tolist() == [1.0, 2.0, 4.0, 6.0]
+
+
+class GoneStream(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("Broken pipe")
+
+
+def test_a_console_that_nobody_reads_ends_no_run() -> None:
+    log: list[str] = []
+    with StepConsole(3, stream=GoneStream(), log=log.append) as console:
+        console.message("one")
+        console.phase("two", num_parts=2)
+        console.part_done()
+        console.end_phase()
+        console.message("three")
+    assert log == ["one", "nobody reads the console any more: Broken pipe", "two", "three"]

@@ -133,8 +133,8 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(seen: list[Seen]) -> N
     expected = {
         "nan advantage": "on trainer rank 1 is nan: the advantage of its target 1 is nan",
         "inf log-probability": "on trainer rank 1 is",
-        "inf gradient": "the gradient of layers.1.attention.qkv_linear.wq.weight has values that are nan or "
-        "infinite on trainer rank",
+        "inf gradient": "the reduced gradient of layers.1.attention.qkv_linear.wq.weight has values that "
+        "are nan or infinite on trainer rank",
     }
     for rank in seen:
         assert all(rank.unchanged.values()), rank.unchanged

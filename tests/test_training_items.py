@@ -171,3 +171,10 @@ def test_grpo_compares_with_the_own_group() -> None:
         expected = ((rewards_G - rewards_G.mean()) / rewards_G.std()).tolist()
         found = advantages_by_text(groups, AdvantageName.GRPO)
         assert [found[one.text] for one in group.rollouts] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e7, 1e12])
+def test_rewards_far_from_zero_are_told_apart(offset: float) -> None:
+    group = make_group(0, (offset + 1.0, offset, offset, offset))
+    found = [item.advantage for item in training_items([group], [1.0], algorithm(AdvantageName.GRPO))]
+    assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)

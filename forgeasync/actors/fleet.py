@@ -132,8 +132,11 @@ class Fleet:
             yield
         except Exception as error:
             causes = real_errors(error)
-            if any(isinstance(cause, ActorDied | HostLost) for cause in causes):
+            if isinstance(error, ActorDied | HostLost):
                 raise
+            for cause in causes:
+                if isinstance(cause, ActorDied | HostLost):
+                    raise cause from error
             for cause in causes:
                 if isinstance(cause, SupervisionError):
                     raise ActorDied(read_report(str(cause), self.log_dir).text) from error

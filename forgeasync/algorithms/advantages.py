@@ -1,4 +1,4 @@
-"""From rewards to advantages. float32 in, float32 out.
+"""From rewards to advantages, in the dtype of the rewards.
 
 Shape suffixes: G rollouts of one group, N rollouts of a whole batch, T tokens of one response, J steps of one
 response.

@@ -113,7 +113,7 @@ class SamplingSection(Section):
     top_k: CountOrZero = 0
     """0 keeps all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=0.99)
     max_response_tokens: Count
     """A response is cut here and counted as truncated."""
 
@@ -334,9 +334,10 @@ class TimeoutSection(Section):
     """Of many hosts: one that does not answer for this long ends the run, and one that is not asked for twice
     this long ends itself."""
     sigterm_s: Seconds = 30.0
-    """What a run that is told to stop (SIGTERM) takes at most for a checkpoint, which gets half of it, and the
-    export of its weights. What kills it afterwards (KillWait of Slurm, terminationGracePeriodSeconds of
-    Kubernetes, both 30 s by default) should leave 20 s more, in which its processes end."""
+    """What a run that is told to stop (SIGTERM) takes at most for a checkpoint, which gets half of it, and
+    for the export of its weights. What kills it afterwards (KillWait of Slurm, terminationGracePeriodSeconds
+    of Kubernetes, both 30 s by default) should leave 20 s more, in which its processes end.
+    """
 
 
 Width = Annotated[int, Field(gt=0, le=65536)]
@@ -376,7 +377,8 @@ class WarmupSection(Section):
 class RunConfig(Section):
     """One run."""
 
-    name: str
+    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Part of the names of its folder and of its jobs."""
     seed: Seed = 0
     """All random draws follow from it. NumPy takes 32 bits, and vLLM hands its seed on to NumPy."""
     max_steps: Count

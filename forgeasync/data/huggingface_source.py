@@ -60,11 +60,16 @@ def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> 
     if value is None or (isinstance(value, str) and not value.strip()):
         raise _refusal(field, path, f"is empty ({value!r}) in {where}; every problem must have one")
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise _refusal(field, path, f"holds {half}, half of a character, in {where}") from None
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         remedy = f"is no text or number but a {type(value).__name__} in {where}: {value!r:.60}"
         raise _refusal(field, path, remedy)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise _refusal(field, path, f"is {value} in {where}; must be a finite number")
     # As a person writes it: no exponent, no more digits than needed to tell it from its neighbours.
     return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")

@@ -5,7 +5,8 @@ In a pipe or a file there are plain lines only. Times are passed in; only the ba
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self, TextIO
@@ -122,6 +123,7 @@ class StepConsole:
         self._remaining = RemainingTime(max_steps, eval_every_steps)
         console = Console(file=self._stream)
         self._bars: Progress | None = None
+        self._is_gone = False
         self._phase: TaskID | None = None
         self._training: TaskID | None = None
         # Asked of the stream itself: rich takes a pipe for a terminal when FORCE_COLOR is set.
@@ -130,20 +132,36 @@ class StepConsole:
 
     def start(self) -> None:
         """Show the bars; does nothing in a pipe."""
-        if self._bars is not None:
-            self._bars.start()
+        with self._showing():
+            if self._bars is not None:
+                self._bars.start()
 
     def message(self, text: str) -> None:
         """Print ``text``, without any escape codes that it may hold, above the bars."""
         plain = Text.from_ansi(text).plain
         if self._log is not None:
             self._log(plain)
-        if self._bars is None:
-            self._stream.write(plain + "\n")
-            self._stream.flush()
-        else:
-            # No wrapping: a narrow terminal breaks the line itself, and a copied line stays whole.
-            self._bars.console.print(plain, markup=False, highlight=False, soft_wrap=True)
+        with self._showing():
+            if self._bars is not None:
+                # No wrapping: a narrow terminal breaks the line itself, and a copied line stays whole.
+                self._bars.console.print(plain, markup=False, highlight=False, soft_wrap=True)
+            elif not self._is_gone:
+                self._stream.write(plain + "\n")
+                self._stream.flush()
+
+    @contextmanager
+    def _showing(self) -> Iterator[None]:
+        """A terminal or a pipe's reader that is gone ends no run: from then on only the log gets lines."""
+        try:
+            yield
+        except OSError as error:
+            self._is_gone = True
+            bars, self._bars = self._bars, None
+            if bars is not None:
+                with suppress(OSError):
+                    bars.stop()
+            if self._log is not None:
+                self._log(f"nobody reads the console any more: {error}")
 
     def phase(self, text: str, *, num_parts: int | None = None) -> None:
         """Say what begins now; a bar shows how long it has gone on, and how many of its parts are done."""
@@ -155,23 +173,27 @@ class StepConsole:
 
     def part_done(self) -> None:
         """One more part of the phase."""
-        if self._bars is not None and self._phase is not None:
-            self._bars.advance(self._phase)
-            (task,) = (task for task in self._bars.tasks if task.id == self._phase)
-            if task.total is not None:
-                self._bars.update(self._phase, count=f"{task.completed:.0f}/{task.total:.0f}")
+        with self._showing():
+            if self._bars is not None and self._phase is not None:
+                self._bars.advance(self._phase)
+                (task,) = (task for task in self._bars.tasks if task.id == self._phase)
+                if task.total is not None:
+                    self._bars.update(self._phase, count=f"{task.completed:.0f}/{task.total:.0f}")
 
     def end_phase(self) -> None:
         """The phase is over; what comes next needs no name."""
-        if self._bars is not None and self._phase is not None:
-            self._bars.remove_task(self._phase)
-            self._phase = None
+        with self._showing():
+            if self._bars is not None and self._phase is not None:
+                self._bars.remove_task(self._phase)
+                self._phase = None
 
     def step(self, line: StepLine) -> None:
         """Print one step's line and move the bar."""
         self.message(line.format(self._max_steps, self._num_columns()))
         self._remaining.add(line.step, elapsed_s=line.elapsed_s, step_s=line.step_s, eval_s=line.eval_s)
-        if self._bars is not None:
+        with self._showing():
+            if self._bars is None:
+                return
             if self._training is None:
                 # Before the first step there is no progress to show.
                 self._training = self._bars.add_task(
@@ -189,7 +211,10 @@ class StepConsole:
             return COLUMNS
         # rich asks the standard descriptors, which are a log file's in the controller. A terminal that does
         # not know its size says 0.
-        return min(MAX_COLUMNS, os.get_terminal_size(self._stream.fileno()).columns or COLUMNS)
+        try:
+            return min(MAX_COLUMNS, os.get_terminal_size(self._stream.fileno()).columns or COLUMNS)
+        except OSError:
+            return COLUMNS  # the terminal is gone
 
     def evaluated(self, eval_s: float) -> None:
         """The evaluation before the first step took so long: the ones to come count as much."""
@@ -197,8 +222,9 @@ class StepConsole:
 
     def stop(self) -> None:
         """Take the bars away and give the cursor back; a second call does nothing."""
-        if self._bars is not None:
-            self._bars.stop()
+        with self._showing():
+            if self._bars is not None:
+                self._bars.stop()
 
     def __enter__(self) -> Self:
         self.start()

@@ -176,7 +176,16 @@ def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
 
 def check_folder(field: str, path: Path) -> Iterator[Problem]:
     """Whether files can be written in a folder, or where it is to be made; makes nothing."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if path == Path() or path.parts[0].startswith("~"):
+        remedy = "is not expanded; write the path out" if path.parts else "is no folder of its own; name one"
+        yield Problem(field=field, value=str(path), remedy=remedy)
+        return
+    try:
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    except (OSError, ValueError) as error:
+        # A name that is too long, or with a NUL in it.
+        yield Problem(field=field, value=str(path)[:80], remedy=f"cannot be a folder: {error}"[:200])
+        return
     if not existing.is_dir():
         what = "is a file" if existing == path else f"lies below {existing}, which is a file"
         yield Problem(field=field, value=str(path), remedy=f"{what}; name a folder")

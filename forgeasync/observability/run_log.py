@@ -120,7 +120,8 @@ class RunLog(logging.Handler):
         if error is None:
             self.line("done")
         elif isinstance(root_cause(error), Exception):
-            self._append("".join(traceback.format_exception(error)))
+            # The line first: on a full disk there may be no room for more.
             self.line(failure_line(error))
+            self._append("".join(traceback.format_exception(error)))
         else:
-            self.line(f"ended by {type(root_cause(error)).__name__}")
+            self.line("interrupted")

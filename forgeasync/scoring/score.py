@@ -1,16 +1,18 @@
 """What a verifier says of one response, and how verifiers have fared."""
 
-import math
 from dataclasses import dataclass
 from numbers import Real
+
+LARGEST = 1e30
+"""Largest reward: what groups and batches make of rewards must fit into float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward of one response, and whether the response solves its task.
 
-    A score says for itself whether it is correct: rewards may have any scale. Raises ValueError, naming the
-    value, where ``value`` is no finite number or ``is_correct`` is no bool.
+    A score says for itself whether it is correct: rewards may have any scale up to ``LARGEST``. Raises
+    ValueError, naming the value, where ``value`` is no such number or ``is_correct`` is no bool.
     """
 
     value: float
@@ -19,12 +21,10 @@ class Score:
     def __post_init__(self) -> None:
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise ValueError(f"a score must be a number, not {self.value!r}")
-        try:
-            is_finite = math.isfinite(self.value)
-        except OverflowError:  # an integer that no float can hold
-            is_finite = False
-        if not is_finite:
-            raise ValueError(f"a score must be finite, not {str(self.value)[:40]}")
+        if not -LARGEST <= self.value <= LARGEST:
+            raise ValueError(f"a score must be finite, at most {LARGEST:g}, not {str(self.value)[:40]}")
+        # Other kinds of numbers are not written to files as such.
+        object.__setattr__(self, "value", float(self.value))
         if not isinstance(self.is_correct, bool):
             raise ValueError(f"is_correct of a score must be true or false, not {self.is_correct!r}")
 

@@ -33,8 +33,15 @@ class TrainingItem:
 
 
 def group_advantages(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[torch.Tensor]:
-    """The advantages of each group's rollouts, float32 [G] each."""
-    rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
+    """The advantages of each group's rollouts, float32 [G] each.
+
+    Computed in float64: rewards far from 0 differ by less than float32 can tell.
+    """
+    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+    return [advantages_G.float() for advantages_G in _advantages(rewards, algorithm)]
+
+
+def _advantages(rewards: Sequence[torch.Tensor], algorithm: AlgorithmSection) -> Sequence[torch.Tensor]:
     match algorithm.advantage:
         case AdvantageName.GRPO:
             return [advantages.grpo(rewards_G) for rewards_G in rewards]
@@ -46,8 +53,8 @@ def group_advantages(groups: Sequence[Group], algorithm: AlgorithmSection) -> li
             assert algorithm.pass_at_k is not None, "checked with the config"
             return [advantages.group_pass_at_k(rewards_G, algorithm.pass_at_k) for rewards_G in rewards]
         case AdvantageName.REINFORCE_PP:
-            whole_N = advantages.reinforce_pp(torch.cat(rewards))
-            return list(whole_N.split([len(rewards_G) for rewards_G in rewards]))
+            whole_N = advantages.reinforce_pp(torch.cat(list(rewards)))
+            return whole_N.split([len(rewards_G) for rewards_G in rewards])
 
 
 def training_items(

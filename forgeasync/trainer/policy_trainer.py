@@ -128,7 +128,7 @@ class PolicyTrainer:
         learning_rate = self._set_learning_rate()
         # Before clipping: a norm that is nan makes every gradient nan.
         gradients = value_ranges(
-            (f"the gradient of {name}", parameter.grad) for name, parameter in self._trained()
+            (f"the reduced gradient of {name}", parameter.grad) for name, parameter in self._trained()
         )
         grad_norm = float(
             dist_utils.clip_grad_norm_(
