@@ -14,9 +14,9 @@ from apps.recorder import StepTimes
 from apps.resume import Resumed
 from apps.starting import Roles, start_roles
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.buffer.decisions import Batch, Committed
+from forgeasync.buffer.decisions import Batch, Committed, DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
-from forgeasync.buffer.starvation import NothingTrains
+from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.weights_schema import Interruption
@@ -185,6 +185,18 @@ def test_groups_refused_one_after_another_end_the_run_with_the_first_reason(tmp_
     )
     assert "the first: group 0 has no experts" in str(cause)
     assert len(recorder.problems) >= 7
+
+
+@pytest.mark.parametrize("reason", list(DropReason))
+def test_age_and_filters_do_not_count_as_starving(reason: DropReason) -> None:
+    """Groups grow old because the trainer makes steps, and filters have a limit of their own."""
+    watch = StarvationWatch(2)
+    watch.given_up(reason, "first")
+    if reason in (DropReason.STALE, DropReason.CANCELLED, DropReason.FILTERED):
+        watch.given_up(reason, "second")
+    else:
+        with pytest.raises(NothingTrains, match=f"2 {reason}.*the first: first"):
+            watch.given_up(reason, "second")
 
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
@@ -383,6 +395,10 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
     """Two steps of two groups are behind it; six prompts were submitted, none of them is under way."""
 
     class ResumedGenerators(Generators):
+        async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
+            await let_others_run()
+            return await super().begin_update(replica, manifest)
+
         async def sample_group(self, *arguments: object, **keywords: object) -> object:
             assert min(self._landed) >= 2, "they started under version 0, which is not the run's"
             return await super().sample_group(*arguments, **keywords)
