@@ -26,6 +26,7 @@ from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.observability.failures import root_cause
 from forgeasync.sampler.swap import SwapReport
+from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
@@ -264,12 +265,30 @@ def test_groups_that_come_through_begin_the_count_of_given_up_ones_anew(tmp_path
         tmp_path,
         "max_steps=20",
         "buffer.max_given_up_in_a_row=8",
+        "algorithm.max_filtered_in_a_row=4",
         "algorithm.filters=[{kind: dynamic_sampling}]",
         "scorer.max_attempts=1",
         generators=MixedGenerators(),
         recorder=recorder,
     )
     assert len(recorder.problems) > 8
+
+
+def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_its_group(
+    tmp_path: Path,
+) -> None:
+    """That number depends on what became of other groups."""
+    config = make_config(tmp_path, "algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]")
+    filtering = GroupFiltering(config.algorithm, seed=config.seed)
+    rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
+
+    def kept(group_id: int, draw_id: int) -> tuple[int, ...]:
+        group = Group(group_id=group_id, draw_id=draw_id, task=make_problem(0), rollouts=rollouts)
+        return tuple(filtering.apply(group, (1.0, 1.0, 0.0, 0.0)).kept)
+
+    by_draw = [kept(0, draw_id) for draw_id in range(20)]
+    assert len(set(by_draw)) > 1
+    assert [kept(100 + draw_id, draw_id) for draw_id in range(20)] == by_draw
 
 
 def test_groups_that_nobody_scores_end_the_run(tmp_path: Path) -> None:
