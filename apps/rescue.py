@@ -81,7 +81,7 @@ class Rescue:
                 self._remove_partial()
         newest = list_checkpoints(self.checkpoints)
         kept = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
-        return "; ".join([f"the newest weights could not be saved ({', '.join(problems)})", kept])
+        return "; ".join([*words, f"the newest weights could not be saved ({', '.join(problems)})", kept])
 
     async def _try_checkpoint(self, limit_s: float) -> list[str]:
         try:
@@ -131,6 +131,16 @@ async def save_newest_weights(run: "GrpoRun", run_dir: RunDir, error: BaseExcept
     if run.version == run.first_version and newest is None:
         return "no step was made, so that there are no new weights"
     cause = root_cause(error)
+
+    async def export(folder: Path) -> int:
+        version = await run.trainer.save_hf(folder, source=run.prepared.model_path)
+        try:
+            await run.trainer.finish_checkpoint()
+        except Exception:
+            # The weights are saved: what became of the checkpoint does not count against that.
+            logger.warning("the checkpoint under way was not finished", exc_info=True)
+        return version
+
     rescue = Rescue(
         folder=run_dir.checkpoints.resolve() / LAST,
         checkpoints=run.checkpoints,
@@ -138,11 +148,12 @@ async def save_newest_weights(run: "GrpoRun", run_dir: RunDir, error: BaseExcept
         facts=run.prepared.facts,
         lora=run.config.lora,
         timeouts=run.config.timeouts,
-        export=lambda folder: run.trainer.save_hf(folder, source=run.prepared.model_path),
+        export=export,
         checkpoint=run.checkpoint_now,
         staged=None if newest is None else run.trainer.staged(newest),
     )
     is_lost = isinstance(cause, ActorDied | HostLost | DeadlineExceeded)
     return await rescue.save(
-        stop_signal=received_signal(), trainer_failed=is_lost and "trainer" in str(cause)
+        stop_signal=received_signal(),
+        trainer_failed=run.trainer.is_stuck or (is_lost and "trainer" in str(cause)),
     )

@@ -31,7 +31,7 @@ LATEST = "latest"
 
 MAX_CHANGES_SHOWN = 12
 MAX_VALUE_CHARACTERS = 60
-"""Of what a resumed run's config has changed, in its message."""
+"""Most changed keys of a resumed run's config that its message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

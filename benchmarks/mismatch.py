@@ -149,7 +149,7 @@ def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
         section=TrainerSection(
             tokens_per_row=TOKENS_PER_ROW,
             replay_probe_share=0.0,
-            optimizer=OptimizerSection(learning_rate=1e-20, max_grad_norm=1e20),
+            optimizer=OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9),
         ),
         facts=facts,
         temperature=SAMPLING.temperature,

@@ -66,7 +66,7 @@ CASES = [
     ("sampling.temperature", 0, ["at least 0.01", "0 is greedy", "no gradient"], 0.5),
     ("sampling.top_k", 1, ["always 1", "no gradient"], 2),
     ("sampling.top_p", 0.01, ["greater than 1 / 100", "no gradient"], 0.02),
-    ("sampling.min_p", 1.0, ["less than 1"], 0.5),
+    ("sampling.min_p", 0.999, ["at most 0.99"], 0.5),
     ("generator.num_replicas", 10**6, ["at most 65536"], 2),
     ("generator.max_num_seqs", 10**9, ["at most 65536"], 32),
     ("generator.max_num_batched_tokens", 10**12, ["at most 4194304"], 4096),

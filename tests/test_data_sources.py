@@ -297,7 +297,7 @@ class TestHuggingFace:
             ({"q": "x", "a": None}, r"answer_field = 'a': is empty \(None\) in line 1"),
             (
                 {"q": "x\ud800", "a": 1},
-                r"question_field = 'q': holds '\\\\ud800', half of a character, in line 1",
+                r"question_field = 'q': holds '\\ud800', half of a character, in line 1",
             ),
             ({"q": " \n", "a": 1}, r"question_field = 'q': is empty \(' \\n'\) in line 1"),
             ({"q": "x", "a": [1]}, r"answer_field = 'a': is no text or number but a list in line 1.*\[1\]"),

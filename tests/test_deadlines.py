@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync.actors import trainer_mesh
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
@@ -158,6 +159,22 @@ def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
             await mesh.save_hf(Path("final"), source=Path("model"))
 
     asyncio.run(scenario())
+
+
+def test_ranks_that_wait_for_one_that_has_failed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_mesh, "PEERS_S", 0.05)
+
+    async def fails() -> None:
+        raise ValueError("one row")
+
+    async def scenario(other: Coroutine[None, None, None]) -> bool:
+        mesh = make_mesh(Rank())
+        with pytest.raises(ValueError, match="one row"):
+            await mesh._together([asyncio.ensure_future(one) for one in (fails(), other)])
+        return mesh.is_stuck
+
+    assert not asyncio.run(scenario(fails()))
+    assert asyncio.run(scenario(asyncio.sleep(60)))
 
 
 def test_a_late_generator_is_told_by_its_group() -> None:

@@ -26,6 +26,7 @@ from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.observability.failures import root_cause
 from forgeasync.sampler.swap import SwapReport
+from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
@@ -208,6 +209,18 @@ def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None
         StarvationWatch(0)
 
 
+@pytest.mark.parametrize("reason", list(DropReason))
+def test_age_and_filters_do_not_count_as_starving(reason: DropReason) -> None:
+    """Groups grow old because the trainer makes steps, and filters have a limit of their own."""
+    watch = StarvationWatch(2)
+    watch.given_up(reason, "first")
+    if reason in (DropReason.STALE, DropReason.CANCELLED, DropReason.FILTERED):
+        watch.given_up(reason, "second")
+    else:
+        with pytest.raises(NothingTrains, match=f"2 {reason}.*the first: first"):
+            watch.given_up(reason, "second")
+
+
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
     trainer = Trainer(skipped=(1, 3, 4))
     run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=3", trainer=trainer)
@@ -273,12 +286,30 @@ def test_groups_that_come_through_begin_the_count_of_given_up_ones_anew(tmp_path
         tmp_path,
         "max_steps=20",
         "buffer.max_given_up_in_a_row=8",
+        "algorithm.max_filtered_in_a_row=4",
         "algorithm.filters=[{kind: dynamic_sampling}]",
         "scorer.max_attempts=1",
         generators=MixedGenerators(),
         recorder=recorder,
     )
     assert len(recorder.problems) > 8
+
+
+def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_its_group(
+    tmp_path: Path,
+) -> None:
+    """That number depends on what became of other groups."""
+    config = make_config(tmp_path, "algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]")
+    filtering = GroupFiltering(config.algorithm, seed=config.seed)
+    rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
+
+    def kept(group_id: int, draw_id: int) -> tuple[int, ...]:
+        group = Group(group_id=group_id, draw_id=draw_id, task=make_problem(0), rollouts=rollouts)
+        return tuple(filtering.apply(group, (1.0, 1.0, 0.0, 0.0)).kept)
+
+    by_draw = [kept(0, draw_id) for draw_id in range(20)]
+    assert len(set(by_draw)) > 1
+    assert [kept(100 + draw_id, draw_id) for draw_id in range(20)] == by_draw
 
 
 def test_groups_that_nobody_scores_end_the_run(tmp_path: Path) -> None:
@@ -404,6 +435,10 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
     """Two steps of two groups are behind it; six prompts were submitted, none of them is under way."""
 
     class ResumedGenerators(Generators):
+        async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
+            await let_others_run()
+            return await super().begin_update(replica, manifest)
+
         async def sample_group(self, *arguments: object, **keywords: object) -> object:
             assert min(self._landed) >= 2, "they started under version 0, which is not the run's"
             return await super().sample_group(*arguments, **keywords)

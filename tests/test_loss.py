@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from forgeasync.algorithms import aggregation, corrections, kl, objectives
-from forgeasync.config.loss_schema import KlEstimator, KlPlace, LossSection
+from forgeasync.config.loss_schema import KlEstimator, KlPlace, KlSection, LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.trainer.loss import RowTokens, Supervised, build_loss
+from forgeasync.trainer.loss import PolicyLoss, RowTokens, Supervised, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.step_sums import StepSums
@@ -609,3 +609,59 @@ def test_a_sum_that_only_some_ranks_have_is_not_taken_for_another() -> None:
     """An objective of a user's own may give one for some rows only, and in any order."""
     for metrics in run_ranks(2, _sums_of_this_rank):
         assert metrics["objective/first"] == 1.0 and metrics["objective/second"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "expected"),
+    [
+        (aggregation.token_mean, (1.0 + 2.0 + 3 * 5.0) / (1 + 1 + 3)),
+        (aggregation.sequence_mean_of_token_mean, (1.5 + 3 * 5.0) / (1 + 3)),
+        (aggregation.sequence_mean_of_token_sum, (3.0 + 3 * 5.0) / (1 + 3)),
+        (aggregation.constant_length(4), (3.0 + 3 * 5.0) / 4 / (1 + 3)),
+    ],
+)
+def test_a_weighted_mean_by_hand(aggregate: aggregation.Aggregation, expected: float) -> None:
+    """Two tokens of a sequence that counts once, one of a sequence that counts three times."""
+    values_T = torch.tensor([1.0, 2.0, 5.0, math.nan], requires_grad=True)
+    loss = aggregate(
+        values_T=values_T,
+        mask_T=torch.tensor([True, True, True, False]),
+        sequence_ids_T=torch.tensor([0, 0, 1, 1]),
+        weights_T=torch.tensor([1.0, 1.0, 3.0, 3.0]),
+    )
+    loss.backward()
+    assert float(loss) == pytest.approx(expected), "what is masked out may be nan"
+    assert values_T.grad is not None and values_T.grad.isfinite().all() and values_T.grad[3] == 0
+
+
+def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:
+    """A penalty in the reward changes the objective's advantages from token to token, not theirs."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def objective(*, advantages_T: torch.Tensor, **known: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        seen["objective"] = advantages_T
+        return -advantages_T * known["logprobs_T"], {}
+
+    def correction(*, advantages_T: torch.Tensor, **known: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        seen["correction"] = advantages_T
+        return torch.ones_like(advantages_T), {}
+
+    loss = PolicyLoss(
+        objective=objective,
+        correction=correction,
+        aggregate=aggregation.token_mean,
+        penalty=KlSection(coefficient=0.5, estimator=KlEstimator.K1, where=KlPlace.REWARD),
+    )
+    tokens = RowTokens(
+        logprobs_T=torch.tensor([-1.0, -2.0], requires_grad=True),
+        behavior_logprobs_T=torch.tensor([-1.0, -2.0]),
+        advantages_T=torch.tensor([3.0, 3.0]),
+        mask_T=torch.tensor([True, True]),
+        sequence_ids_T=torch.tensor([0, 0]),
+        ages_T=torch.tensor([0, 0]),
+        sample_weights_T=torch.ones(2),
+        ref_logprobs_T=torch.tensor([-3.0, -3.0]),
+    )
+    loss(tokens, total=2.0)
+    assert seen["correction"].tolist() == [3.0, 3.0]
+    assert seen["objective"].tolist() == [3.0 - 0.5 * (2.0 + 1.0), 3.0 - 0.5 * 1.0]

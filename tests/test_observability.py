@@ -372,7 +372,7 @@ def test_a_folder_that_tensorboard_cannot_use_does_not_end_the_run(tmp_path: Pat
     said: list[str] = []
     (tmp_path / "tb").touch()
     with MetricsWriter(tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb", say=said.append) as writer:
-        writer.write_initial_evaluation(accuracy=0.5, eval_s=1.0)
+        writer.write_initial_evaluation(make_held_out(accuracy=0.5), eval_s=1.0)
         writer.write(make_step().to_dict())
     lines = read_lines(tmp_path / "m.jsonl")
     assert [line["metrics/num_tensorboard_errors"] for line in lines] == [1, 2]
@@ -424,7 +424,7 @@ def test_picked_rollouts_depend_on_the_step_alone(tmp_path: Path) -> None:
         (".", "is no folder of its own; name one"),
         ("~/runs/x", "is not expanded; write the path out"),
         ("/tmp/" + 300 * "x", "File name too long"),
-        ("/tmp/a\0b", "embedded null byte"),
+        ("/tmp/a\0b", "has a NUL in it"),
     ],
 )
 def test_paths_that_are_no_folders_are_refused(path: str, words: str) -> None:

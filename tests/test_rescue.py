@@ -1,6 +1,7 @@
 """Whatever ends a run, its newest weights are saved: by the trainer, or from what it published last."""
 
 import asyncio
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -87,6 +88,10 @@ async def _works(folder: Path) -> int:
 
 async def _refuses(folder: Path) -> int:
     raise ArithmeticError("export last is refused: lm_head has values that are nan")
+
+
+async def _fails() -> None:
+    raise OSError("no space left for the checkpoint")
 
 
 async def _hangs(*_: object) -> int:
@@ -190,7 +195,7 @@ def test_all_that_is_tried_after_a_signal_shares_one_limit(tmp_path: Path) -> No
             limits_s.append(time.monotonic() - start_s)
 
     words = save(make_rescue(tmp_path, hangs, None, hangs), signal.SIGTERM)
-    assert words.startswith("the newest weights could not be saved")
+    assert "the newest weights could not be saved" in words
     assert len(limits_s) == 2 and sum(limits_s) < 1.0, "0.5 s and 0.25 s of the 1 s"
 
 
@@ -240,7 +245,14 @@ def test_who_is_asked_first_depends_on_what_has_failed(
         config=SimpleNamespace(lora=None, timeouts=rescue.timeouts),
         prepared=SimpleNamespace(model_path=rescue.source, facts=FACTS),
         serving=SimpleNamespace(ledger=SimpleNamespace(newest=staged.manifest if is_published else None)),
-        trainer=SimpleNamespace(save_hf=save_hf, staged=lambda manifest: staged),
+        trainer=SimpleNamespace(
+            save_hf=save_hf, finish_checkpoint=_fails, staged=lambda manifest: staged, is_stuck=False
+        ),
     )
     found = asyncio.run(save_newest_weights(run, RunDir(path=tmp_path), error))
     assert found.startswith(words)
+    if is_published:
+        run.trainer.is_stuck = True
+        shutil.rmtree(rescue.folder)
+        found = asyncio.run(save_newest_weights(run, RunDir(path=tmp_path), ValueError("of one rank")))
+        assert found.startswith("the weights of step 7, as published, are in"), "its ranks answer nothing"

@@ -105,7 +105,7 @@ class TrainerActor(Actor):
 
     @endpoint
     async def pid(self) -> int:
-        """Of this proc, on its host."""
+        """The id of this proc on its host."""
         return os.getpid()
 
     @endpoint

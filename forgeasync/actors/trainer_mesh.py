@@ -23,6 +23,9 @@ from forgeasync.weights.transports.transport import StagingSource
 
 T = TypeVar("T")
 
+PEERS_S = 5.0
+"""For the other ranks to end their call once one has failed in it."""
+
 
 class TrainerMesh:
     """The trainer mesh behind deadlines.
@@ -39,6 +42,8 @@ class TrainerMesh:
         self._timeouts = timeouts
         self._data_ranks: list[int] = []
         self._turn = asyncio.Lock()
+        self.is_stuck = False
+        """Some ranks wait in a collective for one that has failed: they answer no call any more."""
         self._staged = "the initial weights"
         self._layout: WeightLayout | None = None
         self._sources: list[StagingSource] = []
@@ -51,17 +56,26 @@ class TrainerMesh:
 
         async def answers() -> list[T]:
             async with deadline(limit_s, call=f"the trainer {call}", key=f"timeouts.{key}"):
-                return list(await asyncio.gather(*calls()))
+                return await self._together([asyncio.ensure_future(one) for one in calls()])
 
         # Ranks go on where the caller is cancelled: the next call's turn comes when they are done.
         work = asyncio.create_task(answers())
         work.add_done_callback(self._end_turn)
         return await asyncio.shield(work)
 
+    async def _together(self, answers: Sequence[asyncio.Future[T]]) -> list[T]:
+        """All answers, or the first error once the other ranks have ended too or cannot."""
+        try:
+            return list(await asyncio.gather(*answers))
+        except Exception:
+            _, pending = await asyncio.wait(answers, timeout=PEERS_S)
+            self.is_stuck = self.is_stuck or bool(pending)
+            raise
+
     def _end_turn(self, work: asyncio.Task[object]) -> None:
         self._turn.release()
         if not work.cancelled():
-            # Of a caller that was cancelled nobody else asks.
+            # Nobody else asks for the error where the caller was cancelled.
             work.exception()
 
     async def setup(

@@ -19,7 +19,7 @@ BYTES_PER_PARAMETER = 3 * FLOAT32_BYTES
 """A float32 parameter and AdamW's two moments of it."""
 
 EXPORT_OVERHEAD_BYTES = 1024
-"""Of one exported tensor, generously: its name in header and index."""
+"""Bytes of one exported tensor's name in header and index, generously."""
 
 OVERHEAD_BYTES = 8192
 """Of one tensor of the model, generously: names, headers and the step counts of its optimizer."""

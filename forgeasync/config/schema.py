@@ -377,7 +377,7 @@ class WarmupSection(Section):
 class RunConfig(Section):
     """One run."""
 
-    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str
     """Part of the names of its folder and of its jobs."""
     seed: Seed = 0
     """All random draws follow from it. NumPy takes 32 bits, and vLLM hands its seed on to NumPy."""

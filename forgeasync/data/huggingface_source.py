@@ -21,7 +21,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 """Reader of ``datasets`` for each kind of local file; JSON of a single file is read here."""
 
 MAX_RECORDS_READ = 200_000
-"""Of a larger table only those records are looked at that a run draws."""
+"""In a larger table, only the records that a run draws are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

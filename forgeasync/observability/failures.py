@@ -21,7 +21,7 @@ def real_errors(error: BaseException) -> list[BaseException]:
 def failure_line(error: BaseException) -> str:
     """``failed: <kind>: <last words>``, never without words."""
     cause = root_cause(error)
-    # Of a deadline people know the standard name; its own says nothing that the message does not.
+    # People know a deadline's standard name; its own says nothing that the message does not.
     kind = TimeoutError if isinstance(cause, TimeoutError) else type(cause)
     return f"failed: {kind.__name__}: {last_words(cause)}"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Of one response to each held-out problem. Responses that could not be scored count for nothing else."""
+    """Counts over one response to each held-out problem; those that could not be scored are counted apart."""
 
     num_correct: int
     score_sum: float

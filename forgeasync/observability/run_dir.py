@@ -13,6 +13,7 @@ runs/<name>-<time>/
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,8 @@ from forgeasync.config.schema import RunConfig
 from forgeasync.observability.truncation import put_aside
 
 SKIPPED_STEPS = "skipped_steps"
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 RUNS_FOLDER = Path("runs")
 """Parent of the runs that do not name their own folder; relative to the working directory."""
@@ -166,6 +169,12 @@ def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
     """Whether the run's folder can be one, and a new run would write into the files of another."""
     if config.run_dir is None:
         yield from check_folder("run_dir", RUNS_FOLDER)
+        if NAME.fullmatch(config.name) is None:
+            remedy = (
+                "names the run's folder: must be 1 to 100 letters, digits, '.', '_' or '-', and begin with a "
+                "letter or a digit"
+            )
+            yield Problem(field="name", value=config.name, remedy=remedy)
         return
     path = Path(config.run_dir)
     problems = list(check_folder("run_dir", path))
@@ -176,14 +185,17 @@ def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
 
 def check_folder(field: str, path: Path) -> Iterator[Problem]:
     """Whether files can be written in a folder, or where it is to be made; makes nothing."""
+    if "\0" in str(path):
+        yield Problem(field=field, value=str(path), remedy="has a NUL in it, which no path can have")
+        return
     if path == Path() or path.parts[0].startswith("~"):
         remedy = "is not expanded; write the path out" if path.parts else "is no folder of its own; name one"
         yield Problem(field=field, value=str(path), remedy=remedy)
         return
     try:
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    except (OSError, ValueError) as error:
-        # A name that is too long, or with a NUL in it.
+    except OSError as error:
+        # A name that is too long.
         yield Problem(field=field, value=str(path)[:80], remedy=f"cannot be a folder: {error}"[:200])
         return
     if not existing.is_dir():

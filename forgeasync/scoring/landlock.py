@@ -37,7 +37,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Of this kernel; 0 where it has none, or it is switched off."""
+    """The version that this kernel has; 0 where it has none, or it is switched off."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_GET_VERSION)))
 
 

@@ -25,7 +25,7 @@ class Bubblewrap:
     """Whether bubblewrap can be used here."""
 
     path: str | None
-    """Of its program; None where it cannot."""
+    """The path of its program; None where it cannot."""
     problem: str = ""
     """Why it cannot."""
 

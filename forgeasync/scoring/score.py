@@ -30,7 +30,7 @@ class Score:
 
 
 NO_SCORE = Score(value=0.0, is_correct=False)
-"""Of a response without an answer, or whose verification was cut off."""
+"""The score of a response without an answer, or whose verification was cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

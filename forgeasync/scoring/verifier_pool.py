@@ -67,7 +67,7 @@ class VerifierPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run now."""
+        """Process ids of the workers that run now."""
         return tuple(one.pid for one in self._processes if one.pid is not None)
 
     def start(self) -> str:

@@ -44,7 +44,7 @@ class ProblemDiffers(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """Of one answer."""
+    """What one answer may use."""
 
     time_s: float
     """Wall time."""
@@ -65,7 +65,7 @@ class VerifierProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Process id of the worker that runs now."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> tuple[Layer, ...]:

@@ -35,7 +35,7 @@ class WorkerSetup:
     answer_limit_s: float
     answer_memory_bytes: int
     scratch_folder: str | None
-    """Of the host, to be removed once all is imported; None where bubblewrap is around."""
+    """A folder of the host, removed once all is imported; None where bubblewrap is around."""
 
 
 class _Answers:

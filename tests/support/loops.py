@@ -218,6 +218,8 @@ class Console:
 class Trainer:
     """Remembers what it trains on; each step makes a version."""
 
+    is_stuck = False
+
     def __init__(self, num_data_ranks: int = 2, *, skipped: Sequence[int] = ()) -> None:
         """Steps in ``skipped`` are not taken."""
         self.num_data_ranks = num_data_ranks

@@ -79,7 +79,7 @@ def check_memory(
 
 
 def _trainer_state_bytes(config: RunConfig, num_parameters: int) -> int:
-    """Of one rank: float32 parameters, gradients and two moments, or a frozen model in the compute dtype."""
+    """Bytes on one rank: float32 parameters, gradients and two moments, or a frozen model."""
     if config.lora is not None:
         return num_parameters * BYTES_PER_ELEMENT[config.trainer.dtype]
     return num_parameters * 4 * FLOAT32_BYTES
