@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks, each a process of its own."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,8 @@ def _run_rank(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
     }
+    # A rank that dies of a signal shows where it was.
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.autograd.set_multithreading_enabled(False)
