@@ -146,26 +146,25 @@ class TrainerMesh:
 
     async def train_rows(self, rows_by_data_rank: list[list[PackedRow]], *, step: int) -> StepResult:
         """One optimizer step; as many rows for every data rank."""
-        results = await self._on_every_rank(
-            lambda: [
-                rank.train_rows.call_one(rows_by_data_rank[data_rank])
-                for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
-            ],
-            self._timeouts.train_step_s,
-            call=f"making step {step}",
-            key="train_step_s",
+        return await self._make_step(
+            lambda rank, data_rank: rank.train_rows.call_one(rows_by_data_rank[data_rank]), step
         )
-        self._staged = f"the weights of step {step}"
-        return results[0]
 
     async def train_items(
         self, rows_by_data_rank: list[list[list[TrainingItem]]], *, step: int
     ) -> StepResult:
         """The same over rollouts by reference; every rank reads the arrays of its own rows."""
+        return await self._make_step(
+            lambda rank, data_rank: rank.train_items.call_one(rows_by_data_rank[data_rank]), step
+        )
+
+    async def _make_step(
+        self, train: Callable[[TrainerActor, int], Awaitable[StepResult]], step: int
+    ) -> StepResult:
+        """Have every rank train on what belongs to its data rank."""
         results = await self._on_every_rank(
             lambda: [
-                rank.train_items.call_one(rows_by_data_rank[data_rank])
-                for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
+                train(rank, data_rank) for rank, data_rank in zip(self._ranks, self._data_ranks, strict=True)
             ],
             self._timeouts.train_step_s,
             call=f"making step {step}",
