@@ -12,6 +12,7 @@ from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.routing import RoutedExperts
 from forgeasync.data.task import Task
 from forgeasync.payload.reference import PayloadRef, group_num_bytes
+from forgeasync.scoring.score import Step
 
 
 class FinishReason(StrEnum):
@@ -91,6 +92,8 @@ class Group:
     task: Task
     rollouts: tuple[StoredRollout, ...]
     rewards: tuple[float, ...] | None = None
+    steps: tuple[tuple[Step, ...], ...] | None = None
+    """Rewards of each rollout's steps; None where the scorer gave none."""
 
     @property
     def num_payload_bytes(self) -> int:

@@ -8,6 +8,14 @@ LARGEST = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The reward of one step of a response, which ends before character ``end`` of its text."""
+
+    end: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward of one response, and whether the response solves its task.
 
@@ -17,6 +25,8 @@ class Score:
 
     value: float
     is_correct: bool
+    steps: tuple[Step, ...] = ()
+    """Rewards of the response's steps, ends increasing; without them the value counts for all tokens alike."""
 
     def __post_init__(self) -> None:
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
