@@ -27,7 +27,7 @@ class PythonCode(Section):
 
     kind: Literal["python"] = "python"
     factory: str
-    """Dotted name of a class or function, such as ``package.module.name``; the run's processes import it too."""
+    """Dotted name of a class or function, ``package.module.name``; the processes of the run import it too."""
     options: dict[str, int | float | bool | str] = Field(default_factory=dict)
     """Keywords that it is called with."""
     pickled: str | None = None
@@ -51,8 +51,8 @@ def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
     except Exception as error:
         # Whatever the pickling of a user's own objects raises is for the user to see.
         raise ValueError(
-            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}); define it in a module, "
-            "or keep what cannot be pickled out of it"
+            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}); define it in a "
+            "module, or keep what cannot be pickled out of it"
         ) from error
 
 
@@ -96,10 +96,10 @@ def _build(section_json: str, parameters: tuple[str, ...]) -> Callable[..., obje
         return built
     if not inspect.isclass(found) and _fits(signature, parameters, section.options):
         return functools.partial(found, **section.options) if section.options else found
-    wanted = ", ".join(f"{name}=..." for name in section.options)
+    options = [f"{name}=..." for name in section.options]
     raise ValueError(
-        f"{section.factory} takes {signature}; must take ({wanted}), its options, and return a function of "
-        f"({', '.join(parameters)}), or take ({', '.join([*parameters, wanted] if wanted else parameters)}) itself"
+        f"{section.factory} takes {signature}; must take ({', '.join(options)}), its options, and return a "
+        f"function of ({', '.join(parameters)}), or take ({', '.join([*parameters, *options])}) itself"
     )
 
 

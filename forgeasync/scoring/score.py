@@ -26,7 +26,7 @@ class Score:
     value: float
     is_correct: bool
     steps: tuple[Step, ...] = ()
-    """Rewards of the response's steps, ends increasing; without them the value counts for all tokens alike."""
+    """Rewards of the response's steps, ends increasing; none: the value counts for all tokens alike."""
 
     def __post_init__(self) -> None:
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
