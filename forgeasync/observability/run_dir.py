@@ -50,7 +50,7 @@ class RunDir:
         Raises:
             ConfigError: the folder already holds a run, is another run's at this moment, or cannot be one.
         """
-        default = RUNS_FOLDER / f"{config.name}-{now:%Y%m%d-%H%M%S}"
+        default = default_run_dir(config.name, now)
         run_dir = cls(path=default if config.run_dir is None else Path(config.run_dir))
         raise_if_any(check_folder("run_dir", run_dir.path))
         run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -163,6 +163,11 @@ class RunDir:
     def log(self, process: str) -> Path:
         """Log file of the process called ``process``, such as ``generator-0``."""
         return self.logs / f"{process}.log"
+
+
+def default_run_dir(name: str, now: datetime) -> Path:
+    """Where a run lies whose config does not say: runs/<name>-<time>."""
+    return RUNS_FOLDER / f"{name}-{now:%Y%m%d-%H%M%S}"
 
 
 def check_run_dir(config: RunConfig, *, is_resumed: bool) -> Iterator[Problem]:
