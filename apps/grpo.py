@@ -9,7 +9,7 @@ Four loops share one replay buffer, and none waits for another beyond it:
     train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
     serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
-The serving loops are in apps/serving.py, resuming from checkpoints in apps/resume.py. With
+The serving loops are in forgeasync/controller/serving.py, resuming from checkpoints in resume.py there. With
 max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run one
 after the other. With k > 0 generation runs ahead by at most k versions.
 """
@@ -20,15 +20,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from apps.cli import add_closing_words, exit_code, parse_arguments
-from apps.dry_run import show_plan
-from apps.preparation import Prepared, prepare
-from apps.recorder import RunRecorder, StepTimes
-from apps.rescue import save_newest_weights
-from apps.resume import open_files
-from apps.serving import WeightServing
-from apps.starting import Roles, start_roles
-from apps.stopping import run_main, telling
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
@@ -42,6 +33,15 @@ from forgeasync.config.load import load_config
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.config.weights_schema import Interruption
+from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments
+from forgeasync.controller.dry_run import show_plan
+from forgeasync.controller.preparation import Prepared, prepare
+from forgeasync.controller.recorder import RunRecorder, StepTimes
+from forgeasync.controller.rescue import save_newest_weights
+from forgeasync.controller.resume import open_files
+from forgeasync.controller.serving import WeightServing
+from forgeasync.controller.starting import Roles, start_roles
+from forgeasync.controller.stopping import run_main, telling
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.rollout import Group

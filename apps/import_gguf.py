@@ -14,8 +14,8 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from apps.cli import exit_code
 from forgeasync.config.problems import ConfigError, Problem
+from forgeasync.controller.cli import exit_code
 from forgeasync.data.file_mode import use_umask
 from forgeasync.data.gguf_model import GgufModel
 from forgeasync.data.gguf_tokenizer import read_tokenizer

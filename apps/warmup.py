@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from apps.cli import run_app
-from apps.stopping import run_main
 from forgeasync.actors.fleet import Fleet
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem
 from forgeasync.config.schema import RunConfig, WarmupSection
+from forgeasync.controller.cli import run_app
+from forgeasync.controller.stopping import run_main
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source

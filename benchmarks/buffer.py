@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 
+from buffer_simulation import LengthModel, SimulatedRun, compare, table_rows
 from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +42,6 @@ from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import FinishReason, Group, StoredRollout, VersionSpan
 from forgeasync.data.task import Task
 from forgeasync.payload.reference import PayloadRef
-from forgeasync.planning.buffer_simulation import LengthModel, SimulatedRun, compare, table_rows
 
 GROUP_SIZE = 8
 MAX_OFF_POLICY_STEPS = 32

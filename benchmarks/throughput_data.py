@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from buffer_simulation import LengthModel
 from common import REPOSITORY
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from forgeasync.planning.buffer_simulation import LengthModel
 from forgeasync.trainer.packing import TrainingSequence
 
 RECORDED = REPOSITORY / "benchmarks" / "data" / "tiny_moe_lengths.json"

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from buffer_simulation import LengthModel
 from common import RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +29,6 @@ from transformers import Qwen3MoeConfig
 from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
-from forgeasync.planning.buffer_simulation import LengthModel
 from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer

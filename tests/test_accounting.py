@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from buffer_simulation import LengthModel, Outcome, SimulatedRun, compare
 
 from forgeasync.buffer.accounting import AccountingLedger, length_bucket
 from forgeasync.buffer.decisions import DropReason
@@ -18,7 +19,6 @@ from forgeasync.config.buffer_schema import (
     Replacement,
     StaleGroups,
 )
-from forgeasync.planning.buffer_simulation import LengthModel, Outcome, SimulatedRun, compare
 from tests.support.buffer_world import make_task
 
 WEIGHT = AccountingSection(replacement=Replacement.WEIGHT, max_weight=3.0, metric_groups=100)

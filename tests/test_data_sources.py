@@ -17,11 +17,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from apps.preparation import check_plan
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import DataSection
 from forgeasync.config.scorer_schema import ScorerSection
+from forgeasync.controller.preparation import check_plan
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task

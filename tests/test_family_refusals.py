@@ -9,13 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
-from apps.preparation import prepare
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.checks import check_config
 from forgeasync.config.model_facts import ModelFacts, parse_model_facts, read_model_facts
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.resolve import resolve
 from forgeasync.config.schema import RoutingReplay, RunConfig
+from forgeasync.controller.preparation import prepare
 from tests.config_samples import FACTS, MINIMAL, only
 from tests.support.families import LLAMA3_SCALING, VARIANTS, YARN_SCALING, write_family
 

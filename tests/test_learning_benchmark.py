@@ -1,17 +1,11 @@
 """benchmarks/learning.py: which runs it makes, and what it reports of them."""
 
 import json
-import sys
 from pathlib import Path
 
+import learning
+import learning_report
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-# Benchmarks are scripts: they import one another from their own folder.
-sys.path.insert(0, str(BENCHMARKS))
-
-import learning  # noqa: E402
-import learning_report  # noqa: E402
 
 NUM_STEPS = 30
 VARIANT = learning.Variant(name="age 1", overrides=("max_off_policy_steps=1",))

@@ -10,9 +10,6 @@ import msgspec
 import pytest
 
 from apps.grpo import GrpoRun, StepsSkipped
-from apps.recorder import StepTimes
-from apps.resume import Resumed
-from apps.starting import Roles, start_roles
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.buffer.decisions import AGE_REASONS, Batch, Committed, DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
@@ -20,6 +17,9 @@ from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.weights_schema import Interruption
+from forgeasync.controller.recorder import StepTimes
+from forgeasync.controller.resume import Resumed
+from forgeasync.controller.starting import Roles, start_roles
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.progress import GroupProgress

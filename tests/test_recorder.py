@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from apps.recorder import RunRecorder, StepTimes
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
+from forgeasync.controller.recorder import RunRecorder, StepTimes
 from forgeasync.data.rollout import Group
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.held_out import HeldOutScores

@@ -9,10 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apps.cli import root_cause
 from apps.grpo import GrpoRun
-from apps.preparation import prepare
-from apps.starting import Roles
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
@@ -22,6 +19,9 @@ from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.config.filter_schema import DynamicSamplingSection, ResampleOnCorrectSection
 from forgeasync.config.schema import AlgorithmSection, RunConfig, SamplingSection
 from forgeasync.config.scorer_schema import ScorerSection
+from forgeasync.controller.cli import root_cause
+from forgeasync.controller.preparation import prepare
+from forgeasync.controller.starting import Roles
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.data.task import Task
 from forgeasync.payload.budget import PayloadBudget

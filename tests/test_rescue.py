@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from apps.rescue import Rescue, save_newest_weights
 from forgeasync.actors.deadline import DeadlineExceeded
 from forgeasync.actors.fleet import ActorDied
 from forgeasync.config.schema import TimeoutSection
+from forgeasync.controller.rescue import Rescue, save_newest_weights
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout
 from forgeasync.weights.manifest import Manifest

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from apps.resume import _changes, open_files
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import CheckpointSection, RunConfig
+from forgeasync.controller.resume import _changes, open_files
 from forgeasync.observability.run_dir import check_run_dir
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config

@@ -14,8 +14,8 @@ import pytest
 APP = """
 import asyncio, sys, time
 from pathlib import Path
-from apps.cli import exit_code
-from apps.stopping import received_signal, run_main, telling
+from forgeasync.controller.cli import exit_code
+from forgeasync.controller.stopping import received_signal, run_main, telling
 from forgeasync.payload.run_folder import create_run_folder, remove_run_folder
 
 async def main(ending):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from apps.preparation import check
 from forgeasync.algorithms.trial_call import check_objective_result, check_own_objective
 from forgeasync.config.load import load_config
 from forgeasync.config.loss_schema import PythonObjective
 from forgeasync.config.problems import ConfigError
+from forgeasync.controller.preparation import check
 from tests.config_samples import CONFIGS, only
 
 TAKES = "*, logprobs_T, behavior_logprobs_T, advantages_T, mask_T, sequence_ids_T"

@@ -12,9 +12,6 @@ from typing import Generic, ParamSpec, TypeVar
 import numpy as np
 
 from apps.grpo import GrpoRun
-from apps.preparation import Prepared
-from apps.recorder import StepTimes
-from apps.starting import Roles
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring
@@ -25,6 +22,9 @@ from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.load import load_config
 from forgeasync.config.schema import RunConfig, SamplingSection
+from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.recorder import StepTimes
+from forgeasync.controller.starting import Roles
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.data.task import Task
 from forgeasync.observability.held_out import HeldOutScores

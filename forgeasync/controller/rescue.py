@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apps.stopping import received_signal
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.fleet import ActorDied
 from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
 from forgeasync.checkpoint.hf_folder import HfFolderWriter
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, TimeoutSection
+from forgeasync.controller.stopping import received_signal
 from forgeasync.launch.hosts import HostLost
 from forgeasync.observability.failures import last_words, root_cause
 from forgeasync.observability.run_dir import RunDir

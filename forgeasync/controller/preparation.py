@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from apps.resume import Resumed, check_checkpoint_folder, find_checkpoint, planned_export, planned_folder
 from forgeasync.algorithms.trial_call import check_own_objective
 from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
@@ -20,6 +19,13 @@ from forgeasync.config.problems import ConfigError, Problem, raise_if_any
 from forgeasync.config.resolve import resolve
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_shared_memory
+from forgeasync.controller.resume import (
+    Resumed,
+    check_checkpoint_folder,
+    find_checkpoint,
+    planned_export,
+    planned_folder,
+)
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task

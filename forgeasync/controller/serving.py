@@ -7,11 +7,11 @@ than its own; one more loop publishes what had to be skipped. Training waits for
 import asyncio
 from collections.abc import Coroutine
 
-from apps.recorder import RunRecorder
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.weights_schema import WeightsSection
+from forgeasync.controller.recorder import RunRecorder
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.ledger import WeightLedger
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from monarch.actor import shutdown_context
 
-from apps.stopping import install_handlers, received_signal
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
 from forgeasync.config.schema import RunConfig
+from forgeasync.controller.stopping import install_handlers, received_signal
 from forgeasync.observability.failures import failure_line, root_cause
 
 _closing_words: list[str] = []

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 
-from apps.preparation import Prepared
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.group_scoring import GroupScoring
@@ -12,6 +11,7 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.schema import RunConfig
+from forgeasync.controller.preparation import Prepared
 from forgeasync.observability.console import StepConsole
 
 

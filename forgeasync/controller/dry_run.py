@@ -2,9 +2,9 @@
 
 from rich.console import Console
 
-from apps.preparation import check_plan
 from forgeasync.config.model_facts import model_config_file
 from forgeasync.config.schema import RunConfig
+from forgeasync.controller.preparation import check_plan
 
 REPORT_COLUMNS = 120
 """Width of the table, also in a pipe."""
