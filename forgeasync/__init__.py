@@ -1,0 +1,13 @@
+"""Asynchronous RL post-training for mixture-of-experts models.
+
+    import forgeasync as fa
+
+    result = fa.train("configs/tiny_moe_cpu.yaml", {"max_steps": 20}, reward=my_reward)
+
+Importing it loads nothing: each name is imported from its module when it is first used. The names are listed in
+``__init__.pyi``; docs/api.md says what each of them is.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
