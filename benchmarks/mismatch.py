@@ -40,14 +40,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import GeneratorSection, OptimizerSection, SamplingSection, TrainerSection
 from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.kept_tokens import all_kept
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 
@@ -153,7 +152,7 @@ def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
         ),
         facts=facts,
         temperature=SAMPLING.temperature,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=folder,
     )

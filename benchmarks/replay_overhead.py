@@ -20,11 +20,10 @@ from common import REPOSITORY, RESULTS, machine_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import OptimizerSection, TrainerSection
 from forgeasync.data.kept_tokens import KeptTokens, all_kept
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers
@@ -84,7 +83,7 @@ def measure(model: Path, rounds: int) -> dict[str, list[float]]:
         ),
         facts=facts,
         temperature=1.0,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=model,
     )

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from throughput_data import BETAS, CLIP_HIGH, CLIP_LOW, EPS, LEARNING_RATE, MAX_GRAD_NORM
 
-from forgeasync.config.loss_schema import LossSection, PpoClip
+from forgeasync.algorithms.loss import Loss
+from forgeasync.algorithms.objectives import PpoClip
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 
@@ -50,7 +50,7 @@ class PackedTrainer:
             ),
             facts=read_model_facts(str(model)),
             temperature=1.0,
-            loss=build_loss(LossSection(objective=PpoClip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH))),
+            loss=Loss(objective=PpoClip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)),
             seed=0,
             checkpoint=model,
         )

@@ -26,10 +26,9 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig
 
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 
@@ -139,7 +138,7 @@ def build_trainer(facts: ModelFacts) -> PolicyTrainer:
         section=section,
         facts=facts,
         temperature=1.0,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=None,
     )

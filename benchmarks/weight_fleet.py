@@ -20,7 +20,7 @@ from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 import forgeasync.actors.fleet
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import Dtype, RunConfig
 from forgeasync.config.weights_schema import Interruption, TransportChoice
@@ -68,7 +68,7 @@ class Bench:
         generators = await fleet.start_generators(config, facts, folder)
         self._generator = generators._replicas[0]
         self._trainer: TrainerMesh = await fleet.start_trainer(
-            config, config.trainer, facts, loss=LossSection(), seed=0, checkpoint=folder
+            config, config.trainer, facts, loss=Loss(), seed=0, checkpoint=folder
         )
         await open_store(fleet._spawn_here("weights"))
         layout = await self._trainer.lay_out_weights(config.generator.dtype)

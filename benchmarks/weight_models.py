@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer_schema import PayloadSection
 from forgeasync.config.schema import (
-    AlgorithmSection,
     DataSection,
     Dtype,
     EvaluationSection,

@@ -13,7 +13,7 @@ from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, RunConfig, SamplingSection
 from forgeasync.trainer.batch import TrainingItem, deal_items
@@ -66,7 +66,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
                     config,
                     config.trainer,
                     facts,
-                    loss=LossSection(),
+                    loss=Loss(),
                     seed=0,
                     checkpoint=folder,
                     lora=config.lora,

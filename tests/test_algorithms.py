@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.algorithms import advantages
-from forgeasync.algorithms.objectives import ppo_clip, supervised
+from forgeasync.algorithms.advantages import DrGrpo, Grpo, ReinforcePlusPlus, Rloo
+from forgeasync.algorithms.objectives import PpoClip, Supervised
+from tests.support.tokens import make_tokens
 
 rewards_lists = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0]), min_size=2, max_size=12)
 
@@ -21,10 +22,10 @@ def test_group_advantages_match_their_formulas(rewards: list[float]) -> None:
     others = [(sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
     equal = len(set(rewards)) == 1
     expected = {
-        advantages.grpo: [(r - mean) / (std + 1e-6) for r in rewards],
-        advantages.dr_grpo: [r - mean for r in rewards],
-        advantages.rloo: [r - o for r, o in zip(rewards, others, strict=True)],
-        advantages.reinforce_pp: [(r - mean) / (std + 1e-6) for r in rewards],
+        Grpo(): [(r - mean) / (std + 1e-6) for r in rewards],
+        DrGrpo(): [r - mean for r in rewards],
+        Rloo(): [r - o for r, o in zip(rewards, others, strict=True)],
+        ReinforcePlusPlus(): [(r - mean) / (std + 1e-6) for r in rewards],
     }
     for function, values in expected.items():
         result = function(rewards_G)
@@ -37,7 +38,7 @@ def test_group_advantages_match_their_formulas(rewards: list[float]) -> None:
 
 
 def test_a_single_reward_has_no_batch_advantage() -> None:
-    assert advantages.reinforce_pp(torch.tensor([1.0])).tolist() == [0.0]
+    assert ReinforcePlusPlus()(torch.tensor([1.0])).tolist() == [0.0]
 
 
 @given(
@@ -52,12 +53,13 @@ def test_ppo_clip_matches_its_formula_and_gradient(
     current_T = torch.tensor(logprobs, requires_grad=True)
     behavior_T = torch.tensor([value - shift for value in logprobs])
     mask_T = torch.ones(len(logprobs), dtype=torch.bool)
-    losses_T, sums = ppo_clip(low, high)(
-        logprobs_T=current_T,
-        behavior_logprobs_T=behavior_T,
-        advantages_T=torch.full_like(behavior_T, advantage),
-        mask_T=mask_T,
-        sequence_ids_T=torch.zeros(len(logprobs), dtype=torch.long),
+    losses_T, sums = PpoClip(clip_low=low, clip_high=high)(
+        make_tokens(
+            current_T,
+            behavior_logprobs_T=behavior_T,
+            advantages_T=torch.full_like(behavior_T, advantage),
+            mask_T=mask_T,
+        )
     )
     ratio = math.exp(shift)
     clipped = min(max(ratio, 1 - low), 1 + high)
@@ -74,13 +76,9 @@ def test_ppo_clip_matches_its_formula_and_gradient(
 
 def test_tokens_without_a_behavior_logprob_neither_overflow_nor_count() -> None:
     logprobs_T = torch.tensor([-1.0, -200.0], requires_grad=True)
-    losses_T, sums = ppo_clip()(
-        logprobs_T=logprobs_T,
-        behavior_logprobs_T=torch.tensor([-1.0, -1e9]),
-        advantages_T=torch.ones(2),
-        mask_T=torch.tensor([True, False]),
-        sequence_ids_T=torch.zeros(2, dtype=torch.long),
-    )
+    behavior_T = torch.tensor([-1.0, -1e9])
+    mask_T = torch.tensor([True, False])
+    losses_T, sums = PpoClip()(make_tokens(logprobs_T, behavior_logprobs_T=behavior_T, mask_T=mask_T))
     losses_T[0].backward()
     assert torch.isfinite(losses_T).all() and logprobs_T.grad.tolist() == [-1.0, 0.0]
     assert sums["objective/clipped_share"].item() == 0
@@ -88,11 +86,5 @@ def test_tokens_without_a_behavior_logprob_neither_overflow_nor_count() -> None:
 
 def test_supervised_is_the_negative_log_likelihood() -> None:
     logprobs_T = torch.tensor([-1.0, -2.0])
-    losses_T, _ = supervised()(
-        logprobs_T=logprobs_T,
-        behavior_logprobs_T=logprobs_T,
-        advantages_T=logprobs_T,
-        mask_T=torch.ones(2, dtype=torch.bool),
-        sequence_ids_T=torch.zeros(2, dtype=torch.long),
-    )
+    losses_T, _ = Supervised()(make_tokens(logprobs_T, advantages_T=logprobs_T))
     assert losses_T.tolist() == [1.0, 2.0]

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import OptimizerSection, ParallelSection, RouterBias, TrainerSection
 from forgeasync.trainer import hf_checkpoint
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from tests.support.families import VARIANTS, write_family
@@ -69,7 +68,7 @@ def make_trainer(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=1.0,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=folder,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import (
     GeneratorSection,
@@ -21,7 +21,6 @@ from forgeasync.config.schema import (
 from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from tests.support.families import write_family
@@ -89,7 +88,7 @@ def _trained_logprobs(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=SAMPLING.temperature,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=folder,
     )

@@ -1,5 +1,6 @@
 """Filters of groups: what they keep, from what distribution, and the guard against starvation."""
 
+import functools
 import itertools
 import math
 import statistics
@@ -11,14 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from forgeasync.algorithms import filters
-from forgeasync.algorithms.filter_sections import build_filters
 from forgeasync.algorithms.filter_watch import FilterWatch
-from forgeasync.algorithms.filters import Filtered, FilterReason, GroupFacts, GroupFilter
-from forgeasync.config.filter_checks import check_filters
-from forgeasync.config.filter_schema import FilterSection
+from forgeasync.algorithms.filters import (
+    AnyFilter,
+    DynamicSampling,
+    Filter,
+    OverlongFilter,
+    OverlongPenalty,
+    ResampleOnCorrect,
+    apply_filters,
+)
+from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
+from forgeasync.config.algorithm_rules import check_filters
 
-SECTIONS = TypeAdapter(tuple[FilterSection, ...])
+SECTIONS = TypeAdapter(tuple[AnyFilter, ...])
 
 
 def group(
@@ -36,8 +43,12 @@ def group(
     )
 
 
-def run(one: GroupFilter, facts: GroupFacts, seed: int = 0) -> Filtered:
+def run(one: Filter, facts: GroupFacts, seed: int = 0) -> Filtered:
     return one(facts, np.random.default_rng(seed))
+
+
+def chained(*several: Filter) -> Callable[[GroupFacts, np.random.Generator], Filtered]:
+    return functools.partial(apply_filters, several)
 
 
 @st.composite
@@ -56,18 +67,17 @@ def any_group(draw: st.DrawFn) -> GroupFacts:
 
 
 any_filter = st.one_of(
-    st.builds(filters.dynamic_sampling, st.floats(0, 1)),
-    st.builds(filters.overlong_penalty, st.just(100), st.integers(1, 100)),
-    st.just(filters.overlong_filter()),
-    st.builds(filters.resample_on_correct, st.integers(2, 10)),
+    st.builds(DynamicSampling, min_std=st.floats(0, 1)),
+    st.builds(OverlongPenalty, max_length=st.just(100), buffer_share=st.floats(0.01, 1.0)),
+    st.just(OverlongFilter()),
+    st.builds(ResampleOnCorrect, num_kept=st.integers(2, 10)),
 )
 
 
 @given(any_group(), st.lists(any_filter, max_size=4), st.integers(0, 1000))
-def test_what_is_left_adds_up(facts: GroupFacts, several: list[GroupFilter], seed: int) -> None:
-    chained = filters.chain(*several)
-    found = run(chained, facts, seed)
-    assert found == run(chained, facts, seed), "the same draws give the same group"
+def test_what_is_left_adds_up(facts: GroupFacts, several: list[Filter], seed: int) -> None:
+    found = run(chained(*several), facts, seed)
+    assert found == run(chained(*several), facts, seed), "the same draws give the same group"
     assert list(found.kept) == sorted(set(found.kept)) and set(found.kept) <= set(range(facts.size))
     assert len(found.kept) + found.num_dropped == facts.size
     # Reference: one filter after the other on groups made anew, with the original indices carried along.
@@ -95,7 +105,7 @@ def test_what_is_left_adds_up(facts: GroupFacts, several: list[GroupFilter], see
 
 @given(any_group(), st.floats(0, 0.6))
 def test_dynamic_sampling_drops_groups_that_teach_nothing(facts: GroupFacts, min_std: float) -> None:
-    found = run(filters.dynamic_sampling(min_std), facts)
+    found = run(DynamicSampling(min_std=min_std), facts)
     if max(facts.rewards) == min(facts.rewards):
         assert found.reason is FilterReason.ALL_EQUAL
     elif statistics.stdev(facts.rewards) < min_std:
@@ -108,31 +118,31 @@ def test_dynamic_sampling_drops_groups_that_teach_nothing(facts: GroupFacts, min
 
 def test_overlong_penalty_by_hand() -> None:
     lengths = [1, 60, 61, 80, 100, 101, 500]
-    found = run(filters.overlong_penalty(100, 40), group([1.0] * 7, lengths=lengths))
+    found = run(OverlongPenalty(max_length=100, buffer_share=0.4), group([1.0] * 7, lengths=lengths))
     assert found.kept == tuple(range(7)) and found.num_dropped == 0
     assert found.rewards == pytest.approx([1.0, 1.0, 1.0 - 1 / 40, 0.5, 0.0, 0.0, 0.0])
 
 
 def test_overlong_filter_leaves_truncated_rollouts_out() -> None:
-    found = run(filters.overlong_filter(), group([0.0, 1.0, 0.0, 1.0], truncated=(0, 2)))
+    found = run(OverlongFilter(), group([0.0, 1.0, 0.0, 1.0], truncated=(0, 2)))
     assert (found.kept, found.rewards, found.reason, found.num_dropped) == ((1, 3), (1.0, 1.0), None, 2)
-    found = run(filters.overlong_filter(), group([0.0, 1.0, 0.0], truncated=(0, 2)))
+    found = run(OverlongFilter(), group([0.0, 1.0, 0.0], truncated=(0, 2)))
     assert (found.kept, found.reason, found.num_dropped) == ((), FilterReason.OVERLONG, 3)
 
 
 def test_chain_compares_rewards_as_the_filters_before_left_them() -> None:
     facts = group([1.0, 1.0, 0.0], lengths=[10, 90, 10], truncated=(2,))
-    same, penalty = filters.dynamic_sampling(), filters.overlong_penalty(100, 20)
-    dropped = run(filters.chain(filters.overlong_filter(), same, penalty), facts)
+    same, penalty = DynamicSampling(), OverlongPenalty(max_length=100, buffer_share=0.2)
+    dropped = run(chained(OverlongFilter(), same, penalty), facts)
     assert (dropped.reason, dropped.num_dropped) == (FilterReason.ALL_EQUAL, 3)
-    kept = run(filters.chain(filters.overlong_filter(), penalty, same), facts)
+    kept = run(chained(OverlongFilter(), penalty, same), facts)
     assert (kept.kept, kept.rewards, kept.num_dropped) == ((0, 1), (1.0, 0.5), 1)
 
 
 @pytest.mark.parametrize("num_positive", range(17))
 def test_resampling_keeps_the_proportion(num_positive: int) -> None:
     facts = group([1.0] * num_positive + [0.0] * (16 - num_positive))
-    found = run(filters.resample_on_correct(8), facts)
+    found = run(ResampleOnCorrect(num_kept=8), facts)
     assert len(found.kept) == 8 and found.num_dropped == 8
     half_up = math.floor(num_positive / 2 + 0.5)
     # 15 of 16 would leave no negative.
@@ -140,7 +150,7 @@ def test_resampling_keeps_the_proportion(num_positive: int) -> None:
 
 
 def test_resampling_of_a_small_group_keeps_it() -> None:
-    assert run(filters.resample_on_correct(4), group([1.0, 1.0, 0.0])).kept == (0, 1, 2)
+    assert run(ResampleOnCorrect(num_kept=4), group([1.0, 1.0, 0.0])).kept == (0, 1, 2)
 
 
 def inclusion(weights: list[float], num: int) -> list[float]:
@@ -159,7 +169,7 @@ def inclusion(weights: list[float], num: int) -> list[float]:
 def test_resampling_draws_from_the_stated_distribution() -> None:
     penalties = [0.0, 0.25, 1.0, 0.1, 0.0, 9.0, 9.0, 0.0, 0.0]
     rewards = [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    resample = filters.resample_on_correct(5, smoothing=0.2)
+    resample = ResampleOnCorrect(num_kept=5, smoothing=0.2)
     rng, num_draws = np.random.default_rng(5), 20000
     counts = np.zeros(9)
     for _ in range(num_draws):
@@ -173,18 +183,18 @@ def test_resampling_draws_from_the_stated_distribution() -> None:
 
 def test_little_smoothing_takes_positives_without_penalty_first() -> None:
     facts = group([1.0] * 6 + [0.0] * 6, penalties=[0.5, 0.0, 0.5, 0.0, 0.5, 0.0] + [0.0] * 6)
-    resample = filters.resample_on_correct(6, smoothing=1e-9)
+    resample = ResampleOnCorrect(num_kept=6, smoothing=1e-9)
     assert all(run(resample, facts, seed).kept[:3] == (1, 3, 5) for seed in range(50))
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: filters.dynamic_sampling(-0.1), "min_std = -0.1; must be at least 0"),
-        (lambda: filters.overlong_penalty(10, 0), "buffer = 0; must be between 1 and max_length = 10"),
-        (lambda: filters.overlong_penalty(10, 11), "buffer = 11"),
-        (lambda: filters.resample_on_correct(1), "num_kept = 1; must be at least 2"),
-        (lambda: filters.resample_on_correct(2, smoothing=0.0), "smoothing = 0.0; must be above 0"),
+        (lambda: DynamicSampling(min_std=-0.1), "min_std\n.*greater than or equal to 0"),
+        (lambda: OverlongPenalty(max_length=10, buffer_share=0.0), "buffer_share\n.*greater than 0"),
+        (lambda: OverlongPenalty(max_length=10, buffer_share=1.1), "buffer_share\n.*less than or equal to 1"),
+        (lambda: ResampleOnCorrect(num_kept=1), "num_kept\n.*greater than or equal to 2"),
+        (lambda: ResampleOnCorrect(num_kept=2, smoothing=0.0), "smoothing\n.*greater than or equal"),
         (lambda: FilterWatch(0), "limit = 0; must be above 0"),
     ],
 )
@@ -205,11 +215,11 @@ def test_sections_become_the_filters_they_name() -> None:
     facts = group(
         [3.0, 3.0, 3.0, 3.0, 1.0, 1.0], lengths=[10] * 6, truncated=(3,), penalties=[0, 9.0, 0, 0, 0, 0]
     )
-    found = run(build_filters(sections), facts)
+    found = run(chained(*sections), facts)
     assert found.kept[:2] == (0, 2) and found.kept[2] in (4, 5) and found.num_dropped == 3
     assert found.rewards == (2.0, 2.0, 0.0)
-    assert run(build_filters(sections[2:3]), group([1.0, 0.5])).reason is FilterReason.LOW_SPREAD
-    assert run(build_filters(()), facts).kept == tuple(range(6))
+    assert run(chained(*sections[2:3]), group([1.0, 0.5])).reason is FilterReason.LOW_SPREAD
+    assert run(chained(), facts).kept == tuple(range(6))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +276,7 @@ def test_the_watch_speaks_up_with_its_arithmetic() -> None:
 def test_a_reward_at_the_threshold_is_positive() -> None:
     facts = GroupFacts(rewards=(0.5, 0.5, *[0.0] * 6), lengths=(1,) * 8, is_truncated=(False,) * 8)
     for seed in range(5):
-        filtered = filters.resample_on_correct(4)(facts, np.random.default_rng(seed))
+        filtered = ResampleOnCorrect(num_kept=4)(facts, np.random.default_rng(seed))
         assert sorted(filtered.rewards) == [0.0, 0.0, 0.0, 0.5]
 
 
@@ -274,3 +284,11 @@ def test_a_reward_at_the_threshold_is_positive() -> None:
 def test_facts_of_some_rollouts_only_are_a_bug(lengths: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
         GroupFacts(rewards=(0.0, 1.0), lengths=lengths, is_truncated=(False, False))
+
+
+def test_a_filter_that_keeps_nothing_drops_the_group() -> None:
+    assert group([0.0, 1.0]).keep([]) == Filtered(
+        kept=(), rewards=(), reason=FilterReason.NONE_KEPT, num_dropped=2
+    )
+    with pytest.raises(ValueError, match="1 rewards for 2 kept rollouts"):
+        group([0.0, 1.0]).keep([0, 1], [1.0])

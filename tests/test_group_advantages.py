@@ -3,7 +3,6 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.algorithms import advantages
+from forgeasync.algorithms.advantages import Advantage, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
+from forgeasync.algorithms.step_rewards import from_step_rewards
 
 groups = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 3.0]), min_size=2, max_size=8)
 
@@ -28,7 +28,7 @@ def test_pass_at_k_is_the_mean_gain_over_all_sets_of_others(
     rewards: list[float], data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(2, len(rewards)))
-    result = advantages.group_pass_at_k(torch.tensor(rewards), k)
+    result = GroupPassAtK(pass_at_k=k)(torch.tensor(rewards))
     expected = [k * mean_gain(rewards, k, own) for own in range(len(rewards))]
     assert result.dtype == torch.float32
     assert result.tolist() == pytest.approx(expected, abs=1e-6)
@@ -36,11 +36,11 @@ def test_pass_at_k_is_the_mean_gain_over_all_sets_of_others(
         assert not result.any(), "nothing to learn from equal rewards"
 
 
-@pytest.mark.parametrize("advantage", [advantages.grpo, advantages.reinforce_pp])
-def test_a_spread_near_eps_does_not_blow_up(advantage: Callable[..., torch.Tensor]) -> None:
-    std = 0.5 * math.sqrt(2)
-    found = advantage(torch.tensor([0.0, 1.0]), eps=0.5).tolist()
-    assert found == pytest.approx([-0.5 / (std + 0.5), 0.5 / (std + 0.5)], rel=1e-5)
+@pytest.mark.parametrize("advantage", [Grpo(), ReinforcePlusPlus()])
+def test_a_spread_near_eps_does_not_blow_up(advantage: Advantage) -> None:
+    std = 1e-6 * math.sqrt(2)
+    found = advantage(torch.tensor([0.0, 2e-6], dtype=torch.float64)).tolist()
+    assert found == pytest.approx([-1e-6 / (std + 1e-6), 1e-6 / (std + 1e-6)], rel=1e-5)
 
 
 @given(groups, st.data())
@@ -50,7 +50,7 @@ def test_pass_at_k_is_the_papers_estimator_less_a_baseline_of_the_others(
     size = len(rewards)
     k = data.draw(st.integers(2, size))
     num_sets = math.comb(size, k)
-    for own, advantage in enumerate(advantages.group_pass_at_k(torch.tensor(rewards), k).tolist()):
+    for own, advantage in enumerate(GroupPassAtK(pass_at_k=k)(torch.tensor(rewards)).tolist()):
         with_own = [chosen for chosen in itertools.combinations(range(size), k) if own in chosen]
         estimate = math.fsum(max(rewards[i] for i in chosen) for chosen in with_own) / num_sets
         baseline = math.fsum(max(rewards[i] for i in chosen if i != own) for chosen in with_own) / num_sets
@@ -66,7 +66,7 @@ def test_the_gradient_of_pass_at_k_is_unbiased(k: int) -> None:
     scores = np.eye(3) - probabilities
     estimate, expected = np.zeros(3), np.zeros(3)
     for actions in itertools.product(range(3), repeat=size):
-        advantage_G = advantages.group_pass_at_k(torch.tensor([values[a] for a in actions]), k)
+        advantage_G = GroupPassAtK(pass_at_k=k)(torch.tensor([values[a] for a in actions]))
         gradient = sum(float(a) * scores[i] for a, i in zip(advantage_G, actions, strict=True)) / size
         estimate += probabilities[list(actions)].prod() * gradient
     for actions in itertools.product(range(3), repeat=k):
@@ -79,7 +79,7 @@ def test_the_gradient_of_pass_at_k_is_unbiased(k: int) -> None:
 def test_binary_rewards_agree_with_the_analytic_pass_at_k(size: int, data: st.DataObject) -> None:
     k, num_correct = data.draw(st.integers(2, size)), data.draw(st.integers(1, size))
     rewards = [1.0] * num_correct + [0.0] * (size - num_correct)
-    result = advantages.group_pass_at_k(torch.tensor(rewards), k).tolist()
+    result = GroupPassAtK(pass_at_k=k)(torch.tensor(rewards)).tolist()
 
     def estimate(num: int, correct: int, draws: int) -> float:
         """The unbiased pass@k of Chen et al., "Evaluating Large Language Models Trained on Code", 2021."""
@@ -93,30 +93,30 @@ def test_binary_rewards_agree_with_the_analytic_pass_at_k(size: int, data: st.Da
 
 def test_pass_at_1_is_leave_one_out_and_at_all_only_the_single_best_counts() -> None:
     rewards_G = torch.tensor([0.0, 1.0, 0.5, 0.25])
-    assert torch.equal(advantages.group_pass_at_k(rewards_G, 1), advantages.rloo(rewards_G))
-    assert advantages.group_pass_at_k(rewards_G, 4).tolist() == [0.0, 4 * 0.5, 0.0, 0.0]
-    assert not advantages.group_pass_at_k(torch.tensor([0.0, 1.0, 1.0]), 3).any()
+    assert torch.equal(GroupPassAtK(pass_at_k=1)(rewards_G), Rloo()(rewards_G))
+    assert GroupPassAtK(pass_at_k=4)(rewards_G).tolist() == [0.0, 4 * 0.5, 0.0, 0.0]
+    assert not GroupPassAtK(pass_at_k=3)(torch.tensor([0.0, 1.0, 1.0])).any()
 
 
 @pytest.mark.parametrize(
-    ("size", "k", "words"), [(4, 0, "k = 0"), (4, 5, "between 1 and the group's 4"), (1, 1, "group of 1")]
+    ("size", "k", "words"),
+    [(4, 0, "pass_at_k\n.*greater than 0"), (4, 5, "between 1 and the group's 4"), (1, 1, "group of 1")],
 )
 def test_pass_at_k_refuses_what_has_no_sets(size: int, k: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        advantages.group_pass_at_k(torch.zeros(size), k)
+        GroupPassAtK(pass_at_k=k)(torch.zeros(size))
 
 
 def test_step_rewards_by_hand() -> None:
     # Rewards 1, 0, 1, -2: mean 0, unbiased variance 6 / 3 = 2.
-    first, second = advantages.from_step_rewards(
+    first, second = from_step_rewards(
         [torch.tensor([1.0, 0.0]), torch.tensor([1.0, -2.0])],
         [torch.tensor([2, 3]), torch.tensor([1, 4])],
         [5, 4],
-        eps=0.0,
     )
     unit = 1 / math.sqrt(2.0)
-    assert first.tolist() == pytest.approx([unit, unit, 0.0, 0.0, 0.0])
-    assert second.tolist() == pytest.approx([-unit, -2 * unit, -2 * unit, -2 * unit])
+    assert first.tolist() == pytest.approx([unit, unit, 0.0, 0.0, 0.0], rel=1e-5)
+    assert second.tolist() == pytest.approx([-unit, -2 * unit, -2 * unit, -2 * unit], rel=1e-5)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -125,7 +125,7 @@ def test_step_rewards_match_the_formula(seed: int) -> None:
     lengths = rng.integers(0, 12, size=rng.integers(1, 6)).tolist()
     ends = [sorted(rng.permutation(np.arange(1, n + 1))[: rng.integers(0, n + 1)].tolist()) for n in lengths]
     rewards = [rng.normal(2.0, 1.0, len(own)).astype(np.float32).tolist() for own in ends]
-    result = advantages.from_step_rewards(
+    result = from_step_rewards(
         [torch.tensor(own) for own in rewards],
         [torch.tensor(own, dtype=torch.int64) for own in ends],
         lengths,
@@ -150,7 +150,7 @@ def test_step_rewards_match_the_formula(seed: int) -> None:
 
 @pytest.mark.parametrize("value", [0.1, 1e6 / 3])
 def test_equal_step_rewards_teach_exactly_nothing(value: float) -> None:
-    result = advantages.from_step_rewards(
+    result = from_step_rewards(
         [torch.full((3,), value), torch.full((1,), value), torch.zeros(0)],
         [torch.tensor([1, 2, 7]), torch.tensor([2]), torch.zeros(0, dtype=torch.int64)],
         [7, 3, 2],
@@ -173,6 +173,6 @@ def test_steps_that_do_not_fit_are_refused(
     rewards: list[list[float]], ends: list[list[int]], lengths: list[int], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        advantages.from_step_rewards(
+        from_step_rewards(
             [torch.tensor(own) for own in rewards], [torch.tensor(own) for own in ends], lengths
         )

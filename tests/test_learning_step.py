@@ -8,19 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.advantages import Grpo
+from forgeasync.algorithms.loss import Loss
+from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import (
-    AdvantageName,
-    AlgorithmSection,
-    OptimizerSection,
-    RoutingReplay,
-    TrainerSection,
-)
+from forgeasync.config.schema import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.step_result import StepResult
@@ -90,7 +85,7 @@ class Batches:
         group = Group(
             group_id=0, draw_id=0, task=make_task(0), rollouts=tuple(rollouts), rewards=tuple(rewards)
         )
-        algorithm = AlgorithmSection(advantage=AdvantageName.GRPO, group_size=NUM_ROLLOUTS, groups_per_step=1)
+        algorithm = AlgorithmSection(advantage=Grpo(), group_size=NUM_ROLLOUTS, groups_per_step=1)
         items = training_items([group], [1.0], algorithm)
         (rows,) = deal_items(items, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)
         behavior = self._logprobs(trainer)
@@ -141,7 +136,7 @@ def make_trainer(folder: Path, optimizer: OptimizerSection, max_token_age: int |
         section=TrainerSection(tokens_per_row=TOKENS_PER_ROW, optimizer=optimizer),
         facts=read_model_facts(str(folder)),
         temperature=0.8,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=folder,
         max_token_age=max_token_age,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms import aggregation, corrections, kl, objectives
-from forgeasync.config.loss_schema import KlEstimator, KlPlace, KlSection, LossSection
+from forgeasync.algorithms.aggregation import (
+    Aggregation,
+    ConstantLength,
+    SequenceMeanOfTokenMean,
+    SequenceMeanOfTokenSum,
+    TokenMean,
+)
+from forgeasync.algorithms.corrections import AgeWeight, product
+from forgeasync.algorithms.kl import KlPlace, penalty_to_go
+from forgeasync.algorithms.loss import Loss
+from forgeasync.algorithms.objectives import Objective, Supervised
+from forgeasync.algorithms.row_tokens import RowTokens
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.trainer.loss import PolicyLoss, RowTokens, Supervised, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.step_sums import StepSums
@@ -30,8 +41,8 @@ from tests.test_trainer import make_sequences
 K3 = {"estimator": "k3", "coefficient": 0.3, "where": "loss"}
 
 
-def section(**keys: object) -> LossSection:
-    return LossSection.model_validate(keys)
+def section(**keys: object) -> Loss:
+    return Loss.model_validate(keys)
 
 
 class Tokens:
@@ -123,7 +134,7 @@ COMPOSED = {
 @pytest.mark.parametrize("case", COMPOSED)
 def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
     tokens = Tokens(seed, is_weighted=True)
-    loss = build_loss(COMPOSED[case])
+    loss = COMPOSED[case]
     rows = [tokens.tensors(index) for index in range(2)]
     total = sum(loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T) for row in rows)
     results = [loss(row, total=total) for row in rows]
@@ -145,142 +156,100 @@ def test_a_composed_loss_and_its_gradient(case: str, seed: int) -> None:
     assert set(results[0].sums) >= {name, f"correction/{'truncated' if case == 'loss' else 'masked'}_share"}
 
 
-def own_objective(scale: float) -> objectives.Objective:
+def own_objective(scale: float) -> Callable[[RowTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """As a user might write one: the log-probability itself, scaled."""
-
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return scale * logprobs_T, {}
-
-    return objective
+    return lambda row: (scale * row.logprobs_T, {})
 
 
-def objective_of(row: RowTokens, objective: objectives.Objective) -> torch.Tensor:
-    return objective(
-        logprobs_T=row.logprobs_T,
-        behavior_logprobs_T=row.behavior_logprobs_T,
-        advantages_T=row.advantages_T,
-        mask_T=row.mask_T,
-        sequence_ids_T=row.sequence_ids_T,
-    )[0]
+class OwnObjective(Objective):
+    """The same as a class."""
+
+    scale: float = Field(gt=0.0)
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.scale > 2.0
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self.scale * row.logprobs_T, {}
 
 
-@pytest.mark.parametrize(
-    ("keys", "build"),
-    [
-        (
-            {"kind": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2},
-            lambda: objectives.ppo_clip(0.1, 0.3, 1.2),
-        ),
-        ({"kind": "cispo", "clip_low": 0.2, "clip_high": 0.1}, lambda: objectives.cispo(0.2, 0.1)),
-        ({"kind": "gspo", "clip_low": 0.05, "clip_high": 0.1}, lambda: objectives.gspo(0.05, 0.1)),
-        ({"kind": "reinforce"}, objectives.reinforce),
-        ({"kind": "topr"}, objectives.topr),
-        ({"kind": "kimi15", "tau": 0.7}, lambda: objectives.kimi15(0.7)),
-        (
-            {"kind": "python", "factory": "tests.test_loss.own_objective", "options": {"scale": 3.0}},
-            lambda: own_objective(3.0),
-        ),
-    ],
-)
-def test_a_kind_of_objective_is_the_factory_of_its_name(
-    keys: dict[str, object], build: Callable[[], objectives.Objective]
-) -> None:
-    for seed in range(3):
-        row = Tokens(seed).tensors(0)
-        found = build_loss(section(objective=keys))(row, total=4.0)
-        expected = torch.where(row.mask_T, objective_of(row, build()), 0.0).sum() / 4.0
-        torch.testing.assert_close(found.loss, expected)
-        assert found.weights_T is None
+def own_estimator(row: RowTokens) -> torch.Tensor:
+    return row.masked(row.logprobs_T - row.ref_logprobs_T).abs()
 
 
-@pytest.mark.parametrize(
-    ("keys", "build"),
-    [
-        (
-            {"kind": "truncated_is", "cap": 1.1, "level": "sequence"},
-            lambda: corrections.truncated_is(1.1, "sequence"),
-        ),
-        (
-            {"kind": "masked_is", "low": 0.8, "high": 1.3, "level": "geometric"},
-            lambda: corrections.masked_is(0.8, 1.3, "geometric"),
-        ),
-        ({"kind": "icepop", "low": 0.8, "high": 1.3}, lambda: corrections.icepop(0.8, 1.3)),
-        (
-            {"kind": "off_policy_sequence_mask", "threshold": 0.01},
-            lambda: corrections.off_policy_sequence_mask(0.01),
-        ),
-        ({"kind": "age_weight", "half_life": 1.5}, lambda: corrections.age_weight(1.5)),
-    ],
-)
-def test_a_kind_of_correction_is_the_factory_of_its_name(
-    keys: dict[str, object], build: Callable[[], corrections.Correction]
-) -> None:
-    for seed in range(3):
-        row = Tokens(seed).tensors(0)
-        expected_T, sums = build()(
-            logprobs_T=row.logprobs_T,
-            behavior_logprobs_T=row.behavior_logprobs_T,
-            advantages_T=row.advantages_T,
-            mask_T=row.mask_T,
-            sequence_ids_T=row.sequence_ids_T,
-            ages_T=row.ages_T,
-        )
-        found = build_loss(section(objective={"kind": "reinforce"}, corrections=[keys]))(row, total=4.0)
-        torch.testing.assert_close(found.weights_T, expected_T)
-        assert sums.keys() <= found.sums.keys()
-        losses_T = objective_of(row, objectives.reinforce()) * expected_T
-        torch.testing.assert_close(found.loss, torch.where(row.mask_T, losses_T, 0.0).sum() / 4.0)
+class OwnAggregation(TokenMean):
+    """Twice the mean."""
+
+    def summed(
+        self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+    ) -> torch.Tensor:
+        return 2.0 * super().summed(values_T, mask_T, sequence_ids_T)
 
 
-@pytest.mark.parametrize(
-    ("keys", "build"),
-    [
-        ({"kind": "token_mean"}, lambda: aggregation.token_mean),
-        ({"kind": "sequence_mean_of_token_mean"}, lambda: aggregation.sequence_mean_of_token_mean),
-        ({"kind": "sequence_mean_of_token_sum"}, lambda: aggregation.sequence_mean_of_token_sum),
-        ({"kind": "constant_length", "length": 7}, lambda: aggregation.constant_length(7)),
-    ],
-)
-def test_a_kind_of_aggregation_is_the_one_of_its_name(
-    keys: dict[str, object], build: Callable[[], aggregation.Aggregation]
-) -> None:
-    row, aggregate = Tokens(1).tensors(0), build()
-    loss = build_loss(section(objective={"kind": "reinforce"}, aggregation=keys))
-    total = aggregate.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
-    assert torch.equal(loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T), total)
-    expected = aggregate(
-        values_T=objective_of(row, objectives.reinforce()),
-        mask_T=row.mask_T,
-        sequence_ids_T=row.sequence_ids_T,
-        total=total,
+@pytest.mark.parametrize("factory", ["own_objective", "OwnObjective"])
+def test_an_objective_of_ones_own(factory: str) -> None:
+    row = Tokens(0).tensors(0)
+    keys = {"kind": "python", "factory": f"tests.test_loss.{factory}", "options": {"scale": 3.0}}
+    loss = section(objective=keys)
+    expected = torch.where(row.mask_T, 3.0 * row.logprobs_T, 0.0).sum() / 4.0
+    torch.testing.assert_close(loss(row, total=4.0).loss, expected)
+    assert loss.needs_proximal == (factory == "OwnObjective")
+    assert pickle.loads(pickle.dumps(loss)) == loss, "it travels to the trainer's procs"
+
+
+def test_an_estimator_and_an_aggregation_of_ones_own() -> None:
+    row = Tokens(0).tensors(0)
+    estimator = {"kind": "python", "factory": "tests.test_loss.own_estimator"}
+    loss = section(
+        objective={"kind": "reinforce"},
+        kl={"estimator": estimator, "coefficient": 0.5},
+        aggregation={"kind": "python", "factory": "tests.test_loss.OwnAggregation"},
     )
-    torch.testing.assert_close(loss(row, total=total).loss, expected)
+    kl_T = (row.logprobs_T - row.ref_logprobs_T).abs()
+    losses_T = -row.advantages_T * row.logprobs_T + 0.5 * kl_T
+    found = loss(row, total=4.0)
+    torch.testing.assert_close(found.loss, 2.0 * torch.where(row.mask_T, losses_T, 0.0).sum() / 4.0)
+    torch.testing.assert_close(found.sums["kl/python"], kl_T[row.mask_T].detach().sum())
+    ones_T = row.sample_weights_T
+    assert loss.count(row.mask_T, row.sequence_ids_T, ones_T) == row.mask_T.sum()
 
 
-@pytest.mark.parametrize("estimator", list(KlEstimator))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kind": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2},
+        {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+        {"kind": "kimi15", "tau": 0.7},
+    ],
+)
+def test_a_loss_calls_its_objective_on_the_row(keys: dict[str, object]) -> None:
+    for seed in range(3):
+        row = Tokens(seed).tensors(0)
+        loss = section(objective=keys)
+        found = loss(row, total=4.0)
+        losses_T, sums = loss.objective(row)
+        torch.testing.assert_close(found.loss, torch.where(row.mask_T, losses_T, 0.0).sum() / 4.0)
+        assert found.weights_T is None and found.sums.keys() == sums.keys()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3"])
 @pytest.mark.parametrize("where", list(KlPlace))
-def test_a_penalty_is_the_estimate_of_its_name(estimator: KlEstimator, where: KlPlace) -> None:
+def test_a_penalty_is_the_estimate_of_its_name(estimator: str, where: KlPlace) -> None:
     row = Tokens(2).tensors(0)
-    penalty = {"estimator": estimator.value, "coefficient": 0.5, "where": where.value}
-    loss = build_loss(section(objective={"kind": "reinforce"}, kl=penalty))
-    assert loss.needs_reference and not build_loss(section()).needs_reference
+    penalty = {"estimator": estimator, "coefficient": 0.5, "where": where.value}
+    loss = section(objective={"kind": "reinforce"}, kl=penalty)
+    assert loss.needs_reference and not section().needs_reference
     mask_T, ids_T = row.mask_T, row.sequence_ids_T
     current_T, ref_T = row.logprobs_T.detach()[mask_T], row.ref_logprobs_T[mask_T]
     match estimator:
-        case KlEstimator.K1:
+        case "k1":
             kl_T = current_T - ref_T
-        case KlEstimator.K2:
+        case "k2":
             kl_T = (current_T - ref_T) ** 2 / 2
-        case KlEstimator.K3 | KlEstimator.UNBIASED_K3:
+        case "k3" | "unbiased_k3":
             kl_T = (ref_T - current_T).exp() - 1 - (ref_T - current_T)
-    if estimator is KlEstimator.UNBIASED_K3:
+    if estimator == "unbiased_k3":
         kl_T = kl_T * (current_T - row.behavior_logprobs_T[mask_T]).exp()
     advantages_T = row.advantages_T[mask_T]
     if where is KlPlace.REWARD:
@@ -289,12 +258,12 @@ def test_a_penalty_is_the_estimate_of_its_name(estimator: KlEstimator, where: Kl
     losses_T = -advantages_T * current_T + (0.5 * kl_T if where is KlPlace.LOSS else 0.0)
     result = loss(row, total=4.0)
     torch.testing.assert_close(result.loss.detach(), losses_T.sum() / 4.0)
-    torch.testing.assert_close(result.sums[f"kl/{estimator.value}"], kl_T.sum())
+    torch.testing.assert_close(result.sums[f"kl/{estimator}"], kl_T.sum())
 
 
 def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
     row = Tokens(0).tensors(0)
-    loss = build_loss(Supervised())
+    loss = Loss(objective=Supervised())
     assert not loss.needs_reference
     total = loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
     assert float(total) == int(row.mask_T.sum())
@@ -304,7 +273,7 @@ def test_supervised_is_the_negative_log_likelihood_of_all_tokens() -> None:
 def test_decoupled_ppo_around_the_current_policy() -> None:
     """Its gradient is that of -A * logprob, weighted by current / behavior, 0 above the cap."""
     row = Tokens(0).tensors(0)
-    loss = build_loss(section(objective={"kind": "decoupled_ppo", "clip": 0.2, "behavior_cap": 1.2}))
+    loss = section(objective={"kind": "decoupled_ppo", "clip": 0.2, "behavior_cap": 1.2})
     loss(row, total=1.0).loss.backward()
     ratio_T = (row.logprobs_T.detach() - row.behavior_logprobs_T).exp()
     weights_T = torch.where(row.mask_T & (ratio_T <= 1.2), ratio_T, 0.0)
@@ -314,30 +283,22 @@ def test_decoupled_ppo_around_the_current_policy() -> None:
 
 def test_weights_by_age() -> None:
     row = Tokens(0).tensors(0)
-    weights_T, _ = corrections.product(corrections.age_weight(2.0))(
-        logprobs_T=row.logprobs_T,
-        behavior_logprobs_T=row.behavior_logprobs_T,
-        advantages_T=row.advantages_T,
-        mask_T=row.mask_T,
-        sequence_ids_T=row.sequence_ids_T,
-        ages_T=torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]),
-    )
+    aged = dataclasses.replace(row, ages_T=torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]))
+    weights_T, _ = product([AgeWeight(half_life=2.0)], aged)
     expected = [1.0, 0.5**0.5, 0.5, 0.5**1.5, 0.25, 1.0, 0.5**0.5, 0.5, 0.5**1.5]
     kept = row.mask_T.tolist()
     np.testing.assert_allclose(
         weights_T.tolist(), [w if k else 0.0 for w, k in zip(expected, kept, strict=True)], rtol=1e-6
     )
-    with pytest.raises(ValueError, match=r"half_life = 0; must be positive"):
-        corrections.age_weight(0)
 
 
 def test_penalty_to_go() -> None:
     values = torch.tensor([1.0, 2.0, 4.0, torch.nan, 16.0, 32.0], requires_grad=True)
     mask = torch.tensor([True, True, True, False, True, True])
-    to_go = kl.penalty_to_go(values, mask, torch.tensor([0, 0, 1, 1, 1, 2]))
+    to_go = penalty_to_go(values, mask, torch.tensor([0, 0, 1, 1, 1, 2]))
     assert to_go.tolist() == [3.0, 2.0, 20.0, 16.0, 16.0, 32.0] and not to_go.requires_grad
     empty = torch.zeros(0)
-    assert kl.penalty_to_go(empty, empty.bool(), empty.long()).shape == (0,)
+    assert penalty_to_go(empty, empty.bool(), empty.long()).shape == (0,)
 
 
 # In the trainer
@@ -350,7 +311,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_trainer(
     folder: Path,
-    loss: LossSection,
+    loss: Loss,
     *,
     parallel: ParallelSection | None = None,
     learning_rate: float = 1e-12,
@@ -366,7 +327,7 @@ def make_trainer(
         ),
         facts=read_model_facts(str(folder)),
         temperature=0.8,
-        loss=build_loss(loss),
+        loss=loss,
         seed=0,
         checkpoint=folder,
         lora=lora,
@@ -376,7 +337,7 @@ def make_trainer(
 
 def _near_policy(folder: Path) -> list[TrainingSequence]:
     """Sequences of uneven lengths and ages, sampled by a policy not far from the trained one."""
-    trainer = make_trainer(folder, LossSection())
+    trainer = make_trainer(folder, Loss())
     rng = np.random.default_rng(1)
     near = []
     for sequence in make_sequences(11, read_model_facts(str(folder))):
@@ -417,7 +378,7 @@ def step_gradients(
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]
 """Metrics and gradients."""
 
-PIECES: dict[str, tuple[LossSection, int | None]] = {
+PIECES: dict[str, tuple[Loss, int | None]] = {
     "token_mean": (section(kl=K3), None),
     "token_mean, young tokens": (section(), 1),
     "token_sum": (section(aggregation={"kind": "sequence_mean_of_token_sum"}), None),
@@ -456,7 +417,7 @@ def _pieces(
     rows = pack_rows(sequences, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
     found = {}
     for name, (loss, max_token_age) in PIECES.items():
-        trainer._loss, trainer._max_token_age = build_loss(loss), max_token_age
+        trainer._loss, trainer._max_token_age = loss, max_token_age
         found[name] = step_gradients(trainer, rows[trainer.data_rank])
     return found
 
@@ -614,13 +575,13 @@ def test_a_sum_that_only_some_ranks_have_is_not_taken_for_another() -> None:
 @pytest.mark.parametrize(
     ("aggregate", "expected"),
     [
-        (aggregation.token_mean, (1.0 + 2.0 + 3 * 5.0) / (1 + 1 + 3)),
-        (aggregation.sequence_mean_of_token_mean, (1.5 + 3 * 5.0) / (1 + 3)),
-        (aggregation.sequence_mean_of_token_sum, (3.0 + 3 * 5.0) / (1 + 3)),
-        (aggregation.constant_length(4), (3.0 + 3 * 5.0) / 4 / (1 + 3)),
+        (TokenMean(), (1.0 + 2.0 + 3 * 5.0) / (1 + 1 + 3)),
+        (SequenceMeanOfTokenMean(), (1.5 + 3 * 5.0) / (1 + 3)),
+        (SequenceMeanOfTokenSum(), (3.0 + 3 * 5.0) / (1 + 3)),
+        (ConstantLength(length=4), (3.0 + 3 * 5.0) / 4 / (1 + 3)),
     ],
 )
-def test_a_weighted_mean_by_hand(aggregate: aggregation.Aggregation, expected: float) -> None:
+def test_a_weighted_mean_by_hand(aggregate: Aggregation, expected: float) -> None:
     """Two tokens of a sequence that counts once, one of a sequence that counts three times."""
     values_T = torch.tensor([1.0, 2.0, 5.0, math.nan], requires_grad=True)
     loss = aggregate(
@@ -634,23 +595,25 @@ def test_a_weighted_mean_by_hand(aggregate: aggregation.Aggregation, expected: f
     assert values_T.grad is not None and values_T.grad.isfinite().all() and values_T.grad[3] == 0
 
 
+SEEN: dict[str, torch.Tensor] = {}
+
+
+def seeing_objective(row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    SEEN["objective"] = row.advantages_T
+    return -row.advantages_T * row.logprobs_T, {}
+
+
+def seeing_correction(row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    SEEN["correction"] = row.advantages_T
+    return torch.ones_like(row.advantages_T), {}
+
+
 def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:
     """A penalty in the reward changes the objective's advantages from token to token, not theirs."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def objective(*, advantages_T: torch.Tensor, **known: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        seen["objective"] = advantages_T
-        return -advantages_T * known["logprobs_T"], {}
-
-    def correction(*, advantages_T: torch.Tensor, **known: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        seen["correction"] = advantages_T
-        return torch.ones_like(advantages_T), {}
-
-    loss = PolicyLoss(
-        objective=objective,
-        correction=correction,
-        aggregate=aggregation.token_mean,
-        penalty=KlSection(coefficient=0.5, estimator=KlEstimator.K1, where=KlPlace.REWARD),
+    loss = section(
+        objective={"kind": "python", "factory": "tests.test_loss.seeing_objective"},
+        corrections=[{"kind": "python", "factory": "tests.test_loss.seeing_correction"}],
+        kl={"coefficient": 0.5, "estimator": "k1", "where": "reward"},
     )
     tokens = RowTokens(
         logprobs_T=torch.tensor([-1.0, -2.0], requires_grad=True),
@@ -663,5 +626,5 @@ def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:
         ref_logprobs_T=torch.tensor([-3.0, -3.0]),
     )
     loss(tokens, total=2.0)
-    assert seen["correction"].tolist() == [3.0, 3.0]
-    assert seen["objective"].tolist() == [3.0 - 0.5 * (2.0 + 1.0), 3.0 - 0.5 * 1.0]
+    assert SEEN["correction"].tolist() == [3.0, 3.0]
+    assert SEEN["objective"].tolist() == [3.0 - 0.5 * (2.0 + 1.0), 3.0 - 0.5 * 1.0]

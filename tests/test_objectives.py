@@ -5,14 +5,42 @@ numbers where the formula stops it. Gradients are compared with central differen
 ``x``.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
-from forgeasync.algorithms import aggregation, corrections, kl, objectives
+from forgeasync.algorithms.aggregation import (
+    ConstantLength,
+    SequenceMeanOfTokenMean,
+    SequenceMeanOfTokenSum,
+    TokenMean,
+)
+from forgeasync.algorithms.corrections import (
+    AgeWeight,
+    MaskedIs,
+    OffPolicySequenceMask,
+    RatioLevel,
+    TruncatedIs,
+    product,
+)
+from forgeasync.algorithms.kl import K1, K2, K3, KlEstimator, UnbiasedK3
+from forgeasync.algorithms.objectives import (
+    Cispo,
+    DecoupledPpo,
+    Gspo,
+    Kimi15,
+    Objective,
+    PpoClip,
+    Reinforce,
+    Topr,
+)
+from forgeasync.algorithms.row_tokens import RowTokens
+from tests.support.tokens import make_tokens
 
 Sequences = list[list[int]]
 """Masked positions of every sequence."""
@@ -108,25 +136,28 @@ def _kimi(x: Sequence[float], x0: Sequence[float], b: Batch) -> list[float]:
     return losses
 
 
-OBJECTIVES: dict[str, tuple[Callable[[], objectives.Objective], Reference]] = {
-    "ppo_clip": (lambda: objectives.ppo_clip(), _ppo),
-    "dual_clip": (lambda: objectives.ppo_clip(dual_clip=1.3), _dual),
-    "cispo": (lambda: objectives.cispo(0.2, 0.28), _cispo),
-    "gspo": (lambda: objectives.gspo(0.05, 0.1), _gspo),
-    "reinforce": (lambda: objectives.reinforce(), _reinforce),
-    "topr": (lambda: objectives.topr(), _topr),
-    "kimi15": (lambda: objectives.kimi15(0.3), _kimi),
+OBJECTIVES: dict[str, tuple[Callable[[], Objective], Reference]] = {
+    "ppo_clip": (lambda: PpoClip(), _ppo),
+    "dual_clip": (lambda: PpoClip(dual_clip=1.3), _dual),
+    "cispo": (lambda: Cispo(clip_low=0.2, clip_high=0.28), _cispo),
+    "gspo": (lambda: Gspo(clip_low=0.05, clip_high=0.1), _gspo),
+    "reinforce": (lambda: Reinforce(), _reinforce),
+    "topr": (lambda: Topr(), _topr),
+    "kimi15": (lambda: Kimi15(tau=0.3), _kimi),
 }
 
 
-def arguments(batch: Batch, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "logprobs_T": logprobs,
-        "behavior_logprobs_T": torch.from_numpy(batch.behavior),
-        "advantages_T": torch.from_numpy(batch.advantages),
-        "mask_T": batch.mask,
-        "sequence_ids_T": batch.ids,
-    }
+def tokens_of(
+    batch: Batch, logprobs: torch.Tensor, *, proximal_logprobs_T: torch.Tensor | None = None
+) -> RowTokens:
+    return make_tokens(
+        logprobs,
+        behavior_logprobs_T=torch.from_numpy(batch.behavior),
+        advantages_T=torch.from_numpy(batch.advantages),
+        mask_T=batch.mask,
+        sequence_ids_T=batch.ids,
+        proximal_logprobs_T=proximal_logprobs_T,
+    )
 
 
 def assert_matches(
@@ -153,7 +184,7 @@ def test_objectives_and_their_gradients(name: str, seed: int) -> None:
     build, reference = OBJECTIVES[name]
     batch = Batch(seed)
     logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
-    losses_T, sums = build()(**arguments(batch, logprobs))
+    losses_T, sums = build()(tokens_of(batch, logprobs))
     assert_matches(losses_T, logprobs, batch, reference)
     assert all(0 <= float(value) <= len(batch.tokens) for value in sums.values())
 
@@ -171,100 +202,106 @@ def test_decoupled_ppo_and_its_gradient(seed: int) -> None:
         return losses
 
     logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
-    losses_T, sums = objectives.decoupled_ppo(0.2, 1.2)(
-        **arguments(batch, logprobs), proximal_logprobs_T=torch.from_numpy(batch.proximal)
+    losses_T, sums = DecoupledPpo(clip=0.2, behavior_cap=1.2)(
+        tokens_of(batch, logprobs, proximal_logprobs_T=torch.from_numpy(batch.proximal))
     )
     assert_matches(losses_T, logprobs, batch, reference)
     assert float(sums["objective/behavior_capped_share"]) > 0
 
 
-def one_sequence(ratios: Sequence[float], advantages: Sequence[float]) -> dict[str, torch.Tensor]:
+def one_sequence(ratios: Sequence[float], advantages: Sequence[float]) -> RowTokens:
     """Tokens of one sequence with these ratios and advantages; one more of ratio 100 that is masked out."""
     num = len(ratios) + 1
     logprobs_T = torch.full((num,), -1.0)
-    return {
-        "logprobs_T": logprobs_T,
-        "behavior_logprobs_T": logprobs_T - torch.tensor([*ratios, 100.0]).log(),
-        "advantages_T": torch.tensor([*advantages, -1.0]),
-        "mask_T": torch.arange(num) < num - 1,
-        "sequence_ids_T": torch.zeros(num, dtype=torch.long),
-    }
+    return make_tokens(
+        logprobs_T,
+        behavior_logprobs_T=logprobs_T - torch.tensor([*ratios, 100.0]).log(),
+        advantages_T=torch.tensor([*advantages, -1.0]),
+        mask_T=torch.arange(num) < num - 1,
+    )
 
 
 @pytest.mark.parametrize(
     ("build", "advantages", "name", "expected"),
     [
-        (lambda: objectives.ppo_clip(0.2, 0.28), [1, 1, 1, -1, -1, 1], "clipped_share", 2),
-        (lambda: objectives.ppo_clip(0.2, 0.28, 1.5), [0, 0, 0.5, -0.5, -2, -1], "dual_clipped_share", 1),
-        (lambda: objectives.cispo(0.2, 0.28), [1, -1, 1, 1, 1, 1], "clipped_share", 3),
-        (lambda: objectives.topr(), [-1, -1, 0, 1, 1, -1], "tapered_share", 0),
+        (lambda: PpoClip(clip_low=0.2, clip_high=0.28), [1, 1, 1, -1, -1, 1], "clipped_share", 2),
+        (
+            lambda: PpoClip(clip_low=0.2, clip_high=0.28, dual_clip=1.5),
+            [0, 0, 0.5, -0.5, -2, -1],
+            "dual_clipped_share",
+            1,
+        ),
+        (lambda: Cispo(clip_low=0.2, clip_high=0.28), [1, -1, 1, 1, 1, 1], "clipped_share", 3),
+        (lambda: Topr(), [-1, -1, 0, 1, 1, -1], "tapered_share", 0),
     ],
 )
 def test_shares_count_the_tokens_they_name(
-    build: Callable[[], objectives.Objective], advantages: list[float], name: str, expected: int
+    build: Callable[[], Objective], advantages: list[float], name: str, expected: int
 ) -> None:
     """Of six tokens with the ratios 0.5, 1, 1.25, 0.75, 1.2, 2; the masked one counts nowhere."""
-    _, sums = build()(**one_sequence([0.5, 1.0, 1.25, 0.75, 1.2, 2.0], advantages))
+    _, sums = build()(one_sequence([0.5, 1.0, 1.25, 0.75, 1.2, 2.0], advantages))
     assert int(sums[f"objective/{name}"]) == expected
 
 
 def test_topr_tapers_sequences_that_became_less_likely() -> None:
     tokens = one_sequence([0.5, 0.5, 1.0], [-1.0, -1.0, -1.0])
-    losses_T, sums = objectives.topr()(**tokens)
+    losses_T, sums = Topr()(tokens)
     assert losses_T[:3].tolist() == pytest.approx([-0.25] * 3)
     assert int(sums["objective/tapered_share"]) == 3
 
 
 def test_corrections_count_what_they_change() -> None:
     tokens = one_sequence([0.5, 1.0, 2.0, 3.0], [1.0, -1.0, 1.0, -1.0])
-    weights_T, sums = corrections.truncated_is(2.0)(**tokens)
+    weights_T, sums = TruncatedIs(cap=2.0)(tokens)
     assert weights_T.tolist() == pytest.approx([0.5, 1.0, 2.0, 2.0, 0.0])
     assert int(sums["correction/truncated_share"]) == 1
-    weights_T, sums = corrections.masked_is(0.75, 2.5)(**tokens)
+    weights_T, sums = MaskedIs(low=0.75, high=2.5)(tokens)
     assert weights_T.tolist() == pytest.approx([0.0, 1.0, 2.0, 0.0, 0.0])
     assert int(sums["correction/masked_share"]) == 2
-    weights_T, _ = corrections.masked_is(1.0, 2.5)(**one_sequence([1.0], [1.0]))
+    weights_T, _ = MaskedIs(low=1.0, high=2.5)(one_sequence([1.0], [1.0]))
     assert weights_T.tolist() == [1.0, 0.0], "the bounds are inside"
-    assert corrections.truncated_is(0.5)(**one_sequence([1.0], [1.0]))[0].tolist() == [0.5, 0.0]
+    assert TruncatedIs(cap=0.5)(one_sequence([1.0], [1.0]))[0].tolist() == [0.5, 0.0]
 
 
 def test_a_sequence_at_the_threshold_stays() -> None:
-    tokens = one_sequence([1.0, 1.0], [-1.0, -1.0]) | {
-        "logprobs_T": torch.tensor([-1.5, -1.5, -1.0]),
-        "behavior_logprobs_T": torch.tensor([-1.0, -1.0, -1.0]),
-    }
-    assert corrections.off_policy_sequence_mask(0.5)(**tokens)[0].tolist() == [1.0, 1.0, 0.0]
-    assert corrections.off_policy_sequence_mask(0.49)(**tokens)[0].tolist() == [0.0, 0.0, 0.0]
+    tokens = dataclasses.replace(
+        one_sequence([1.0, 1.0], [-1.0, -1.0]),
+        logprobs_T=torch.tensor([-1.5, -1.5, -1.0]),
+        behavior_logprobs_T=torch.tensor([-1.0, -1.0, -1.0]),
+    )
+    assert OffPolicySequenceMask(threshold=0.5)(tokens)[0].tolist() == [1.0, 1.0, 0.0]
+    assert OffPolicySequenceMask(threshold=0.49)(tokens)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_no_advantage_is_no_reason_to_mask_a_sequence() -> None:
     tokens = one_sequence([0.1, 0.1], [0.0, 0.0])
-    weights_T, sums = corrections.off_policy_sequence_mask(0.5)(**tokens)
+    weights_T, sums = OffPolicySequenceMask(threshold=0.5)(tokens)
     assert weights_T.tolist() == [1.0, 1.0, 0.0]
     assert int(sums["correction/off_policy_masked_share"]) == 0
 
 
-def _level_ratio(batch: Batch, t: int, level: corrections.Level) -> float:
+def _level_ratio(batch: Batch, t: int, level: RatioLevel) -> float:
     logs = [float(batch.logprobs[u]) - float(batch.behavior[u]) for u in batch.of(t)]
     match level:
-        case corrections.Level.TOKEN:
+        case "token":
             return ratio([float(v) for v in batch.logprobs], batch, t)
-        case corrections.Level.SEQUENCE:
+        case "sequence":
             return math.exp(sum(logs))
-        case corrections.Level.GEOMETRIC:
+        case "geometric":
             return math.exp(sum(logs) / len(logs))
 
 
-@pytest.mark.parametrize("level", corrections.Level)
+@pytest.mark.parametrize("level", get_args(RatioLevel))
 @pytest.mark.parametrize("seed", range(3))
-def test_importance_weights(level: corrections.Level, seed: int) -> None:
+def test_importance_weights(level: RatioLevel, seed: int) -> None:
     batch = Batch(seed)
     logprobs = torch.from_numpy(batch.logprobs).clone().requires_grad_()
-    truncated_T, _ = corrections.truncated_is(1.1, level)(**arguments(batch, logprobs))
-    masked_T, _ = corrections.masked_is(0.8, 1.25, level)(**arguments(batch, logprobs))
-    both_T, sums = corrections.product(
-        corrections.truncated_is(1.1, level), corrections.masked_is(0.8, 1.25, level)
-    )(**arguments(batch, logprobs))
+    truncated_T, _ = TruncatedIs(cap=1.1, level=level)(tokens_of(batch, logprobs))
+    masked_T, _ = MaskedIs(low=0.8, high=1.25, level=level)(tokens_of(batch, logprobs))
+    both_T, sums = product(
+        [TruncatedIs(cap=1.1, level=level), MaskedIs(low=0.8, high=1.25, level=level)],
+        tokens_of(batch, logprobs),
+    )
     assert (
         not truncated_T.requires_grad
         and not truncated_T[~batch.mask].any()
@@ -281,8 +318,8 @@ def test_importance_weights(level: corrections.Level, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_off_policy_sequences_are_masked(seed: int) -> None:
     batch = Batch(seed)
-    weights_T, sums = corrections.off_policy_sequence_mask(0.05)(
-        **arguments(batch, torch.from_numpy(batch.logprobs))
+    weights_T, sums = OffPolicySequenceMask(threshold=0.05)(
+        tokens_of(batch, torch.from_numpy(batch.logprobs))
     )
     dropped = 0
     for sequence in batch.sequences:
@@ -302,12 +339,25 @@ def test_kl_estimates() -> None:
         torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), 0) for _ in range(3)
     )
     exact = float((current.exp() * (current - reference)).sum())
-    assert float((current.exp() * kl.k1(current, reference)).sum()) == pytest.approx(exact)
-    assert float((current.exp() * kl.k3(current, reference)).sum()) == pytest.approx(exact)
-    assert (kl.k3(current, reference) >= 0).all()
-    torch.testing.assert_close(kl.k2(current, reference), (current - reference) ** 2 / 2)
-    unbiased = kl.unbiased_k3(current, behavior, reference)
-    assert float((behavior.exp() * unbiased).sum()) == pytest.approx(exact)
+    row = make_tokens(current, behavior_logprobs_T=behavior, ref_logprobs_T=reference)
+    assert float((current.exp() * K1()(row)).sum()) == pytest.approx(exact)
+    assert float((current.exp() * K3()(row)).sum()) == pytest.approx(exact)
+    assert (K3()(row) >= 0).all()
+    torch.testing.assert_close(K2()(row), (current - reference) ** 2 / 2)
+    assert float((behavior.exp() * UnbiasedK3()(row)).sum()) == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("estimator", [K1(), K2(), K3(), UnbiasedK3()])
+def test_estimates_of_tokens_masked_out_are_0(estimator: KlEstimator) -> None:
+    """Behavior and reference may be nan there, and no gradient comes from there."""
+    logprobs_T = torch.tensor([-1.0, -2.0], requires_grad=True)
+    given_T = torch.tensor([-1.5, torch.nan])
+    mask_T = torch.tensor([True, False])
+    row = make_tokens(logprobs_T, behavior_logprobs_T=given_T, ref_logprobs_T=given_T, mask_T=mask_T)
+    kl_T = estimator(row)
+    kl_T.sum().backward()
+    assert kl_T[0] != 0 and kl_T[1] == 0
+    assert logprobs_T.grad is not None and logprobs_T.grad[0] != 0 and logprobs_T.grad[1] == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -318,10 +368,10 @@ def test_aggregations_of_a_batch_and_of_its_pieces(seed: int) -> None:
     sums = [sum(float(values[t]) for t in s) for s in counted]
     means = [total / len(s) for total, s in zip(sums, counted, strict=True)]
     expected = {
-        aggregation.token_mean: sum(sums) / len(batch.tokens),
-        aggregation.sequence_mean_of_token_mean: sum(means) / len(means),
-        aggregation.sequence_mean_of_token_sum: sum(sums) / len(sums),
-        aggregation.constant_length(50): sum(sums) / 50 / len(sums),
+        TokenMean(): sum(sums) / len(batch.tokens),
+        SequenceMeanOfTokenMean(): sum(means) / len(means),
+        SequenceMeanOfTokenSum(): sum(sums) / len(sums),
+        ConstantLength(length=50): sum(sums) / 50 / len(sums),
     }
     # Pieces of whole sequences, uneven, one of them empty.
     parts = [torch.isin(batch.ids, torch.tensor(ids)) for ids in ([0, 7], [14, 21, 28], [35], [99])]
@@ -355,10 +405,10 @@ def test_a_sequence_of_weight_three_counts_like_three_of_it() -> None:
         "sequence_ids_T": torch.cat([ids, torch.tensor([3, 3, 4, 4])]),
     }
     for aggregate in (
-        aggregation.token_mean,
-        aggregation.sequence_mean_of_token_mean,
-        aggregation.sequence_mean_of_token_sum,
-        aggregation.constant_length(7),
+        TokenMean(),
+        SequenceMeanOfTokenMean(),
+        SequenceMeanOfTokenSum(),
+        ConstantLength(length=7),
     ):
         weighted = aggregate(values_T=values, mask_T=mask, sequence_ids_T=ids, weights_T=weights)
         torch.testing.assert_close(weighted, aggregate(**thrice))
@@ -369,12 +419,13 @@ def test_a_sequence_of_weight_three_counts_like_three_of_it() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: corrections.truncated_is(0.0), "cap = 0.0; must be positive"),
-        (lambda: corrections.masked_is(2.0, 1.0), "low = 2.0, high = 1.0; must be 0 <= low < high"),
-        (lambda: corrections.masked_is(1.0, 1.0), "low = 1.0, high = 1.0; must be 0 <= low < high"),
-        (lambda: corrections.truncated_is(2.0, "group"), "'group' is not a valid Level"),
-        (lambda: objectives.ppo_clip(dual_clip=0.9), "dual_clip = 0.9; must be above 1"),
-        (lambda: aggregation.constant_length(0), "length = 0; must be at least 1"),
+        (lambda: TruncatedIs(cap=0.0), "cap\n.*greater than or equal"),
+        (lambda: TruncatedIs(cap=2.0, level="group"), "level\n.*'token', 'sequence' or 'geometric'"),
+        (lambda: PpoClip(dual_clip=0.9), "dual_clip\n.*greater than 1"),
+        (lambda: PpoClip(clip_high=math.nan), "clip_high\n.*"),
+        (lambda: AgeWeight(half_life=0), "half_life\n.*greater than or equal"),
+        (lambda: ConstantLength(length=0), "length\n.*greater than 0"),
+        (lambda: Cispo(), "clip_high\n.*required"),
     ],
 )
 def test_bad_parameters_are_refused(build: Callable[[], object], message: str) -> None:
@@ -384,7 +435,5 @@ def test_bad_parameters_are_refused(build: Callable[[], object], message: str) -
 
 def test_a_constant_length_may_be_one_token() -> None:
     values_T, mask_T = torch.tensor([3.0, 4.0]), torch.tensor([True, True])
-    whole = aggregation.constant_length(1)(
-        values_T=values_T, mask_T=mask_T, sequence_ids_T=torch.tensor([0, 1])
-    )
+    whole = ConstantLength(length=1)(values_T=values_T, mask_T=mask_T, sequence_ids_T=torch.tensor([0, 1]))
     assert float(whole) == 3.5

@@ -15,9 +15,10 @@ from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.algorithms.filters import DynamicSampling, ResampleOnCorrect
 from forgeasync.buffer.decisions import Batch, DropReason
-from forgeasync.config.filter_schema import DynamicSamplingSection, ResampleOnCorrectSection
-from forgeasync.config.schema import AlgorithmSection, RunConfig, SamplingSection
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.config.schema import RunConfig, SamplingSection
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.controller.cli import root_cause
 from forgeasync.controller.preparation import prepare
@@ -229,7 +230,7 @@ def test_groups_are_with_the_scorer_side_by_side(tmp_path: Path) -> None:
 
 
 def test_filters_leave_out_rollouts_and_count_whole_groups(tmp_path: Path) -> None:
-    filters = (ResampleOnCorrectSection(kind="resample_on_correct", num_kept=2),)
+    filters = (ResampleOnCorrect(kind="resample_on_correct", num_kept=2),)
     generators = Generators()
     ended = run_first_batch(
         ALGORITHM.model_copy(update={"filters": filters}), tmp_path, generators, Recorder()
@@ -239,7 +240,7 @@ def test_filters_leave_out_rollouts_and_count_whole_groups(tmp_path: Path) -> No
 
 
 def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
-    filters = (DynamicSamplingSection(kind="dynamic_sampling", min_std=100.0),)
+    filters = (DynamicSampling(kind="dynamic_sampling", min_std=100.0),)
     starving = ALGORITHM.model_copy(update={"filters": filters, "max_filtered_in_a_row": 6})
     config = tiny_config(write_random_model(tmp_path / "model")).model_copy(update={"algorithm": starving})
 

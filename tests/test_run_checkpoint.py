@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from forgeasync.algorithms.loss import Loss
 from forgeasync.checkpoint.folders import checkpoint_name, list_checkpoints, sweep_partial
 from forgeasync.checkpoint.room import check_room, checkpoint_bytes, export_bytes
-from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import (
     CheckpointSection,
@@ -27,7 +27,6 @@ from forgeasync.config.schema import (
 )
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.lora import adapter_parameters
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
@@ -74,7 +73,7 @@ def make_trainer(
         section=section,
         facts=read_model_facts(str(model)),
         temperature=1.0,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=model,
         lora=lora,

@@ -3,50 +3,69 @@
 Kernels of attention: test_attention.py.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from forgeasync.algorithms import corrections, kl, objectives
-from forgeasync.algorithms.log_ratios import MAX_LOG_RATIO
+from forgeasync.algorithms.corrections import (
+    MaskedIs,
+    OffPolicySequenceMask,
+    RatioLevel,
+    TruncatedIs,
+    product,
+)
+from forgeasync.algorithms.kl import K1, K2, K3, KlEstimator, UnbiasedK3
+from forgeasync.algorithms.objectives import (
+    Cispo,
+    DecoupledPpo,
+    Gspo,
+    Kimi15,
+    Objective,
+    PpoClip,
+    Reinforce,
+    Topr,
+)
+from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens
 from forgeasync.trainer import logprobs as logprobs_module
 from forgeasync.trainer.grouped_mm import grouped_mm
 from forgeasync.trainer.logprobs import chunked_kept_logprobs
 from forgeasync.trainer.step_sums import StepSums
 from tests.support.processes import run_ranks
+from tests.support.tokens import make_tokens
 from tests.test_kept_logprobs import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 from tests.test_replay_router import FACTS, make_moe, random_ids
 from tests.test_step_sums import make_row
 
 SCALES = pytest.mark.parametrize("scale", [1.0, 6.0, 30.0])
 
-OBJECTIVES: dict[str, Callable[[], objectives.Objective]] = {
-    "ppo_clip": objectives.ppo_clip,
-    "dual_clip": lambda: objectives.ppo_clip(dual_clip=3.0),
-    "cispo": lambda: objectives.cispo(0.2, 0.28),
-    "gspo": objectives.gspo,
-    "reinforce": objectives.reinforce,
-    "topr": objectives.topr,
-    "kimi15": lambda: objectives.kimi15(0.1),
+OBJECTIVES: dict[str, Callable[[], Objective]] = {
+    "ppo_clip": PpoClip,
+    "dual_clip": lambda: PpoClip(dual_clip=3.0),
+    "cispo": lambda: Cispo(clip_low=0.2, clip_high=0.28),
+    "gspo": Gspo,
+    "reinforce": Reinforce,
+    "topr": Topr,
+    "kimi15": lambda: Kimi15(tau=0.1),
 }
 
 LOG_RATIOS_T = torch.tensor([-300.0, -90.0, -19.0, -0.1, 0.0, 0.1, 19.0, 21.0, 90.0, 300.0])
 """Beyond what exp() has in float32, on both sides."""
 
 
-def _tokens(log_ratio: float, advantage: float, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _tokens(log_ratio: float, advantage: float, dtype: torch.dtype) -> RowTokens:
     """One sequence of two tokens of this log ratio, and a third that is masked out."""
     behavior_T = torch.tensor([-301.0, -301.0, torch.nan], dtype=dtype)
-    return {
-        "logprobs_T": torch.full((3,), -301.0 + log_ratio, dtype=dtype).requires_grad_(),
-        "behavior_logprobs_T": behavior_T,
-        "advantages_T": torch.full((3,), advantage, dtype=dtype),
-        "mask_T": torch.tensor([True, True, False]),
-        "sequence_ids_T": torch.zeros(3, dtype=torch.int64),
-    }
+    return make_tokens(
+        torch.full((3,), -301.0 + log_ratio, dtype=dtype).requires_grad_(),
+        behavior_logprobs_T=behavior_T,
+        advantages_T=torch.full((3,), advantage, dtype=dtype),
+        mask_T=torch.tensor([True, True, False]),
+    )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -57,9 +76,9 @@ def test_objectives_at_ratios_that_overflow(name: str, advantage: float) -> None
         # The float64 reference has no need of the bound below: exp(300) is a number there.
         for dtype in (torch.float32, torch.float64):
             tokens = _tokens(log_ratio, advantage, dtype)
-            losses_T, _ = OBJECTIVES[name]()(**tokens)
-            loss = losses_T[tokens["mask_T"]].sum()
-            (gradient_T,) = torch.autograd.grad(loss, tokens["logprobs_T"])
+            losses_T, _ = OBJECTIVES[name]()(tokens)
+            loss = losses_T[tokens.mask_T].sum()
+            (gradient_T,) = torch.autograd.grad(loss, tokens.logprobs_T)
             assert loss.isfinite() and gradient_T.isfinite().all(), log_ratio
             results.append((loss.double(), gradient_T.double()))
         torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
@@ -77,54 +96,55 @@ def test_decoupled_ppo_at_ratios_that_overflow(cap: float) -> None:
     for log_ratio in LOG_RATIOS_T.tolist():
         for to_proximal in (0.0, 0.5, 1.0):
             tokens = _tokens(log_ratio, -30.0, torch.float32)
-            proximal_T = tokens["behavior_logprobs_T"] + to_proximal * log_ratio
-            losses_T, _ = objectives.decoupled_ppo(0.2, cap)(**tokens, proximal_logprobs_T=proximal_T)
-            (gradient_T,) = torch.autograd.grad(losses_T[:2].sum(), tokens["logprobs_T"])
+            proximal_T = tokens.behavior_logprobs_T + to_proximal * log_ratio
+            tokens = dataclasses.replace(tokens, proximal_logprobs_T=proximal_T)
+            losses_T, _ = DecoupledPpo(clip=0.2, behavior_cap=cap)(tokens)
+            (gradient_T,) = torch.autograd.grad(losses_T[:2].sum(), tokens.logprobs_T)
             assert losses_T[:2].isfinite().all() and gradient_T.isfinite().all()
             if to_proximal * log_ratio > 2:
                 assert (losses_T[:2] == 0).all() and (gradient_T == 0).all(), "above the cap"
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3"])
-def test_kl_at_differences_that_overflow(estimator: str) -> None:
+@pytest.mark.parametrize("kind", [K1, K2, K3, UnbiasedK3])
+def test_kl_at_differences_that_overflow(kind: type[KlEstimator]) -> None:
     """Values and gradients by hand; more than the bound counts as the bound."""
     for log_ratio in LOG_RATIOS_T.tolist():
         current_T = torch.zeros(1, requires_grad=True)
-        arguments = [current_T, torch.tensor([log_ratio])]
-        if estimator == "unbiased_k3":
-            # Current over behavior has the same ratio as reference over current.
-            arguments.insert(1, torch.tensor([-log_ratio]))
-        values_T = getattr(kl, estimator)(*arguments)
+        # Current over behavior has the same ratio as reference over current.
+        row = make_tokens(
+            current_T,
+            behavior_logprobs_T=torch.tensor([-log_ratio]),
+            ref_logprobs_T=torch.tensor([log_ratio]),
+        )
+        values_T = kind()(row)
         (gradient_T,) = torch.autograd.grad(values_T.sum(), current_T)
         x = min(log_ratio, MAX_LOG_RATIO)
         r = math.exp(x)
         k3 = math.expm1(x) - x
         expected = {
-            "k1": (-log_ratio, 1.0),
-            "k2": (log_ratio**2 / 2, -log_ratio),
-            "k3": (k3, -math.expm1(x)),
-            "unbiased_k3": (r * k3, r * k3 - r * math.expm1(x)),
-        }[estimator]
+            K1: (-log_ratio, 1.0),
+            K2: (log_ratio**2 / 2, -log_ratio),
+            K3: (k3, -math.expm1(x)),
+            UnbiasedK3: (r * k3, r * k3 - r * math.expm1(x)),
+        }[kind]
         found = (values_T.item(), gradient_T.item())
         # The gradient of the last is a small difference of large numbers: r * (k3 + 1 - r) = -r * log r.
-        atol = 1e-6 * max(1.0, r * r) if estimator == "unbiased_k3" else 1e-6
+        atol = 1e-6 * max(1.0, r * r) if kind is UnbiasedK3 else 1e-6
         assert found == pytest.approx(expected, rel=1e-5, abs=atol), log_ratio
 
 
-@pytest.mark.parametrize("level", list(corrections.Level))
-def test_corrections_at_ratios_that_overflow(level: corrections.Level) -> None:
+@pytest.mark.parametrize("level", get_args(RatioLevel))
+def test_corrections_at_ratios_that_overflow(level: RatioLevel) -> None:
     for log_ratio in LOG_RATIOS_T.tolist():
         tokens = _tokens(log_ratio, -30.0, torch.float32)
-        both = corrections.product(
-            corrections.truncated_is(5.0, level), corrections.off_policy_sequence_mask(1e3)
-        )
-        weights_T, metrics = both(**tokens)
-        total = log_ratio * (2 if level is corrections.Level.SEQUENCE else 1)
+        both = [TruncatedIs(cap=5.0, level=level), OffPolicySequenceMask(threshold=1e3)]
+        weights_T, metrics = product(both, tokens)
+        total = log_ratio * (2 if level == "sequence" else 1)
         expected = min(torch.tensor(total).double().exp().item(), 5.0)
         assert weights_T[:2].tolist() == pytest.approx([expected] * 2, rel=1e-4, abs=1e-8)
         assert weights_T[2] == 0
         assert metrics["correction/truncated_share"] == (2 if expected == 5.0 else 0)
-        masked_T, _ = corrections.masked_is(0.5, 5.0, level)(**tokens)
+        masked_T, _ = MaskedIs(low=0.5, high=5.0, level=level)(tokens)
         assert masked_T.isfinite().all()
 
 

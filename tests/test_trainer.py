@@ -10,13 +10,12 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from tests.support.models import write_random_model
@@ -43,7 +42,7 @@ def make_trainer(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=temperature,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=folder,
     )

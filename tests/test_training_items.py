@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.config.schema import AdvantageName, AlgorithmSection, OptimizerSection, RoutingReplay
+from forgeasync.algorithms.advantages import Advantage, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.config.schema import OptimizerSection, RoutingReplay
 from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.rollout import Group
@@ -28,24 +30,25 @@ def make_group(group_id: int, rewards: tuple[float, ...], *, num_tokens: int = 3
     )
 
 
-def algorithm(advantage: AdvantageName) -> AlgorithmSection:
-    pass_at_k = 2 if advantage is AdvantageName.GROUP_PASS_AT_K else None
-    return AlgorithmSection(advantage=advantage, pass_at_k=pass_at_k, group_size=4, groups_per_step=2)
+def algorithm(advantage: Advantage) -> AlgorithmSection:
+    return AlgorithmSection(advantage=advantage, group_size=4, groups_per_step=2)
 
 
-def advantages_by_text(groups: list[Group], advantage: AdvantageName) -> dict[str, float]:
+def advantages_by_text(groups: list[Group], advantage: Advantage) -> dict[str, float]:
     items = training_items(groups, [1.0] * len(groups), algorithm(advantage))
     return {item.rollout.text: item.advantage for item in items}
 
 
-@pytest.mark.parametrize("advantage", list(AdvantageName))
-def test_a_better_rollout_has_the_larger_advantage(advantage: AdvantageName) -> None:
+@pytest.mark.parametrize(
+    "advantage", [Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), GroupPassAtK(pass_at_k=2)]
+)
+def test_a_better_rollout_has_the_larger_advantage(advantage: Advantage) -> None:
     """The best is pushed up and, but for pass@k, where no advantage is negative, the worst down."""
     found = advantages_by_text([make_group(0, (0.25, 1.0, 0.0, 0.5))], advantage)
     ranked = sorted(found, key=found.__getitem__)
     assert ranked[-1] == "0/1.0" and found["0/1.0"] > 0.1
     assert found["0/1.0"] > found["0/0.5"] > found["0/0.25"] >= found["0/0.0"]
-    if advantage is AdvantageName.GROUP_PASS_AT_K:
+    if isinstance(advantage, GroupPassAtK):
         assert found["0/0.0"] == 0.0
     else:
         assert found["0/0.0"] < -0.1
@@ -53,7 +56,7 @@ def test_a_better_rollout_has_the_larger_advantage(advantage: AdvantageName) -> 
 
 def test_items_are_the_rollouts_in_their_order() -> None:
     groups = [make_group(0, (0.0, 1.0)), make_group(1, (1.0, 0.0, 3.0))]
-    items = training_items(groups, [1.0, 2.5], algorithm(AdvantageName.DR_GRPO))
+    items = training_items(groups, [1.0, 2.5], algorithm(DrGrpo()))
     assert [item.weight for item in items] == [1.0, 1.0, 2.5, 2.5, 2.5]
     assert [item.rollout for item in items] == [one for group in groups for one in group.rollouts]
     assert [item.advantage for item in items] == pytest.approx([-0.5, 0.5, -1 / 3, -4 / 3, 5 / 3])
@@ -63,7 +66,7 @@ def test_reinforce_pp_compares_with_the_whole_batch() -> None:
     """All rollouts of a good prompt stand above the batch's mean, whatever they are within their group."""
     rewards = [(0.0, 0.25), (0.75, 1.0, 1.0)]
     found = advantages_by_text(
-        [make_group(index, one) for index, one in enumerate(rewards)], AdvantageName.REINFORCE_PP
+        [make_group(index, one) for index, one in enumerate(rewards)], ReinforcePlusPlus()
     )
     whole = [reward for one in rewards for reward in one]
     mean, std = statistics.fmean(whole), statistics.stdev(whole)
@@ -77,7 +80,7 @@ def test_every_item_is_dealt_once_and_as_many_rows_to_every_rank() -> None:
     items = training_items(
         [make_group(index, (0.0, 1.0, 0.5), num_tokens=9) for index in range(5)],
         [1.0] * 5,
-        algorithm(AdvantageName.GRPO),
+        algorithm(Grpo()),
     )
     # Two items of 1 + 9 tokens fit in a row.
     rows = deal_items(items, tokens_per_row=25, num_ranks=3)
@@ -169,12 +172,12 @@ def test_grpo_compares_with_the_own_group() -> None:
     for group in groups:
         rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
         expected = ((rewards_G - rewards_G.mean()) / rewards_G.std()).tolist()
-        found = advantages_by_text(groups, AdvantageName.GRPO)
+        found = advantages_by_text(groups, Grpo())
         assert [found[one.text] for one in group.rollouts] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e7, 1e12])
 def test_rewards_far_from_zero_are_told_apart(offset: float) -> None:
     group = make_group(0, (offset + 1.0, offset, offset, offset))
-    found = [item.advantage for item in training_items([group], [1.0], algorithm(AdvantageName.GRPO))]
+    found = [item.advantage for item in training_items([group], [1.0], algorithm(Grpo()))]
     assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)

@@ -18,7 +18,7 @@ from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import RefusedGroup
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import ParallelSection, RunConfig, SamplingSection
 from forgeasync.config.weights_schema import TransportChoice, WeightsSection
@@ -151,7 +151,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
                     config,
                     config.trainer,
                     facts,
-                    loss=LossSection(),
+                    loss=Loss(),
                     seed=0,
                     checkpoint=folder,
                 )

@@ -32,6 +32,7 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.algorithms.loss import Loss
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig, TrainerSection
@@ -41,7 +42,6 @@ from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
-from forgeasync.trainer.loss import LossChoice
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.store import open_store
 from forgeasync.weights.transports.transport import choose_transport
@@ -196,7 +196,7 @@ class Fleet:
         section: TrainerSection,
         facts: ModelFacts,
         *,
-        loss: LossChoice,
+        loss: Loss,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None = None,

@@ -16,6 +16,7 @@ from monarch.actor import Actor, current_rank, endpoint
 from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.generator import GeneratorActor
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, TrainerSection
 from forgeasync.config.weights_schema import TransportChoice
@@ -27,7 +28,6 @@ from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import RemotePayloadReader
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, training_sequence
-from forgeasync.trainer.loss import LossChoice, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.skipped_step import write_skipped_rows
 from forgeasync.trainer.step_result import StepResult
@@ -61,7 +61,7 @@ class TrainerActor(Actor):
         section: TrainerSection,
         facts: ModelFacts,
         temperature: float,
-        loss: LossChoice,
+        loss: Loss,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None,
@@ -93,7 +93,7 @@ class TrainerActor(Actor):
             section=section,
             facts=facts,
             temperature=temperature,
-            loss=build_loss(loss),
+            loss=loss,
             seed=seed,
             checkpoint=checkpoint,
             lora=lora,

@@ -8,12 +8,12 @@ from typing import TypeVar
 from forgeasync.actors.deadline import deadline
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, TimeoutSection, TrainerSection
 from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.trainer.batch import TrainingItem
-from forgeasync.trainer.loss import LossChoice
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import WeightLayout
@@ -84,7 +84,7 @@ class TrainerMesh:
         section: TrainerSection,
         facts: ModelFacts,
         temperature: float,
-        loss: LossChoice,
+        loss: Loss,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None,

@@ -1,52 +1,122 @@
 """From rewards to advantages, in the dtype of the rewards.
 
-Shape suffixes: G rollouts of one group, N rollouts of a whole batch, T tokens of one response, J steps of one
-response.
+Shape suffixes: G rollouts of one group, N rollouts of a whole batch.
 """
 
-import itertools
+from __future__ import annotations
+
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
+from pydantic import Field
+
+from forgeasync.algorithms.own_results import check_advantages
+from forgeasync.config.python_code import PythonCode, build_code
+from forgeasync.config.section import SHORT_FORM, Count, Section
+
+if TYPE_CHECKING:
+    import torch
+
+EPS = 1e-6
+"""Added to standard deviations, which can be 0."""
 
 
-def grpo(rewards_G: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (unbiased std + eps) within a group; exactly 0 where all rewards are equal.
+class Advantage(Section):
+    """How much better each rollout is than others.
+
+    An advantage of your own is a class like those below:
+
+        import forgeasync as fa
+
+
+        class AgainstMedian(fa.Advantage):
+            '''r minus the median of the group.'''
+
+            scale: float = 1.0
+
+            def __call__(self, rewards_G):
+                return self.scale * (rewards_G - rewards_G.median())
+
+    With ``advantage: {kind: python, factory: my_losses.AgainstMedian, options: {scale: 2.0}}`` a run trains
+    with it. A function of ``rewards_G``, or a function that returns one, does as well. A class that compares
+    with the whole batch says ``over_batch: ClassVar[bool] = True``.
+    """
+
+    over_batch: ClassVar[bool] = False
+    """Whether ``__call__`` takes the rewards of a whole batch at once instead of one group's."""
+    smallest_group: ClassVar[int] = 2
+    """Rollouts of a group without which there is nothing to compare."""
+
+    @abstractmethod
+    def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
+        """An advantage for each of these rewards, float64 [G]; finite."""
+
+    def of_batch(self, rewards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The advantages for the rewards [G] of each group of a batch."""
+        if not self.over_batch:
+            return [self(rewards_G) for rewards_G in rewards]
+        import torch
+
+        return list(self(torch.cat(list(rewards))).split([len(rewards_G) for rewards_G in rewards]))
+
+
+class Grpo(Advantage):
+    """(r - mean) / (unbiased std + 1e-6) within a group; exactly 0 where all rewards are equal.
 
     Source: Shao et al., "DeepSeekMath", 2024, section 4.1.
     """
-    return _zero_if_equal(rewards_G, dr_grpo(rewards_G) / (rewards_G.std() + eps))
+
+    kind: Literal["grpo"] = "grpo"
+
+    def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
+        centered_G = _zero_if_equal(rewards_G, rewards_G - rewards_G.mean())
+        return _zero_if_equal(rewards_G, centered_G / (rewards_G.std() + EPS))
 
 
-def dr_grpo(rewards_G: torch.Tensor) -> torch.Tensor:
+class DrGrpo(Advantage):
     """r - mean within a group, without the division by the standard deviation.
 
     Source: Liu et al., "Understanding R1-Zero-Like Training", 2025, equation for Dr. GRPO.
     """
-    return _zero_if_equal(rewards_G, rewards_G - rewards_G.mean())
+
+    kind: Literal["dr_grpo"] = "dr_grpo"
+
+    def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
+        return _zero_if_equal(rewards_G, rewards_G - rewards_G.mean())
 
 
-def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
+class Rloo(Advantage):
     """r minus the mean of the group's other rewards.
 
     Source: Ahmadian et al., "Back to Basics", 2024, equation 7.
     """
-    group_size = rewards_G.numel()
-    others_G = (rewards_G.sum() - rewards_G) / (group_size - 1)
-    return _zero_if_equal(rewards_G, rewards_G - others_G)
+
+    kind: Literal["rloo"] = "rloo"
+
+    def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
+        group_size = rewards_G.numel()
+        others_G = (rewards_G.sum() - rewards_G) / (group_size - 1)
+        return _zero_if_equal(rewards_G, rewards_G - others_G)
 
 
-def reinforce_pp(rewards_N: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (unbiased std + eps) over the whole batch.
+class ReinforcePlusPlus(Advantage):
+    """(r - mean) / (unbiased std + 1e-6) over the whole batch.
 
     Source: Hu, "REINFORCE++", 2025, equation 6 (without the KL term).
     """
-    std = rewards_N.std() if rewards_N.numel() > 1 else torch.zeros(())
-    return _zero_if_equal(rewards_N, (rewards_N - rewards_N.mean()) / (std + eps))
+
+    over_batch: ClassVar[bool] = True
+    smallest_group: ClassVar[int] = 1
+
+    kind: Literal["reinforce_pp"] = "reinforce_pp"
+
+    def __call__(self, rewards_N: torch.Tensor) -> torch.Tensor:
+        return normalized(rewards_N)
 
 
-def group_pass_at_k(rewards_G: torch.Tensor, k: int) -> torch.Tensor:
+class GroupPassAtK(Advantage):
     """Advantages whose policy gradient is that of max@k, the expected best reward of k rollouts.
 
     For binary rewards max@k is pass@k. Rollout i has
@@ -55,98 +125,73 @@ def group_pass_at_k(rewards_G: torch.Tensor, k: int) -> torch.Tensor:
 
     which is G * s_i^(loo-1): the estimator s_i = sum over sets I of k rollouts with i in them of
     (max of r over I) / binomial(G, k), less a baseline that leaves i out of every I. The factor G makes up
-    for the mean over the group that an aggregation takes, and k = 1 is then ``rloo``. The baseline knows
+    for the mean over the group that an aggregation takes, and k = 1 is then ``Rloo``. The baseline knows
     nothing of r_i, so that the gradient stays unbiased. k = G has no sets of k that leave i out and needs
     none, as the baseline looks at k - 1: only a rollout better than all the others has an advantage then.
     With k > 1 no advantage is negative. Exactly 0 where all rewards are equal.
 
     Source: Walder and Karkhanis, "Pass@K Policy Optimization", 2025, equation 33, the one of lowest variance.
-
-    Raises:
-        ValueError: ``k`` is not in 1 .. G, or there is only one rollout.
     """
-    group_size = rewards_G.numel()
-    if group_size < 2:
-        raise ValueError(f"group_pass_at_k: a group of {group_size}; must be of at least 2 rollouts")
-    if not 1 <= k <= group_size:
-        raise ValueError(f"group_pass_at_k: k = {k}; must be between 1 and the group's {group_size} rollouts")
-    if k == 1:
-        return rloo(rewards_G)
-    # comb(j, k - 2) of all J have the j-th smallest reward as their best; i improves on those below its own.
-    sorted_G = rewards_G.double().sort().values
-    num_sets = math.comb(group_size - 1, k - 1)
-    share_G = sorted_G.new_tensor([math.comb(j, k - 2) / num_sets for j in range(group_size)])
-    gains_GG = (rewards_G.double()[:, None] - sorted_G).clamp(min=0.0)
-    return (k * (gains_GG @ share_G)).to(rewards_G.dtype)
+
+    kind: Literal["group_pass_at_k"] = "group_pass_at_k"
+    pass_at_k: Count
+    """Samples of which the best counts; at most the rollouts of a group."""
+
+    def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
+        """Raises ValueError: there is only one rollout, or fewer than ``pass_at_k``."""
+        k, group_size = self.pass_at_k, rewards_G.numel()
+        if group_size < 2:
+            raise ValueError(f"group_pass_at_k: a group of {group_size}; must be of at least 2 rollouts")
+        if k > group_size:
+            raise ValueError(
+                f"group_pass_at_k: k = {k}; must be between 1 and the group's {group_size} rollouts"
+            )
+        if k == 1:
+            return Rloo()(rewards_G)
+        # comb(j, k - 2) of all J have the j-th smallest reward as their best; i improves on those below its
+        # own.
+        sorted_G = rewards_G.double().sort().values
+        num_sets = math.comb(group_size - 1, k - 1)
+        share_G = sorted_G.new_tensor([math.comb(j, k - 2) / num_sets for j in range(group_size)])
+        gains_GG = (rewards_G.double()[:, None] - sorted_G).clamp(min=0.0)
+        return (k * (gains_GG @ share_G)).to(rewards_G.dtype)
 
 
-def from_step_rewards(
-    step_rewards_G: Sequence[torch.Tensor],
-    step_ends_G: Sequence[torch.Tensor],
-    lengths_G: Sequence[int],
-    eps: float = 1e-6,
-) -> list[torch.Tensor]:
-    """Advantages of tokens from rewards of steps: float32 [T] for each rollout of a group.
+class PythonAdvantage(PythonCode, Advantage):
+    """An advantage of your own: ``(rewards_G) -> advantages_G``; ``Advantage`` shows one.
 
-    ``step_rewards_G[i]`` and ``step_ends_G[i]`` [J] are the rewards of the steps of rollout i and the tokens,
-    exclusive and increasing, where they end in its response of ``lengths_G[i]``. Rewards are normalized by
-    mean and unbiased standard deviation (plus ``eps``) over all steps of the group; a token's advantage is
-    the sum over the steps that end at it or after it. Tokens after the last step have 0, and all have
-    exactly 0 where all steps have the same reward.
-
-    Source: Shao et al., "DeepSeekMath", 2024, section 4.1.3.
-
-    Raises:
-        ValueError: the arguments are not of one length, or the ends do not fit their rewards or the response.
+    Raises ValueError where it gives anything else, or nan or infinity; says what.
     """
-    if not len(step_rewards_G) == len(step_ends_G) == len(lengths_G):
-        raise ValueError(
-            f"from_step_rewards: {len(step_rewards_G)} step_rewards, {len(step_ends_G)} step_ends and "
-            f"{len(lengths_G)} lengths; must be one of each for every rollout"
-        )
-    for index, (rewards_J, ends_J, length) in enumerate(
-        zip(step_rewards_G, step_ends_G, lengths_G, strict=True)
-    ):
-        _check_steps(index, rewards_J, ends_J, length)
-    if sum(rewards_J.numel() for rewards_J in step_rewards_G) == 0:
-        return [torch.zeros(length) for length in lengths_G]
-    # In float64: the sums below are differences of sums over the whole response.
-    whole_N = torch.cat([rewards_J.double() for rewards_J in step_rewards_G])
-    split = [rewards_J.numel() for rewards_J in step_rewards_G]
-    return [
-        _sums_from_here(normalized_J, ends_J, length).float()
-        for normalized_J, ends_J, length in zip(
-            reinforce_pp(whole_N, eps).split(split), step_ends_G, lengths_G, strict=True
-        )
-    ]
+
+    def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
+        return check_advantages(self._own()(rewards_G), rewards_G=rewards_G)
+
+    def of_batch(self, rewards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = self._own()
+        if not isinstance(own, Advantage):
+            return super().of_batch(rewards)
+        return [
+            check_advantages(advantages_G, rewards_G=rewards_G)
+            for advantages_G, rewards_G in zip(own.of_batch(rewards), rewards, strict=True)
+        ]
+
+    def _own(self) -> object:
+        return build_code(self, ("rewards_G",))
 
 
-def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> None:
-    where = f"from_step_rewards: rollout {index}"
-    if rewards_J.ndim != 1 or rewards_J.shape != ends_J.shape:
-        raise ValueError(
-            f"{where} has step_rewards of shape {tuple(rewards_J.shape)} and step_ends of shape "
-            f"{tuple(ends_J.shape)}; must be one reward and one end for every step"
-        )
-    if not bool(torch.isfinite(rewards_J).all()):
-        raise ValueError(f"{where} has step_rewards {rewards_J.tolist()}; must be finite")
-    ends = [0, *ends_J.tolist()]
-    if any(end <= before for before, end in itertools.pairwise(ends)):
-        raise ValueError(f"{where} has step_ends {ends[1:]}; must increase, from 1 at least")
-    if ends[-1] > length:
-        raise ValueError(f"{where} has a step that ends at {ends[-1]}; must be within its {length} tokens")
+AnyAdvantage = Annotated[
+    Grpo | DrGrpo | Rloo | ReinforcePlusPlus | GroupPassAtK | PythonAdvantage,
+    Field(discriminator="kind"),
+    *SHORT_FORM,
+]
 
 
-def _sums_from_here(values_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> torch.Tensor:
-    """For every token [T] the sum of the values of steps that end after its position."""
-    sums_J = values_J.flip(0).cumsum(0).flip(0)
-    starts_J = torch.cat([ends_J.new_zeros(1), ends_J])[:-1]
-    advantages_T = values_J.new_zeros(length)
-    for total, start, end in zip(sums_J, starts_J.tolist(), ends_J.tolist(), strict=True):
-        advantages_T[start:end] = total
-    return advantages_T
+def normalized(values_N: torch.Tensor) -> torch.Tensor:
+    """(value - mean) / (unbiased std + 1e-6) over all values; exactly 0 where all are equal."""
+    std = values_N.std() if values_N.numel() > 1 else values_N.new_zeros(())
+    return _zero_if_equal(values_N, (values_N - values_N.mean()) / (std + EPS))
 
 
 def _zero_if_equal(rewards: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     # Rounding in the mean would otherwise leave 1e-8 where there is nothing to learn.
-    return torch.zeros_like(advantages) if bool((rewards == rewards[0]).all()) else advantages
+    return advantages.new_zeros(advantages.shape) if bool((rewards == rewards[0]).all()) else advantages

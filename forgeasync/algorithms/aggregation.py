@@ -12,41 +12,57 @@ to (the self-normalized estimator: Owen, "Monte Carlo theory, methods and exampl
 Shape suffix: T packed tokens; values and weights are float32, the mask is bool.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import Field
+
+from forgeasync.algorithms.own_results import WrongResult, check_scalar
 from forgeasync.algorithms.sequences import num_sequences, sequence_sums
+from forgeasync.config.python_code import PythonCode, build_code
+from forgeasync.config.section import Count, Section
+
+if TYPE_CHECKING:
+    import torch
 
 
-class Aggregation(Protocol):
-    """A weighted sum of the values of tokens, divided by a count of the batch."""
+class Aggregation(Section):
+    """A weighted sum of the values of tokens (``summed``), divided by a count of the batch (``count``).
 
-    def __call__(
-        self,
-        *,
-        values_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-        weights_T: torch.Tensor | None = None,
-        total: torch.Tensor | float | None = None,
-    ) -> torch.Tensor: ...
+    An aggregation of your own is a class like those below; both methods are needed, since the count of a
+    batch is summed over all of its pieces before the first of them has a loss:
 
+        import forgeasync as fa
+
+
+        class ScaledMean(fa.Aggregation):
+            '''The mean over all tokens of the batch, times a constant.'''
+
+            scale: float = 1.0
+
+            def summed(self, values_T, mask_T, sequence_ids_T):
+                return self.scale * values_T.where(mask_T, 0.0).sum()
+
+            def count(self, mask_T, sequence_ids_T, weights_T=None):
+                return mask_T.sum() if weights_T is None else weights_T.where(mask_T, 0.0).sum()
+
+    With ``aggregation: {kind: python, factory: my_losses.ScaledMean, options: {scale: 10}}`` a run trains
+    with it.
+    """
+
+    @abstractmethod
+    def summed(
+        self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+    ) -> torch.Tensor:
+        """The numerator: a scalar of the values where ``mask_T`` is True; elsewhere they may be nan."""
+
+    @abstractmethod
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What this piece adds to ``total``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Aggregation:
-    """``summed`` gives the numerator, ``counted`` the denominator of a piece."""
-
-    summed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    counted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+        """What this piece adds to ``total``, the denominator: a scalar."""
 
     def __call__(
         self,
@@ -57,6 +73,9 @@ class _Aggregation:
         weights_T: torch.Tensor | None = None,
         total: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
+        """A piece's share of the batch's number, a scalar with gradients by ``values_T``."""
+        import torch
+
         if total is None:
             total = self.count(mask_T, sequence_ids_T, weights_T)
         if weights_T is not None:
@@ -64,51 +83,99 @@ class _Aggregation:
         numerator = self.summed(values_T, mask_T, sequence_ids_T)
         return numerator / torch.as_tensor(total, dtype=numerator.dtype).clamp(min=1.0)
 
+
+class TokenMean(Aggregation):
+    """Every token of the batch weighs the same. Source: Yu et al., "DAPO", 2025, equation 8."""
+
+    kind: Literal["token_mean"] = "token_mean"
+
+    def summed(
+        self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+    ) -> torch.Tensor:
+        return values_T.where(mask_T, 0.0).sum()
+
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What this piece adds to ``total``."""
-        return self.counted(mask_T, sequence_ids_T, weights_T)
+        return mask_T.sum().float() if weights_T is None else weights_T.where(mask_T, 0.0).sum()
 
 
-def _masked_sum(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask_T, values_T, 0.0).sum()
+class _SequenceAggregation(Aggregation):
+    """Divided by the number of sequences."""
+
+    def count(
+        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return num_sequences(mask_T, sequence_ids_T, weights_T)
 
 
-def _num_tokens(
-    mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None
-) -> torch.Tensor:
-    return mask_T.sum().float() if weights_T is None else torch.where(mask_T, weights_T, 0.0).sum()
+class SequenceMeanOfTokenMean(_SequenceAggregation):
+    """Every sequence weighs the same. Source: Shao et al., "DeepSeekMath", 2024, equation 3."""
+
+    kind: Literal["sequence_mean_of_token_mean"] = "sequence_mean_of_token_mean"
+
+    def summed(
+        self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+    ) -> torch.Tensor:
+        # A sequence's mean, dealt out to its tokens in equal parts.
+        lengths_T = sequence_sums(values_T.new_ones(values_T.shape), mask_T, sequence_ids_T)
+        return (values_T.where(mask_T, 0.0) / lengths_T.clamp(min=1.0)).sum()
 
 
-def _sum_of_means(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
-    # A sequence's mean, dealt out to its tokens in equal parts.
-    lengths_T = sequence_sums(torch.ones_like(values_T), mask_T, sequence_ids_T)
-    return (torch.where(mask_T, values_T, 0.0) / lengths_T.clamp(min=1.0)).sum()
+class SequenceMeanOfTokenSum(_SequenceAggregation):
+    """The sum over a sequence's tokens, mean over sequences: the policy gradient itself."""
+
+    kind: Literal["sequence_mean_of_token_sum"] = "sequence_mean_of_token_sum"
+
+    def summed(
+        self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+    ) -> torch.Tensor:
+        return values_T.where(mask_T, 0.0).sum()
 
 
-token_mean: Aggregation = _Aggregation(_masked_sum, _num_tokens)
-"""Every token weighs the same. Source: Yu et al., "DAPO", 2025, equation 8."""
-
-sequence_mean_of_token_mean: Aggregation = _Aggregation(_sum_of_means, num_sequences)
-"""Every sequence weighs the same. Source: Shao et al., "DeepSeekMath", 2024, equation 3."""
-
-sequence_mean_of_token_sum: Aggregation = _Aggregation(_masked_sum, num_sequences)
-"""The sum over a sequence's tokens, mean over sequences: the policy gradient itself."""
-
-
-def constant_length(length: int) -> Aggregation:
+class ConstantLength(_SequenceAggregation):
     """The sum over a sequence's tokens divided by a constant, mean over sequences.
 
     Source: Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO: the generation budget).
-
-    Raises:
-        ValueError: the length is not positive.
     """
-    if length < 1:
-        raise ValueError(f"constant_length: length = {length}; must be at least 1")
 
-    def summed(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
-        return _masked_sum(values_T, mask_T, sequence_ids_T) / length
+    kind: Literal["constant_length"] = "constant_length"
+    length: Count
+    """In tokens; usually sampling.max_response_tokens."""
 
-    return _Aggregation(summed, num_sequences)
+    def summed(
+        self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+    ) -> torch.Tensor:
+        return values_T.where(mask_T, 0.0).sum() / self.length
+
+
+class PythonAggregation(PythonCode, Aggregation):
+    """An aggregation of your own: a subclass of ``Aggregation``, which shows one.
+
+    Raises ValueError where it is none, or gives no scalars.
+    """
+
+    def summed(
+        self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
+    ) -> torch.Tensor:
+        return check_scalar(self._own().summed(values_T, mask_T, sequence_ids_T), "summed")
+
+    def count(
+        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return check_scalar(self._own().count(mask_T, sequence_ids_T, weights_T), "count")
+
+    def _own(self) -> Aggregation:
+        own = build_code(self, ("values_T", "mask_T", "sequence_ids_T"))
+        if not isinstance(own, Aggregation):
+            raise WrongResult(
+                f"{self.factory} is a {type(own).__name__}; must be a subclass of forgeasync.Aggregation, "
+                "with the methods summed and count"
+            )
+        return own
+
+
+AnyAggregation = Annotated[
+    TokenMean | SequenceMeanOfTokenMean | SequenceMeanOfTokenSum | ConstantLength | PythonAggregation,
+    Field(discriminator="kind"),
+]

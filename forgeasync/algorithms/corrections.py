@@ -1,207 +1,197 @@
 """Off-policy corrections: a weight for every token's loss, for data that another policy sampled.
 
-Each factory returns a callable over the keywords of ``forgeasync.algorithms.objectives`` and ``ages_T`` (int,
-policy versions between sampling and training; None where nothing needs them); it returns weights [T]
-(float32, detached, 0 where masked out) and metrics: sums over the masked tokens, to be divided by their
-number. The ratio is current over behavior policy, of a token, of a sequence (product over its masked tokens)
-or of a sequence per token (geometric mean). Corrections combine by ``product``.
+The ratio is current over behavior policy, of a token, of a sequence (product over its masked tokens) or of a
+sequence per token (geometric mean). Several corrections multiply (``product``).
 
-Shape suffix: T packed tokens.
+Shape suffix: T trained tokens of a row.
 """
 
-from enum import StrEnum
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from forgeasync.algorithms.log_ratios import MAX_LOG_RATIO
-from forgeasync.algorithms.sequences import sequence_means, sequence_sums
+from pydantic import Field
 
+from forgeasync.algorithms.own_results import check_weights
+from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens
+from forgeasync.config.python_code import PythonCode, build_code
+from forgeasync.config.section import Factor, Section
 
-class Level(StrEnum):
-    """What a ratio is taken of."""
+if TYPE_CHECKING:
+    import torch
 
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-    GEOMETRIC = "geometric"
-
-
-Weights = tuple[torch.Tensor, dict[str, torch.Tensor]]
-
-
-class Correction(Protocol):
-    def __call__(
-        self,
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-        ages_T: torch.Tensor | None = None,
-    ) -> Weights: ...
+RatioLevel = Literal["token", "sequence", "geometric"]
+"""What an importance ratio is taken of: a token, a sequence, or a sequence per token."""
 
 
-def ratios(
-    logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    sequence_ids_T: torch.Tensor,
-    level: Level,
-) -> torch.Tensor:
-    """Current over behavior policy at a level, for every token [T]; detached."""
-    log_ratio_T = torch.where(mask_T, logprobs_T.detach() - behavior_logprobs_T, 0.0)
-    match Level(level):
-        case Level.SEQUENCE:
-            log_ratio_T = sequence_sums(log_ratio_T, mask_T, sequence_ids_T)
-        case Level.GEOMETRIC:
-            log_ratio_T = sequence_means(log_ratio_T, mask_T, sequence_ids_T)
-        case Level.TOKEN:
-            pass
+def ratios(row: RowTokens, level: RatioLevel) -> torch.Tensor:
+    """Current over behavior policy at a level, for every token [T]; detached, from e^-20 to e^20."""
+    log_ratio_T = row.log_ratios().detach()
+    if level == "sequence":
+        log_ratio_T = row.sequence_sums(log_ratio_T)
+    elif level == "geometric":
+        log_ratio_T = row.sequence_means(log_ratio_T)
     return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def truncated_is(cap: float, level: Level | str = Level.TOKEN) -> Correction:
+class Correction(Section):
+    """A weight for every token's loss.
+
+    A correction of your own is a class like those below:
+
+        import forgeasync as fa
+
+
+        class LinearAge(fa.Correction):
+            '''Weights that fall by a constant with every policy version.'''
+
+            per_version: float = 0.1
+
+            def __call__(self, row):
+                weights_T = (1.0 - self.per_version * row.ages_T).clamp(min=0.0) * row.mask_T
+                return weights_T, {"correction/too_old_share": (row.mask_T & (weights_T == 0)).sum()}
+
+    With ``corrections: [{kind: python, factory: my_losses.LinearAge, options: {per_version: 0.2}}]`` a run
+    trains with it. A function of ``row``, or a function that returns one, does as well.
+    """
+
+    @property
+    def ratio_level(self) -> RatioLevel | None:
+        """At which level the weights are the importance ratio, bounded; None where they are no ratio."""
+        return None
+
+    @abstractmethod
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Weights [T], float32, detached, finite, 0 where masked out. Also sums over the masked tokens, by
+        the names of the metrics that they become once they are divided by the number of trained tokens."""
+
+
+class TruncatedIs(Correction):
     """min(ratio, cap).
 
     Source: Ionides, "Truncated Importance Sampling", 2008; for the mismatch of sampler and trainer: Yao et
     al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025.
-
-    Raises:
-        ValueError: the cap is not positive, or there is no such level.
     """
-    level = Level(level)
-    if cap <= 0:
-        raise ValueError(f"truncated_is: cap = {cap}; must be positive")
 
-    def correction(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-        ages_T: torch.Tensor | None = None,
-    ) -> Weights:
-        ratio_T = ratios(logprobs_T, behavior_logprobs_T, mask_T, sequence_ids_T, level)
-        weights_T = ratio_T.clamp(max=cap) * mask_T
-        return weights_T, {"correction/truncated_share": (mask_T & (ratio_T > cap)).sum()}
+    kind: Literal["truncated_is"] = "truncated_is"
+    cap: Factor = 2.0
+    level: RatioLevel = "token"
 
-    return correction
+    @property
+    def ratio_level(self) -> RatioLevel | None:
+        return self.level
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio_T = ratios(row, self.level)
+        weights_T = ratio_T.clamp(max=self.cap) * row.mask_T
+        return weights_T, {"correction/truncated_share": (row.mask_T & (ratio_T > self.cap)).sum()}
 
 
-def masked_is(low: float, high: float, level: Level | str = Level.TOKEN) -> Correction:
-    """The ratio where low <= ratio <= high, otherwise 0.
-
-    Raises:
-        ValueError: the bounds are not 0 <= low < high, or there is no such level.
-    """
-    level = Level(level)
-    if not 0 <= low < high:
-        raise ValueError(f"masked_is: low = {low}, high = {high}; must be 0 <= low < high")
-
-    def correction(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-        ages_T: torch.Tensor | None = None,
-    ) -> Weights:
-        ratio_T = ratios(logprobs_T, behavior_logprobs_T, mask_T, sequence_ids_T, level)
-        is_kept_T = mask_T & (ratio_T >= low) & (ratio_T <= high)
-        return ratio_T * is_kept_T, {"correction/masked_share": (mask_T & ~is_kept_T).sum()}
-
-    return correction
+def _between(
+    row: RowTokens, level: RatioLevel, low: float, high: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The ratio where low <= ratio <= high, otherwise 0."""
+    ratio_T = ratios(row, level)
+    is_kept_T = row.mask_T & (ratio_T >= low) & (ratio_T <= high)
+    return ratio_T * is_kept_T, {"correction/masked_share": (row.mask_T & ~is_kept_T).sum()}
 
 
-def icepop(low: float, high: float) -> Correction:
-    """``masked_is`` of tokens.
+class MaskedIs(Correction):
+    """The ratio where low <= ratio <= high, otherwise 0."""
+
+    kind: Literal["masked_is"] = "masked_is"
+    low: float = Field(ge=0.0, le=1e30)
+    high: Factor
+    """Must be above ``low``."""
+    level: RatioLevel = "token"
+
+    @property
+    def ratio_level(self) -> RatioLevel | None:
+        return self.level
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return _between(row, self.level, self.low, self.high)
+
+
+class IcePop(Correction):
+    """A token's ratio where low <= ratio <= high, otherwise 0.
 
     Source: Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
     (Ring-1T), 2025, IcePop.
     """
-    return masked_is(low, high, Level.TOKEN)
+
+    kind: Literal["icepop"] = "icepop"
+    low: float = Field(default=0.5, ge=0.0, le=1e30)
+    high: Factor = 5.0
+    """Must be above ``low``."""
+
+    @property
+    def ratio_level(self) -> RatioLevel | None:
+        return "token"
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return _between(row, "token", self.low, self.high)
 
 
-def off_policy_sequence_mask(threshold: float) -> Correction:
+class OffPolicySequenceMask(Correction):
     """0 for sequences of negative advantage that have become less likely by more than a threshold, else 1.
 
-    Compared is the mean over a sequence's tokens of behavior minus current log-probability. Source:
-    DeepSeek-AI, "DeepSeek-V3.2", 2025, off-policy sequence masking.
+    The mean over a sequence's tokens of behavior minus current log-probability is compared with the
+    threshold. Source: DeepSeek-AI, "DeepSeek-V3.2", 2025, off-policy sequence masking.
     """
 
-    def correction(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-        ages_T: torch.Tensor | None = None,
-    ) -> Weights:
-        gap_T = torch.where(mask_T, behavior_logprobs_T - logprobs_T.detach(), 0.0)
-        gap_T = sequence_means(gap_T, mask_T, sequence_ids_T)
-        is_dropped_T = mask_T & (advantages_T < 0) & (gap_T > threshold)
-        weights_T = (mask_T & ~is_dropped_T).to(gap_T.dtype)
+    kind: Literal["off_policy_sequence_mask"] = "off_policy_sequence_mask"
+    threshold: Factor
+    """In nats per token."""
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        gap_T = row.sequence_means(row.masked(row.behavior_logprobs_T - row.logprobs_T.detach()))
+        is_dropped_T = row.mask_T & (row.advantages_T < 0) & (gap_T > self.threshold)
+        weights_T = (row.mask_T & ~is_dropped_T).to(gap_T.dtype)
         return weights_T, {"correction/off_policy_masked_share": is_dropped_T.sum()}
 
-    return correction
 
-
-def age_weight(half_life: float) -> Correction:
+class AgeWeight(Correction):
     """0.5 ** (age / half_life): an exponential discount of tokens by their age in policy versions.
 
     A discount, not an importance weight. Source: the forgetting factor of recursive least squares (Haykin,
     "Adaptive Filter Theory"), here 0.5 ** (1 / half_life) a version.
-
-    Raises:
-        ValueError: the half-life is not positive.
     """
-    if half_life <= 0:
-        raise ValueError(f"age_weight: half_life = {half_life}; must be positive")
 
-    def correction(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-        ages_T: torch.Tensor | None = None,
-    ) -> Weights:
-        assert ages_T is not None, "weights by age need ages"
-        return torch.exp2(-ages_T.to(logprobs_T.dtype) / half_life) * mask_T, {}
+    kind: Literal["age_weight"] = "age_weight"
+    half_life: Factor
+    """In policy versions."""
 
-    return correction
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (-row.ages_T.to(row.logprobs_T.dtype) / self.half_life).exp2() * row.mask_T, {}
 
 
-def product(*corrections: Correction) -> Correction:
-    """All of them at once: weights multiply, metrics are put together."""
+class PythonCorrection(PythonCode, Correction):
+    """A correction of your own: ``(row: RowTokens) -> (weights_T, sums)``; ``Correction`` shows one.
 
-    def correction(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-        ages_T: torch.Tensor | None = None,
-    ) -> Weights:
-        weights_T = mask_T.to(logprobs_T.dtype)
-        metrics: dict[str, torch.Tensor] = {}
-        for one in corrections:
-            factor_T, found = one(
-                logprobs_T=logprobs_T,
-                behavior_logprobs_T=behavior_logprobs_T,
-                advantages_T=advantages_T,
-                mask_T=mask_T,
-                sequence_ids_T=sequence_ids_T,
-                ages_T=ages_T,
-            )
-            weights_T = weights_T * factor_T
-            metrics |= found
-        return weights_T, metrics
+    Raises ValueError where it returns anything else, says what.
+    """
 
-    return correction
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return check_weights(build_code(self, ("row",))(row), like_T=row.logprobs_T)
+
+
+AnyCorrection = Annotated[
+    TruncatedIs | MaskedIs | IcePop | OffPolicySequenceMask | AgeWeight | PythonCorrection,
+    Field(discriminator="kind"),
+]
+
+
+def product(
+    corrections: Sequence[Correction], row: RowTokens
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """All of them at once: weights [T] multiply, sums are put together."""
+    weights_T = row.mask_T.to(row.logprobs_T.dtype)
+    sums: dict[str, torch.Tensor] = {}
+    for correction in corrections:
+        factor_T, found = correction(row)
+        weights_T = weights_T * factor_T
+        sums |= found
+    return weights_T, sums

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from forgeasync.algorithms.filters import FilterReason
+from forgeasync.algorithms.group_facts import FilterReason
 
 
 class FilterWatch:

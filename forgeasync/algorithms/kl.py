@@ -1,44 +1,129 @@
-"""Estimators of KL(current || reference) from sampled tokens, in nats per token.
+"""The penalty on moving away from the model that a run starts from, and its estimators.
 
-Unbiased where tokens are drawn from the current policy; ``unbiased_k3`` also where they are not. Source of
-the names: Schulman, "Approximating KL Divergence", 2020.
+Estimates are of KL(current || reference) from sampled tokens, in nats per token: unbiased where tokens are
+drawn from the current policy, with ``unbiased_k3`` also where they are not. Source of the names: Schulman,
+"Approximating KL Divergence", 2020. Ratios are at most e^20, in values and gradients.
 
-Ratios are at most e^20, in values and gradients (``forgeasync.algorithms.log_ratios``).
-
-Shape suffix: T packed tokens, float32. Gradients flow through ``logprobs_T``.
+Shape suffix: T trained tokens of a row.
 """
 
-import torch
+from __future__ import annotations
 
-from forgeasync.algorithms.log_ratios import capped
+from abc import abstractmethod
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from forgeasync.algorithms.own_results import check_estimates
+from forgeasync.algorithms.row_tokens import RowTokens, capped
 from forgeasync.algorithms.sequences import sequence_sums
+from forgeasync.config.python_code import PythonCode, build_code
+from forgeasync.config.section import SHORT_FORM, Factor, Section
+
+if TYPE_CHECKING:
+    import torch
 
 
-def k1(logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor) -> torch.Tensor:
+class KlEstimator(Section):
+    """An estimate of KL(current || reference) for every token.
+
+    An estimator of your own is a class like those below:
+
+        import forgeasync as fa
+
+
+        class Absolute(fa.KlEstimator):
+            '''|log(current / reference)|: no KL, but as cheap and less steep than k2.'''
+
+            def __call__(self, row):
+                return row.masked(row.logprobs_T - row.ref_logprobs_T).abs()
+
+    With ``kl: {estimator: {kind: python, factory: my_losses.Absolute}, coefficient: 0.01}`` a run trains with
+    it. A function of ``row``, or a function that returns one, does as well.
+    """
+
+    @abstractmethod
+    def __call__(self, row: RowTokens) -> torch.Tensor:
+        """Estimates [T], float32, with gradients by ``row.logprobs_T``; 0, without a gradient, where masked
+        out. ``row.ref_logprobs_T`` is given."""
+
+
+def _log_ratios(row: RowTokens) -> torch.Tensor:
+    """log(current / reference) [T]."""
+    assert row.ref_logprobs_T is not None, "the trainer has a reference wherever there is a penalty"
+    return row.masked(row.logprobs_T - row.ref_logprobs_T)
+
+
+class K1(KlEstimator):
     """log(current / reference): unbiased, and negative for half of the tokens."""
-    return logprobs_T - ref_logprobs_T
+
+    kind: Literal["k1"] = "k1"
+
+    def __call__(self, row: RowTokens) -> torch.Tensor:
+        return _log_ratios(row)
 
 
-def k2(logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor) -> torch.Tensor:
+class K2(KlEstimator):
     """Half the squared log ratio: biased, of low variance; its gradient is that of the KL in expectation."""
-    return (logprobs_T - ref_logprobs_T).square() / 2
+
+    kind: Literal["k2"] = "k2"
+
+    def __call__(self, row: RowTokens) -> torch.Tensor:
+        return _log_ratios(row).square() / 2
 
 
-def k3(logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor) -> torch.Tensor:
+class K3(KlEstimator):
     """r - 1 - log r with r = reference / current: unbiased and never negative."""
-    log_ratio_T = capped(ref_logprobs_T - logprobs_T)
-    return log_ratio_T.expm1() - log_ratio_T
+
+    kind: Literal["k3"] = "k3"
+
+    def __call__(self, row: RowTokens) -> torch.Tensor:
+        log_ratio_T = capped(-_log_ratios(row))
+        return log_ratio_T.expm1() - log_ratio_T
 
 
-def unbiased_k3(
-    logprobs_T: torch.Tensor, behavior_logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor
-) -> torch.Tensor:
+class UnbiasedK3(KlEstimator):
     """k3 weighted by current / behavior: unbiased for tokens that another policy sampled, gradient too.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2", 2025, section on unbiased KL estimate.
     """
-    ratio_T = capped(logprobs_T - behavior_logprobs_T).exp()
-    return ratio_T * k3(logprobs_T, ref_logprobs_T)
+
+    kind: Literal["unbiased_k3"] = "unbiased_k3"
+
+    def __call__(self, row: RowTokens) -> torch.Tensor:
+        return capped(row.log_ratios()).exp() * K3()(row)
+
+
+class PythonKlEstimator(PythonCode, KlEstimator):
+    """An estimator of your own: ``(row: RowTokens) -> kl_T``; ``KlEstimator`` shows one.
+
+    Raises ValueError where it returns anything else, says what.
+    """
+
+    def __call__(self, row: RowTokens) -> torch.Tensor:
+        return check_estimates(build_code(self, ("row",))(row), like_T=row.logprobs_T)
+
+
+AnyKlEstimator = Annotated[
+    K1 | K2 | K3 | UnbiasedK3 | PythonKlEstimator, Field(discriminator="kind"), *SHORT_FORM
+]
+
+
+class KlPlace(StrEnum):
+    LOSS = "loss"
+    """Added to every token's loss, with its gradient."""
+    REWARD = "reward"
+    """Taken off the reward of every token: its advantage is less by what it and the tokens after it add up
+    to."""
+
+
+class KlPenalty(Section):
+    """The penalty on moving away from the model that the run starts from: coefficient * estimate."""
+
+    estimator: AnyKlEstimator
+    coefficient: Factor
+    where: KlPlace = KlPlace.LOSS
 
 
 def penalty_to_go(kl_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
@@ -48,9 +133,9 @@ def penalty_to_go(kl_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torc
     by side. Source: Hu, "REINFORCE++", 2025, its token-level penalty and advantage.
     """
     # In float64: differences of sums over a whole row.
-    masked_T = torch.where(mask_T, kl_T.detach(), 0.0).double()
+    masked_T = kl_T.detach().where(mask_T, 0.0).double()
     before_T = masked_T.cumsum(0) - masked_T
-    is_first_T = torch.ones_like(mask_T)
+    is_first_T = mask_T.new_ones(mask_T.shape)
     is_first_T[1:] = sequence_ids_T[1:] != sequence_ids_T[:-1]
     before_sequence_T = sequence_sums(before_T, is_first_T, sequence_ids_T)
     sums_T = sequence_sums(masked_T, mask_T, sequence_ids_T)

@@ -1,252 +1,254 @@
 """Policy objectives: from log-probabilities and advantages to a loss per token.
 
-Each factory returns a callable over packed tokens, all float32 of shape [T] except the bool mask and the
-int64 sequence ids: ``logprobs_T`` (under the current policy, with gradients), ``behavior_logprobs_T``
-(under the policy that sampled), ``advantages_T``, ``mask_T`` (True where a response token is trained on),
-``sequence_ids_T``. It returns losses [T] (to be masked and aggregated by the caller) and metrics: sums over
-the masked tokens, to be divided by their number.
+Ratios and their gradients are at most e^20 (``forgeasync.algorithms.row_tokens``).
 
-Ratios and their gradients are at most e^20 (``forgeasync.algorithms.log_ratios``).
-
-Shape suffix: T packed tokens.
+Shape suffix: T trained tokens of a row.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from forgeasync.algorithms.log_ratios import capped
-from forgeasync.algorithms.sequences import sequence_means, sequence_sums
+from pydantic import Field
 
+from forgeasync.algorithms.own_results import check_losses
+from forgeasync.algorithms.row_tokens import RowTokens, capped
+from forgeasync.config.python_code import PythonCode, build_code
+from forgeasync.config.section import Factor, Section
 
-class Objective(Protocol):
-    def __call__(
-        self,
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+if TYPE_CHECKING:
+    import torch
 
 
-def ppo_clip(clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None) -> Objective:
-    """The clipped surrogate: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
+class Objective(Section):
+    """A loss for every token.
+
+    A loss of your own is a class like those below: its fields are its options, with bounds where they have
+    some, and ``__call__`` is the formula.
+
+        import forgeasync as fa
+        import torch
+
+
+        class SoftGate(fa.Objective):
+            '''A clip without an edge (Gao et al., "Soft Adaptive Policy Optimization", 2025).'''
+
+            temperature: float = 1.0
+
+            def __call__(self, row):
+                ratio_T = row.log_ratios().exp()
+                gate_T = 4.0 / self.temperature * torch.sigmoid(self.temperature * (ratio_T - 1.0))
+                sums = {"objective/gate": row.masked(gate_T.detach()).sum()}
+                return -gate_T * row.advantages_T, sums
+
+    With ``objective: {kind: python, factory: my_losses.SoftGate, options: {temperature: 2.0}}`` a run trains
+    on it. A function of ``row``, or a function that returns one, does as well.
+    """
+
+    ratio_inside: ClassVar[str | None] = None
+    """Where the formula has the importance ratio current / behavior in it; None: nowhere. A correction by the
+    ratio on top would count it twice and is refused with these words."""
+    looks_at_sequences: ClassVar[bool] = False
+    """Whether a token's loss depends on its whole sequence."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether rows have to come with ``proximal_logprobs_T`` once a batch makes several steps."""
+        return False
+
+    @abstractmethod
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Losses [T], floating point, with gradients by ``row.logprobs_T``; weighted, masked and aggregated
+        by the caller. Also sums over the masked tokens, by the names of the metrics that they become once
+        they are divided by the number of trained tokens."""
+
+
+def _clipped_surrogate(
+    ratio_T: torch.Tensor, row: RowTokens, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-min(ratio * A, clip(ratio) * A), and which masked tokens the clip holds back; both [T]."""
+    plain_T = ratio_T * row.advantages_T
+    clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * row.advantages_T
+    return -plain_T.minimum(clipped_T), row.mask_T & (clipped_T < plain_T)
+
+
+class PpoClip(Objective):
+    """The clipped surrogate of PPO and GRPO: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
     With ``dual_clip`` c the loss of a token of negative advantage is at most c * abs(A). The ratio is current
     over behavior policy. Source: Schulman et al., "Proximal Policy Optimization", 2017, equation 7; separate
     bounds from Yu et al., "DAPO", 2025, equation 8; dual clip from Ye et al., "Mastering Complex Control in
     MOBA Games", 2020, equation 5.
-
-    Raises:
-        ValueError: ``dual_clip`` is not above 1.
     """
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"ppo_clip: dual_clip = {dual_clip}; must be above 1")
 
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = capped(_log_ratios(logprobs_T, behavior_logprobs_T, mask_T)).exp()
-        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip_low, clip_high)
+    ratio_inside: ClassVar[str | None] = "its loss has the ratio current / behavior in it already"
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
+    clip_high: Factor = 0.28
+    dual_clip: float | None = Field(default=None, gt=1.0, le=1e30)
+    """Bounds the loss of a token of negative advantage to this many times the advantage; null does not."""
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio_T = capped(row.log_ratios()).exp()
+        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, row, self.clip_low, self.clip_high)
         sums = {"objective/clipped_share": is_clipped_T.sum()}
-        if dual_clip is not None:
-            bound_T = -dual_clip * advantages_T
-            is_bounded_T = mask_T & (advantages_T < 0) & (losses_T > bound_T)
-            losses_T = torch.where(is_bounded_T, bound_T, losses_T)
+        if self.dual_clip is not None:
+            bound_T = -self.dual_clip * row.advantages_T
+            is_bounded_T = row.mask_T & (row.advantages_T < 0) & (losses_T > bound_T)
+            losses_T = bound_T.where(is_bounded_T, losses_T)
             sums["objective/dual_clipped_share"] = is_bounded_T.sum()
         return losses_T, sums
 
-    return objective
 
-
-def _log_ratios(
-    logprobs_T: torch.Tensor, behavior_logprobs_T: torch.Tensor, mask_T: torch.Tensor
-) -> torch.Tensor:
-    # Unmasked tokens have no behavior logprob: their ratio must not become inf or nan.
-    return torch.where(mask_T, logprobs_T - behavior_logprobs_T, 0.0)
-
-
-def _clipped_surrogate(
-    ratio_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(ratio * A, clip(ratio) * A), and which masked tokens the clip holds back; both [T]."""
-    plain_T = ratio_T * advantages_T
-    clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
-    return -torch.minimum(plain_T, clipped_T), mask_T & (clipped_T < plain_T)
-
-
-def cispo(clip_low: float, clip_high: float) -> Objective:
+class Cispo(Objective):
     """-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob: clipped weights, every token's gradient.
 
     Source: MiniMax, "MiniMax-M1", 2025, equations 4 and 5; sg stops the gradient.
     """
 
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = capped(_log_ratios(logprobs_T, behavior_logprobs_T, mask_T).detach()).exp()
-        clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
-        is_clipped_T = mask_T & (clipped_T != ratio_T)
-        return -clipped_T * advantages_T * logprobs_T, {"objective/clipped_share": is_clipped_T.sum()}
+    ratio_inside: ClassVar[str | None] = "its loss has the ratio current / behavior in it already"
 
-    return objective
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
+    """1 leaves small ratios as they are."""
+    clip_high: Factor
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio_T = capped(row.log_ratios().detach()).exp()
+        clipped_T = ratio_T.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        is_clipped_T = row.mask_T & (clipped_T != ratio_T)
+        return -clipped_T * row.advantages_T * row.logprobs_T, {"objective/clipped_share": is_clipped_T.sum()}
 
 
-def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> Objective:
+class Gspo(Objective):
     """The clipped surrogate over a sequence's ratio per token: exp(mean of its tokens' log ratios).
 
     Every token of a sequence has the sequence's loss: to be aggregated by ``sequence_mean_of_token_mean``.
     Source: Zheng et al., "Group Sequence Policy Optimization", 2025, equations 5 and 7.
     """
 
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        log_ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T)
-        ratio_T = capped(sequence_means(log_ratio_T, mask_T, sequence_ids_T)).exp()
-        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip_low, clip_high)
+    ratio_inside: ClassVar[str | None] = "its loss has the sequence's ratio in it already"
+    looks_at_sequences: ClassVar[bool] = True
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)
+    clip_high: Factor = 4e-4
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio_T = capped(row.sequence_means(row.log_ratios())).exp()
+        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, row, self.clip_low, self.clip_high)
         return losses_T, {"objective/clipped_share": is_clipped_T.sum()}
 
-    return objective
+
+class Reinforce(Objective):
+    """-A * logprob, the policy gradient without a ratio.
+
+    Source: Williams, "Simple Statistical Gradient-Following Algorithms", 1992.
+    """
+
+    kind: Literal["reinforce"] = "reinforce"
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -row.advantages_T * row.logprobs_T, {}
 
 
-def reinforce() -> Objective:
-    """-A * logprob. Source: Williams, "Simple Statistical Gradient-Following Algorithms", 1992."""
+class DecoupledPpo(Objective):
+    """PPO clipped around a proximal policy, weighted by proximal / behavior; tokens above the cap weigh 0.
 
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -advantages_T * logprobs_T, {}
+    The proximal policy is the one at the start of the batch. In a batch's first step, and so always with
+    ``trainer.steps_per_batch: 1``, that is the current one. Source: Fu et al., "AReaL", 2025, equation 5; the
+    cap as in its implementation.
+    """
 
-    return objective
+    ratio_inside: ClassVar[str | None] = "its behavior weight is that ratio already (behavior_cap bounds it)"
+
+    kind: Literal["decoupled_ppo"] = "decoupled_ppo"
+    clip: float = Field(default=0.2, gt=0.0, lt=1.0)
+    behavior_cap: Factor = 5.0
+    """Tokens whose weight is above it are left out."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        return True
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        current = row.logprobs_T if row.proximal_logprobs_T is None else row.proximal_logprobs_T
+        proximal_T = current.detach()
+        weights_T = capped(row.masked(proximal_T - row.behavior_logprobs_T)).exp()
+        is_capped_T = row.mask_T & (weights_T > self.behavior_cap)
+        ratio_T = capped(row.masked(row.logprobs_T - proximal_T)).exp()
+        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, row, self.clip, self.clip)
+        return weights_T.where(~is_capped_T, 0.0) * losses_T, {
+            "objective/clipped_share": is_clipped_T.sum(),
+            "objective/behavior_capped_share": is_capped_T.sum(),
+        }
 
 
-def topr() -> Objective:
+class Topr(Objective):
     """Tapered off-policy REINFORCE: sequences of negative advantage weigh min(ratio, 1), the others 1.
 
     The ratio is the sequence's (product over its tokens), without gradient. Source: Le Roux et al., "Tapered
     Off-Policy REINFORCE", 2025, equation 7.
     """
 
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        log_ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T).detach()
-        ratio_T = sequence_sums(log_ratio_T, mask_T, sequence_ids_T).clamp(max=0.0).exp()
-        weights_T = torch.where(advantages_T < 0, ratio_T, 1.0)
-        is_tapered_T = mask_T & (weights_T < 1.0)
-        return -weights_T * advantages_T * logprobs_T, {"objective/tapered_share": is_tapered_T.sum()}
+    ratio_inside: ClassVar[str | None] = "its loss has the sequence's ratio in it already"
+    looks_at_sequences: ClassVar[bool] = True
 
-    return objective
+    kind: Literal["topr"] = "topr"
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio_T = row.sequence_sums(row.log_ratios().detach()).clamp(max=0.0).exp()
+        weights_T = ratio_T.where(row.advantages_T < 0, 1.0)
+        is_tapered_T = row.mask_T & (weights_T < 1.0)
+        return -weights_T * row.advantages_T * row.logprobs_T, {"objective/tapered_share": is_tapered_T.sum()}
 
 
-def kimi15(tau: float) -> Objective:
+class Kimi15(Objective):
     """-A * logprob + tau / 2 * (log ratio)^2 of whole sequences: the square holds the policy near behavior.
 
     A token's part of the square is its own log ratio times its sequence's, so that a sequence's parts add up.
     Source: Kimi Team, "Kimi k1.5", 2025, section 2.3.2, the gradient of the surrogate loss.
     """
 
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        log_ratio_T = _log_ratios(logprobs_T, behavior_logprobs_T, mask_T)
-        square_T = log_ratio_T * sequence_sums(log_ratio_T, mask_T, sequence_ids_T)
-        return -advantages_T * logprobs_T + tau / 2 * square_T, {}
+    looks_at_sequences: ClassVar[bool] = True
 
-    return objective
+    kind: Literal["kimi15"] = "kimi15"
+    tau: Factor
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        log_ratio_T = row.log_ratios()
+        square_T = log_ratio_T * row.sequence_sums(log_ratio_T)
+        return -row.advantages_T * row.logprobs_T + self.tau / 2 * square_T, {}
 
 
-class DecoupledObjective(Protocol):
-    """An objective that also knows the policy at the start of the step."""
-
-    def __call__(
-        self,
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        proximal_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
-
-
-def decoupled_ppo(clip: float = 0.2, behavior_cap: float = 5.0) -> DecoupledObjective:
-    """PPO clipped around a proximal policy, weighted by proximal / behavior; tokens above the cap weigh 0.
-
-    Source: Fu et al., "AReaL", 2025, equation 5; the cap as in its implementation.
-    """
-
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        proximal_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        proximal_T = proximal_logprobs_T.detach()
-        weights_T = capped(_log_ratios(proximal_T, behavior_logprobs_T, mask_T)).exp()
-        is_capped_T = mask_T & (weights_T > behavior_cap)
-        ratio_T = capped(_log_ratios(logprobs_T, proximal_T, mask_T)).exp()
-        losses_T, is_clipped_T = _clipped_surrogate(ratio_T, advantages_T, mask_T, clip, clip)
-        return torch.where(is_capped_T, 0.0, weights_T) * losses_T, {
-            "objective/clipped_share": is_clipped_T.sum(),
-            "objective/behavior_capped_share": is_capped_T.sum(),
-        }
-
-    return objective
-
-
-def supervised() -> Objective:
+class Supervised(Objective):
     """Negative log-likelihood of the given tokens; advantages and behavior are ignored."""
 
-    def objective(
-        *,
-        logprobs_T: torch.Tensor,
-        behavior_logprobs_T: torch.Tensor,
-        advantages_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        sequence_ids_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -logprobs_T, {}
+    kind: Literal["supervised"] = "supervised"
 
-    return objective
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -row.logprobs_T, {}
+
+
+class PythonObjective(PythonCode, Objective):
+    """A loss of your own: ``(row: RowTokens) -> (losses_T, sums)``; ``Objective`` shows one.
+
+    Raises ValueError where it returns anything else, says what.
+    """
+
+    @property
+    def needs_proximal(self) -> bool:
+        own = build_code(self, ("row",))
+        return isinstance(own, Objective) and own.needs_proximal
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        # Checked at every call: it can return another shape for other tokens than those it was tried on.
+        return check_losses(build_code(self, ("row",))(row), like_T=row.logprobs_T)
+
+
+AnyObjective = Annotated[
+    PpoClip | Cispo | Gspo | Reinforce | DecoupledPpo | Topr | Kimi15 | Supervised | PythonObjective,
+    Field(discriminator="kind"),
+]

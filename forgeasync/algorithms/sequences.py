@@ -3,7 +3,12 @@
 Shape suffixes: T packed tokens, S sequences.
 """
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def sequence_sums(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
@@ -16,7 +21,7 @@ def sequence_means(
     values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
 ) -> torch.Tensor:
     """For every token [T] the mean of its sequence's masked values; 0 where nothing is masked in."""
-    lengths_T = sequence_sums(torch.ones_like(values_T), mask_T, sequence_ids_T)
+    lengths_T = sequence_sums(values_T.new_ones(values_T.shape), mask_T, sequence_ids_T)
     return sequence_sums(values_T, mask_T, sequence_ids_T) / lengths_T.clamp(min=1.0)
 
 
@@ -26,7 +31,7 @@ def _sums(
     ids_S, index_T = sequence_ids_T.unique(return_inverse=True)
     sums_S = values_T.new_zeros(len(ids_S))
     # What is masked out may be anything, nan too.
-    return sums_S.index_add(0, index_T, torch.where(mask_T, values_T, 0.0)), index_T
+    return sums_S.index_add(0, index_T, values_T.where(mask_T, 0.0)), index_T
 
 
 def num_sequences(
@@ -38,6 +43,6 @@ def num_sequences(
     """
     ids_S, index_N = sequence_ids_T[mask_T].unique(return_inverse=True)
     if weights_T is None:
-        return torch.as_tensor(float(len(ids_S)), device=mask_T.device)
+        return ids_S.new_tensor(len(ids_S)).float()
     weights_S = weights_T.new_zeros(len(ids_S)).scatter_reduce(0, index_N, weights_T[mask_T], "amax")
     return weights_S.sum()

@@ -1,161 +1,218 @@
-"""Tries a loss of a user's own on a few made-up tokens: what is wrong with it shows before a run starts.
+"""Tries the code of a user's own on made-up input: what is wrong with it shows before a run starts.
 
-Shape suffix: T tokens.
+Shape suffixes: T tokens, G rollouts of a group.
 """
 
-import inspect
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
+import numpy as np
 import torch
 
-from forgeasync.config.loss_schema import PythonObjective
+from forgeasync.algorithms.advantages import PythonAdvantage
+from forgeasync.algorithms.aggregation import PythonAggregation
+from forgeasync.algorithms.corrections import PythonCorrection
+from forgeasync.algorithms.filters import PythonFilter
+from forgeasync.algorithms.group_facts import GroupFacts
+from forgeasync.algorithms.kl import PythonKlEstimator
+from forgeasync.algorithms.objectives import PythonObjective
+from forgeasync.algorithms.own_results import WrongResult, shown
+from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.problems import Problem
-from forgeasync.config.python_factory import load_factory
+from forgeasync.config.python_code import PythonCode, build_code
 
-FIELD = "algorithm.objective.factory"
-
-KEYWORDS = ("logprobs_T", "behavior_logprobs_T", "advantages_T", "mask_T", "sequence_ids_T")
-"""What an objective is called with, all by name."""
-
-EXPECTED = "must return (losses_T, sums): a loss for every token, and scalars by name"
+T = TypeVar("T")
 
 
-def check_own_objective(section: PythonObjective) -> Iterator[Problem]:
-    """What would end or silently spoil a run with this objective: at most one problem.
+def check_own_code(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    """What would end or silently spoil a run with the user's code: at most one problem for each part.
 
-    The factory is called with its options, and what it returns on 8 tokens of 4 sequences (ratios around 1,
-    advantages of both signs, one token masked out) and on a row without tokens, which ranks with less to do
-    than others get. Imports and runs the user's code.
+    Every part is built with its options and called as a run calls it: parts of a loss on 8 tokens of 4
+    sequences (ratios around 1, advantages of both signs, one token masked out, where sampled values are nan)
+    and on a row without tokens, which ranks with less to do than others get; advantages and filters on
+    groups with different and with equal rewards. Imports and runs the user's code.
     """
+    parts: list[tuple[str, object]] = [
+        ("objective", algorithm.objective),
+        *((f"corrections.{index}", one) for index, one in enumerate(algorithm.corrections)),
+        ("aggregation", algorithm.aggregation),
+        ("kl.estimator", None if algorithm.kl is None else algorithm.kl.estimator),
+        ("advantage", algorithm.advantage),
+        *((f"filters.{index}", one) for index, one in enumerate(algorithm.filters)),
+    ]
+    for name, part in parts:
+        if isinstance(part, PythonCode):
+            yield from _check(part, f"algorithm.{name}", algorithm.group_size)
+
+
+def _check(part: PythonCode, field: str, group_size: int) -> Iterator[Problem]:
     try:
-        objective = _build(section)
-        _try_on(objective, _ordinary_tokens(), "8 made-up tokens", needs_gradient=True)
-        empty = {name: tensor[:0] for name, tensor in _ordinary_tokens().items()}
-        _try_on(objective, empty, "a row without tokens, which some ranks get", needs_gradient=False)
+        _build(part)
+        match part:
+            case PythonObjective():
+                _try_objective(part)
+            case PythonCorrection():
+                _try_correction(part)
+            case PythonAggregation():
+                _try_aggregation(part)
+            case PythonKlEstimator():
+                _try_estimator(part)
+            case PythonAdvantage():
+                _try_advantage(part, group_size)
+            case PythonFilter():
+                _try_filter(part, group_size)
     except ValueError as error:
-        yield Problem(field=FIELD, value=section.factory, remedy=str(error))
+        yield Problem(field=f"{field}.factory", value=part.factory, remedy=str(error))
 
 
-def check_objective_result(losses_T: object, sums: object, like_T: torch.Tensor) -> None:
-    """Whether an objective returned what its caller goes on with; looks at no value, so nothing waits.
-
-    ``like_T`` is any tensor [T] of the tokens that it was called on.
-
-    Raises:
-        ValueError: says what came back and what would be right.
-    """
-    if not isinstance(losses_T, torch.Tensor):
-        raise ValueError(f"its losses are a {type(losses_T).__name__}; {EXPECTED}")
-    if losses_T.shape != like_T.shape:
-        # A scalar would be broadcast, and weigh as many times as there are tokens.
-        raise ValueError(
-            f"its losses have shape {list(losses_T.shape)} on {len(like_T)} tokens; must be "
-            f"[{len(like_T)}], one loss for every token: masking and averaging come after"
-        )
-    if not losses_T.is_floating_point():
-        raise ValueError(f"its losses are {losses_T.dtype}; must be floating-point numbers")
-    if not isinstance(sums, Mapping):
-        raise ValueError(f"its sums are a {type(sums).__name__}; {EXPECTED}")
-    for name, value in sums.items():
-        if not isinstance(name, str):
-            raise ValueError(
-                f"its sums have a key {name!r}; must be names of metrics, such as 'objective/gate'"
-            )
-        if isinstance(value, torch.Tensor) and value.ndim:
-            raise ValueError(
-                f"its sum {name!r} has shape {list(value.shape)}; must be a scalar, summed over masked tokens"
-            )
-        if not isinstance(value, torch.Tensor | int | float):
-            raise ValueError(f"its sum {name!r} is a {type(value).__name__}; must be a scalar tensor")
-
-
-def _build(section: PythonObjective) -> Callable[..., object]:
-    factory = load_factory(section.factory)
+def _build(part: PythonCode) -> None:
+    parameters = {
+        PythonAggregation: ("values_T", "mask_T", "sequence_ids_T"),
+        PythonAdvantage: ("rewards_G",),
+        PythonFilter: ("facts", "rng"),
+    }.get(type(part), ("row",))
     try:
-        objective = factory(**section.options)
+        build_code(part, parameters)
+    except ValueError:
+        raise
     except Exception as error:
         # Whatever the user's code raises is for the user to see.
         raise ValueError(
-            f"raised {type(error).__name__}: {error} when it was called with {section.options}"
+            f"raised {type(error).__name__}: {error} when it was called with {part.options}"
         ) from error
-    if not callable(objective):
-        raise ValueError(
-            f"returned a {type(objective).__name__}; must return a function of {', '.join(KEYWORDS)}"
-        )
+
+
+def _call(call: Callable[..., T], *arguments: object, where: str) -> T:
+    """What the user's code gives; whatever it raises is a ValueError that says ``where``."""
     try:
-        signature = inspect.signature(objective)
-    except ValueError:
-        # Some builtins have none: the call itself will tell.
-        return objective
-    try:
-        signature.bind(**dict.fromkeys(KEYWORDS))
-    except TypeError as error:
-        raise ValueError(
-            f"returned a function that takes {signature} ({error}); must take as keywords "
-            f"{', '.join(KEYWORDS)}"
-        ) from error
-    return objective
-
-
-def _ordinary_tokens() -> dict[str, torch.Tensor]:
-    """Inputs as a run makes them; the first sequence has the ratio 1."""
-    behavior_T = torch.tensor([-0.7, -1.2, -0.1, -2.3, -0.9, -0.4, -1.6, -3.0])
-    drift_T = torch.tensor([0.0, 0.0, 0.02, -0.01, -0.03, 0.01, 0.05, 0.0])
-    return {
-        "logprobs_T": behavior_T + drift_T,
-        "behavior_logprobs_T": behavior_T,
-        "advantages_T": torch.tensor([1.0, 1.0, -0.5, -0.5, 0.8, 0.8, -1.3, -1.3]),
-        "mask_T": torch.tensor([True, True, True, True, True, True, True, False]),
-        "sequence_ids_T": torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
-    }
-
-
-def _try_on(
-    objective: Callable[..., object], tokens: dict[str, torch.Tensor], where: str, *, needs_gradient: bool
-) -> None:
-    leaf_T = tokens["logprobs_T"].clone().requires_grad_()
-    mask_T = tokens["mask_T"]
-    try:
-        # In a run log-probabilities are computed too: no leaf of the graph.
-        result = objective(**tokens | {"logprobs_T": leaf_T * 1.0})
+        return call(*arguments)
+    except WrongResult as error:
+        raise ValueError(f"{error} (on {where})") from error
     except Exception as error:
+        # Whatever the user's code raises is for the user to see.
         raise ValueError(f"its function raised {type(error).__name__}: {error} on {where}") from error
-    if not (isinstance(result, tuple) and len(result) == 2):
-        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        if isinstance(result, torch.Tensor):
-            found += f" of shape {list(result.shape)}"
-        raise ValueError(f"its function returned {found} on {where}; {EXPECTED}")
-    losses_T, sums = result
-    check_objective_result(losses_T, sums, leaf_T)
+
+
+def _rows() -> Iterator[tuple[RowTokens, torch.Tensor, str]]:
+    """Rows as a run makes them, the leaf that gradients arrive at, and words for each."""
+    behavior_T = torch.tensor([-0.7, -1.2, -0.1, -2.3, -0.9, -0.4, -1.6, torch.nan])
+    # The first sequence has the ratio 1.
+    drift_T = torch.tensor([0.0, 0.0, 0.02, -0.01, -0.03, 0.01, 0.05, 0.0])
+    leaf_T = (behavior_T.nan_to_num(-3.0) + drift_T).requires_grad_()
+    row = RowTokens(
+        # In a run log-probabilities are computed: no leaf of the graph.
+        logprobs_T=leaf_T * 1.0,
+        behavior_logprobs_T=behavior_T,
+        advantages_T=torch.tensor([1.0, 1.0, -0.5, -0.5, 0.8, 0.8, -1.3, -1.3]),
+        mask_T=torch.tensor([True, True, True, True, True, True, True, False]),
+        sequence_ids_T=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
+        ages_T=torch.tensor([0, 0, 1, 1, 0, 2, 0, 0], dtype=torch.int32),
+        sample_weights_T=torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]),
+        ref_logprobs_T=leaf_T.detach() - 0.1 * drift_T.sign() - 0.05,
+        proximal_logprobs_T=leaf_T.detach() + 0.01,
+    )
+    yield row, leaf_T, "8 made-up tokens"
+    empty = {field.name: getattr(row, field.name)[:0] for field in dataclasses.fields(row)}
+    yield RowTokens(**empty), leaf_T, "a row without tokens, which some ranks get"
+
+
+def _try_objective(objective: PythonObjective) -> None:
+    for row, leaf_T, where in _rows():
+        losses_T, sums = _call(objective, row, where=where)
+        _check_sums(sums, where)
+        _check_finite(losses_T, row, "losses", where)
+        if len(losses_T):
+            _check_gradient(losses_T, leaf_T, row.mask_T, "losses")
+
+
+def _try_correction(correction: PythonCorrection) -> None:
+    for row, _, where in _rows():
+        weights_T, sums = _call(correction, row, where=where)
+        _check_sums(sums, where)
+        if not bool(weights_T.isfinite().all() and (weights_T[~row.mask_T] == 0).all()):
+            raise ValueError(
+                f"its weights are {shown(weights_T)} on {where}; must be finite, and 0 where mask_T is false"
+            )
+
+
+def _try_estimator(estimator: PythonKlEstimator) -> None:
+    for row, leaf_T, where in _rows():
+        kl_T = _call(estimator, row, where=where)
+        _check_finite(kl_T, row, "estimates", where)
+        if len(kl_T):
+            _check_gradient(kl_T, leaf_T, row.mask_T, "estimates")
+
+
+def _try_aggregation(aggregation: PythonAggregation) -> None:
+    for row, leaf_T, where in _rows():
+        values_T = (leaf_T * 2.0)[: len(row.mask_T)]
+
+        def aggregate(row: RowTokens = row, values_T: torch.Tensor = values_T) -> torch.Tensor:
+            return aggregation(
+                values_T=values_T,
+                mask_T=row.mask_T,
+                sequence_ids_T=row.sequence_ids_T,
+                weights_T=row.sample_weights_T,
+            )
+
+        loss = _call(aggregate, where=where)
+        if not bool(loss.isfinite()):
+            raise ValueError(f"its loss is {float(loss)} on {where}; must be finite")
+        if len(row.mask_T):
+            _check_gradient(loss, leaf_T, row.mask_T, "loss")
+
+
+def _try_advantage(advantage: PythonAdvantage, group_size: int) -> None:
+    # As many different rewards as a group has rollouts; and a group of equal ones, from which nothing
+    # follows.
+    different_G = torch.arange(group_size, dtype=torch.float64) / max(1, group_size - 1)
+    equal_G = torch.ones(group_size, dtype=torch.float64)
+    where = f"groups of {group_size} rollouts, of different and of equal rewards"
+    _call(advantage.of_batch, [different_G, equal_G], where=where)
+
+
+def _try_filter(one: PythonFilter, group_size: int) -> None:
+    equal = (1.0,) * group_size
+    for rewards in (tuple(float(index % 2) for index in range(group_size)), equal):
+        facts = GroupFacts(
+            rewards=rewards,
+            lengths=tuple(10 * (index + 1) for index in range(group_size)),
+            is_truncated=tuple(index == group_size - 1 for index in range(group_size)),
+            penalties=tuple(0.5 * (index % 3) for index in range(group_size)),
+        )
+        _call(one, facts, np.random.default_rng(0), where=f"a group with the rewards {list(rewards)}")
+
+
+def _check_sums(sums: Mapping[str, torch.Tensor | float], where: str) -> None:
     for name, value in sums.items():
         number = float(value.detach()) if isinstance(value, torch.Tensor) else value
         if not math.isfinite(number):
             raise ValueError(f"its sum {name!r} is {number} on {where}; must be finite")
-    if not losses_T[mask_T].isfinite().all():
-        raise ValueError(f"its losses are {_shown(losses_T)} on {where}; must be finite where mask_T is true")
-    if needs_gradient:
-        _check_gradient(losses_T, leaf_T, mask_T)
 
 
-def _check_gradient(losses_T: torch.Tensor, leaf_T: torch.Tensor, mask_T: torch.Tensor) -> None:
-    gradient_T = None
-    if losses_T.requires_grad:
-        (gradient_T,) = torch.autograd.grad(
-            torch.where(mask_T, losses_T, 0.0).sum(), leaf_T, allow_unused=True
+def _check_finite(values_T: torch.Tensor, row: RowTokens, plural: str, where: str) -> None:
+    if not bool(values_T[row.mask_T].isfinite().all()):
+        raise ValueError(
+            f"its {plural} are {shown(values_T)} on {where}; must be finite where mask_T is true"
         )
+
+
+def _check_gradient(values: torch.Tensor, leaf_T: torch.Tensor, mask_T: torch.Tensor, plural: str) -> None:
+    gradient_T = None
+    if values.requires_grad:
+        total = values.where(mask_T, 0.0).sum() if values.ndim else values
+        (gradient_T,) = torch.autograd.grad(total, leaf_T, allow_unused=True, retain_graph=True)
     if gradient_T is None:
         raise ValueError(
-            "no gradient reaches logprobs_T from its losses; they must be computed from logprobs_T, not "
+            f"no gradient reaches logprobs_T from its {plural}; they must be computed from logprobs_T, not "
             "detached"
         )
-    if not gradient_T.isfinite().all():
-        raise ValueError(f"the gradient of its losses by logprobs_T is {_shown(gradient_T)}; must be finite")
-    if not gradient_T[mask_T].any():
+    if not bool(gradient_T.isfinite().all()):
+        raise ValueError(f"the gradient of its {plural} by logprobs_T is {shown(gradient_T)}; must be finite")
+    if not bool(gradient_T[mask_T].any()):
         raise ValueError(
-            "the gradient of its losses by logprobs_T is 0 for every token; nothing would be learned"
+            f"the gradient of its {plural} by logprobs_T is 0 for every token; nothing would be learned"
         )
-
-
-def _shown(values_T: torch.Tensor) -> str:
-    return "[" + ", ".join(f"{value:.3g}" for value in values_T.detach().double().tolist()) + "]"

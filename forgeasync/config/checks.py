@@ -5,13 +5,12 @@ Rules of one field alone are bounds in ``forgeasync.config.schema``.
 
 from collections.abc import Callable, Iterator
 
+from forgeasync.config.algorithm_rules import check_algorithm
 from forgeasync.config.buffer_checks import check_accounting, check_buffer
 from forgeasync.config.division_checks import check_generator_fits_model, check_trainer_divides_model
-from forgeasync.config.filter_checks import check_groups
 from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.launch_checks import check_launcher
 from forgeasync.config.lora_checks import check_lora, check_lora_family, check_lora_sharding
-from forgeasync.config.loss_checks import check_loss
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.number_checks import check_nucleus, check_numbers
 from forgeasync.config.problems import Problem
@@ -20,7 +19,7 @@ from forgeasync.config.routing_checks import (
     check_router_bias,
     check_sequence_parallelism,
 )
-from forgeasync.config.schema import GROUP_RELATIVE_ADVANTAGES, RunConfig
+from forgeasync.config.schema import RunConfig
 from forgeasync.config.scorer_checks import check_scorer
 from forgeasync.config.sizes import ROW_ALIGNMENT, largest_group_payload_bytes
 
@@ -70,12 +69,6 @@ def _check_lengths(config: RunConfig) -> Iterator[Problem]:
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
-    if algorithm.advantage in GROUP_RELATIVE_ADVANTAGES and algorithm.group_size < 2:
-        yield Problem(
-            field="algorithm.group_size",
-            value=algorithm.group_size,
-            remedy=f"must be at least 2: advantage {algorithm.advantage.value!r} compares a group's rollouts",
-        )
     rollouts = algorithm.group_size * algorithm.groups_per_step
     ranks = config.trainer.parallel.data_replicate * config.trainer.parallel.data_shard
     if rollouts < ranks:
@@ -193,12 +186,11 @@ def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem
 _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_lengths,
     _check_batch,
-    check_loss,
+    check_algorithm,
     _check_generator,
     check_interruption,
     check_buffer,
     check_accounting,
-    check_groups,
     _check_mesh,
     check_numbers,
     _check_offload,

@@ -59,6 +59,9 @@ def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...
             node = node[part]
         elif isinstance(node, Sequence) and isinstance(part, int) and part < len(node):
             node = node[part]
+        elif isinstance(node, str) and depth and details["loc"][depth - 1] == node:
+            # A key of a section that is given by its kind alone: pydantic names the kind before it.
+            pass
         elif not (depth == last and details["type"] == "missing"):
             continue
         location.append(part)
@@ -67,7 +70,7 @@ def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...
 
 def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], values: object) -> Problem:
     details = errors[0]
-    field = _dotted(location) or "config"
+    field = _dotted(_shown_location(location, values)) or "config"
     value = details["input"]
     context: Mapping[str, object] = details["ctx"] if "ctx" in details else {}
     match details["type"]:
@@ -88,6 +91,8 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             return Problem(field=f"{field}.kind", remedy=remedy)
         case "union_tag_invalid":
             remedy = f"expected one of {_kinds(location, values)}"
+            if _is_kind_alone(location, values):
+                return Problem(field=field, value=context["tag"], remedy=remedy)
             return Problem(field=f"{field}.kind", value=context["tag"], remedy=remedy)
         case "finite_number":
             return Problem(field=field, value=value, remedy="must be a finite number")
@@ -104,6 +109,25 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             remedy = f"must be {words} {context[key]}{_meaning(location, values)}"
             return Problem(field=field, value=value, remedy=remedy)
     return Problem(field=field, value=value, remedy=details["msg"])
+
+
+def _shown_location(location: tuple[str | int, ...], values: object) -> tuple[str | int, ...]:
+    """Where a key stands in the file: beside its section where that is given by its kind alone."""
+    return (*location[:-2], location[-1]) if _is_kind_alone(location[:-1], values) else location
+
+
+def _is_kind_alone(location: tuple[str | int, ...], values: object) -> bool:
+    """Whether the file has a text at a location, which is that of a section."""
+    return isinstance(_value(location, values), str)
+
+
+def _value(location: tuple[str | int, ...], values: object) -> object:
+    """What the file has at a location; None where there is nothing."""
+    node = values
+    for part in location:
+        is_there = (isinstance(node, Mapping) and part in node) or isinstance(node, list)
+        node = node[part] if is_there else None
+    return node
 
 
 def _dotted(location: tuple[str | int, ...]) -> str:
@@ -142,7 +166,12 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
 
 def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]:
     """The section class at a location; of several kinds, the one that the file names."""
-    return _candidates(location, values)[0]
+    candidates = _candidates(location, values)
+    text = _value(location, values)
+    if isinstance(text, str):
+        # Given by its kind alone.
+        candidates.sort(key=lambda member: text not in get_args(member.model_fields["kind"].annotation))
+    return candidates[0]
 
 
 def _unknown_key(location: tuple[str | int, ...], values: object) -> str:

@@ -1,8 +1,8 @@
 """The typed schema of a run: every key a YAML file may hold, its type, its range and what it means.
 
 Rules that one field can decide alone are types and bounds here; rules across fields live in
-``forgeasync.config.checks``. What the loss is made of is in ``forgeasync.config.loss_schema``, where
-procs run in ``forgeasync.config.launch_schema``.
+``forgeasync.config.checks``. The ``algorithm`` section is in ``forgeasync.config.algorithm``, where procs
+run in ``forgeasync.config.launch_schema``.
 """
 
 from enum import StrEnum
@@ -10,10 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer_schema import AccountingSection, BufferSection, PayloadSection
-from forgeasync.config.filter_schema import FilterSection
 from forgeasync.config.launch_schema import LauncherSection, LocalLauncher
-from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.config.section import (
     Count,
@@ -246,37 +245,6 @@ class TrainerSection(Section):
     def _read_off(cls, value: object) -> object:
         """YAML reads a bare ``off`` as false."""
         return RoutingReplay.OFF if value is False else value
-
-
-class AdvantageName(StrEnum):
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    RLOO = "rloo"
-    REINFORCE_PP = "reinforce_pp"
-    GROUP_PASS_AT_K = "group_pass_at_k"
-    """For the best of ``pass_at_k`` samples instead of the mean."""
-
-
-GROUP_RELATIVE_ADVANTAGES = frozenset(
-    {AdvantageName.GRPO, AdvantageName.DR_GRPO, AdvantageName.RLOO, AdvantageName.GROUP_PASS_AT_K}
-)
-"""Advantages that compare a rollout with its own group: they need at least two rollouts a group."""
-
-
-class AlgorithmSection(LossSection):
-    """How rewards become gradients: advantages here, the loss in ``forgeasync.config.loss_schema``."""
-
-    advantage: AdvantageName = AdvantageName.GRPO
-    pass_at_k: Count | None = None
-    """Of advantage group_pass_at_k."""
-    group_size: Count
-    """Rollouts per prompt."""
-    groups_per_step: Count
-    """Prompts per optimizer step."""
-    filters: tuple[FilterSection, ...] = ()
-    """Applied to every scored group, one after the other; what they drop is counted."""
-    max_filtered_in_a_row: Count = 512
-    """The run ends with an error once filters have dropped this many groups with none kept between."""
 
 
 MAX_LORA_RANK = 512

@@ -4,9 +4,16 @@ Every number has an upper bound too: one that is far too large shall be refused 
 integer type or the clock that it is handed to.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    WrapSerializer,
+)
 
 MAX_COUNT = 10**9
 """Fits the 32-bit integers of the libraries that counts are handed to, also with a little added."""
@@ -44,3 +51,17 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+
+def _read_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+def _write_kind(value: Any, write: SerializerFunctionWrapHandler) -> Any:
+    written = write(value)
+    return written["kind"] if isinstance(written, dict) and written.keys() == {"kind"} else written
+
+
+SHORT_FORM = (BeforeValidator(_read_kind), WrapSerializer(_write_kind))
+"""Annotations of a union of sections that may be given by their ``kind`` alone: ``advantage: grpo``. They are
+written so too where the kind is all that there is to say."""

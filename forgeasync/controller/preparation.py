@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from forgeasync.algorithms.trial_call import check_own_objective
 from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.checks import check_config, check_without_model
 from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
-from forgeasync.config.loss_schema import PythonObjective
 from forgeasync.config.machine_checks import check_gpus
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
 from forgeasync.config.problems import ConfigError, Problem, raise_if_any
@@ -55,7 +53,7 @@ class Prepared:
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     """Check the config against itself, its model's shape and what runs before it have left.
 
-    A loss of one's own is called on a few made-up tokens.
+    Code of the user's own is called on made-up input.
 
     Raises:
         ConfigError: lists every problem.
@@ -63,11 +61,6 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     own = check_without_model(config)
     others = [*check_run_dir(config, is_resumed=is_resumed)]
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
-    objective = config.algorithm.objective
-    if isinstance(objective, PythonObjective) and not any(
-        problem.field.startswith("algorithm.objective") for problem in own
-    ):
-        others += check_own_objective(objective)
     try:
         raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)

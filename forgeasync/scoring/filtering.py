@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forgeasync.algorithms.filter_sections import build_filters
 from forgeasync.algorithms.filter_watch import FilterWatch
-from forgeasync.algorithms.filters import Filtered, FilterReason, GroupFacts
-from forgeasync.config.schema import AlgorithmSection
+from forgeasync.algorithms.filters import apply_filters
+from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
+from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.data.rollout import FinishReason, Group
 
 
@@ -20,7 +20,7 @@ class GroupFiltering:
     """The filters of a run. What they draw follows from the seed and the group's draw id."""
 
     def __init__(self, algorithm: AlgorithmSection, *, seed: int) -> None:
-        self._filter = build_filters(algorithm.filters)
+        self._filters = algorithm.filters
         self._watch = FilterWatch(algorithm.max_filtered_in_a_row)
         self._seed = seed
         self._num_groups: Counter[FilterReason] = Counter({reason: 0 for reason in FilterReason})
@@ -37,7 +37,7 @@ class GroupFiltering:
             lengths=tuple(rollout.num_response_tokens for rollout in group.rollouts),
             is_truncated=tuple(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts),
         )
-        filtered = self._filter(facts, np.random.default_rng([self._seed, group.draw_id]))
+        filtered = apply_filters(self._filters, facts, np.random.default_rng([self._seed, group.draw_id]))
         self._num_rollouts += filtered.num_dropped
         if filtered.reason is None:
             self._watch.kept()

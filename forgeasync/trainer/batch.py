@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forgeasync.algorithms import advantages
-from forgeasync.config.schema import AdvantageName, AlgorithmSection, RoutingReplay
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.config.schema import RoutingReplay
 from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.data.routing import NO_RECORD
@@ -38,23 +38,7 @@ def group_advantages(groups: Sequence[Group], algorithm: AlgorithmSection) -> li
     Computed in float64: rewards far from 0 differ by less than float32 can tell.
     """
     rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
-    return [advantages_G.float() for advantages_G in _advantages(rewards, algorithm)]
-
-
-def _advantages(rewards: Sequence[torch.Tensor], algorithm: AlgorithmSection) -> Sequence[torch.Tensor]:
-    match algorithm.advantage:
-        case AdvantageName.GRPO:
-            return [advantages.grpo(rewards_G) for rewards_G in rewards]
-        case AdvantageName.DR_GRPO:
-            return [advantages.dr_grpo(rewards_G) for rewards_G in rewards]
-        case AdvantageName.RLOO:
-            return [advantages.rloo(rewards_G) for rewards_G in rewards]
-        case AdvantageName.GROUP_PASS_AT_K:
-            assert algorithm.pass_at_k is not None, "checked with the config"
-            return [advantages.group_pass_at_k(rewards_G, algorithm.pass_at_k) for rewards_G in rewards]
-        case AdvantageName.REINFORCE_PP:
-            whole_N = advantages.reinforce_pp(torch.cat(list(rewards)))
-            return whole_N.split([len(rewards_G) for rewards_G in rewards])
+    return [advantages_G.float() for advantages_G in algorithm.advantage.of_batch(rewards)]
 
 
 def training_items(

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
+from forgeasync.algorithms.loss import Loss
+from forgeasync.algorithms.row_tokens import RowTokens
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import LoraSection, OptimizerSection, RouterBias, TrainerSection
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
@@ -33,7 +35,6 @@ from forgeasync.trainer.finite import (
 )
 from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.hf_names import hf_names
-from forgeasync.trainer.loss import PolicyLoss, RowTokens
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.probe import Probe
@@ -54,7 +55,7 @@ class PolicyTrainer:
         section: TrainerSection,
         facts: ModelFacts,
         temperature: float,
-        loss: PolicyLoss,
+        loss: Loss,
         seed: int,
         checkpoint: Path | None,
         lora: LoraSection | None = None,

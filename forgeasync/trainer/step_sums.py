@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.log_ratios import MAX_LOG_RATIO, capped
+from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, capped
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from forgeasync.config.loss_schema import LossSection
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import (
     ActivationCheckpointing,
@@ -20,7 +20,6 @@ from forgeasync.config.schema import (
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.hf_names import unstack_experts
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers
@@ -93,7 +92,7 @@ def _take_step(inputs: Inputs, case: Case) -> Outcome:
         section=case.section(),
         facts=read_model_facts(str(folder)),
         temperature=0.9,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=folder,
     )

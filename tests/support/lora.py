@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.lora_checks import ADAPTABLE
-from forgeasync.config.loss_schema import LossSection
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import (
     ActivationCheckpointing,
@@ -19,7 +19,6 @@ from forgeasync.config.schema import (
     TrainerSection,
 )
 from forgeasync.trainer.lora import adapter_parameters, copy_whole, is_adapter
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 
@@ -54,7 +53,7 @@ def make_trainer(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=1.0,
-        loss=build_loss(LossSection()),
+        loss=Loss(),
         seed=0,
         checkpoint=folder,
         lora=lora,

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RunConfig
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from tests.support.live_tensors import LiveTensors
@@ -69,7 +68,7 @@ def _measure(case: Case) -> Measured:
         section=config.trainer,
         facts=case.facts,
         temperature=config.sampling.temperature,
-        loss=build_loss(config.algorithm),
+        loss=config.algorithm,
         seed=0,
         checkpoint=None,
         lora=config.lora,

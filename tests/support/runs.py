@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer_schema import PayloadSection
 from forgeasync.config.schema import (
-    AlgorithmSection,
     DataSection,
     EvaluationSection,
     GeneratorSection,

@@ -1,0 +1,99 @@
+"""The loss of a batch: an objective per token, weighted by corrections, plus a penalty, aggregated.
+
+    loss = aggregate(objective(A') * product(corrections) + [coefficient * kl, where it is in the loss])
+
+A' is the advantage, less the penalty to go where the penalty is in the reward. The batch comes in rows: the
+losses of all rows of all data-parallel ranks, each given the batch's count, add up to the batch's loss.
+
+Shape suffix: T trained tokens (targets) of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forgeasync.algorithms.aggregation import AnyAggregation, TokenMean
+from forgeasync.algorithms.corrections import AnyCorrection, product
+from forgeasync.algorithms.kl import KlPenalty, KlPlace, penalty_to_go
+from forgeasync.algorithms.objectives import AnyObjective, PpoClip
+from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.config.section import Section
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLoss:
+    """A row's share of the batch's loss; sums over its masked tokens; corrections' weights [T], if any."""
+
+    loss: torch.Tensor
+    sums: dict[str, torch.Tensor]
+    weights_T: torch.Tensor | None
+
+
+class Loss(Section):
+    """What a loss is made of, and the loss itself; it travels to the trainer's procs as it is."""
+
+    objective: AnyObjective = PpoClip()
+    """The loss of a token."""
+    corrections: tuple[AnyCorrection, ...] = ()
+    """What it is multiplied by, for data that an older policy or another engine has sampled."""
+    aggregation: AnyAggregation = TokenMean()
+    """How the losses of tokens become the loss of a batch."""
+    kl: KlPenalty | None = None
+    """With it the trainer holds the model that the run starts from, too."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether rows have to come with ``ref_logprobs_T``."""
+        return self.kl is not None
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether rows have to come with ``proximal_logprobs_T`` once a batch makes several steps."""
+        return self.objective.needs_proximal
+
+    def count(
+        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
+    ) -> torch.Tensor:
+        """What a row adds to the count of its batch."""
+        return self.aggregation.count(mask_T, sequence_ids_T, sample_weights_T)
+
+    def __call__(self, row: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
+        """A row's share of the loss of a batch whose ``count`` is ``total``.
+
+        Raises:
+            ValueError: code of the user's own returned something else than it has to.
+        """
+        sums: dict[str, torch.Tensor] = {}
+        seen, added_T = row, None
+        if self.kl is not None:
+            kl_T = self.kl.estimator(row)
+            sums[f"kl/{self.kl.estimator.kind}"] = kl_T.detach().sum()
+            penalty_T = self.kl.coefficient * kl_T
+            if self.kl.where is KlPlace.REWARD:
+                to_go_T = penalty_to_go(penalty_T, row.mask_T, row.sequence_ids_T)
+                seen = dataclasses.replace(row, advantages_T=row.advantages_T - to_go_T)
+            else:
+                added_T = penalty_T
+        losses_T, objective_sums = self.objective(seen)
+        sums |= objective_sums
+        weights_T = None
+        if self.corrections:
+            # By the sequence's own advantage: a penalty to go differs from token to token.
+            weights_T, correction_sums = product(self.corrections, row)
+            sums |= correction_sums
+            losses_T = losses_T * weights_T
+        if added_T is not None:
+            losses_T = losses_T + added_T
+        loss = self.aggregation(
+            values_T=losses_T,
+            mask_T=row.mask_T,
+            sequence_ids_T=row.sequence_ids_T,
+            weights_T=row.sample_weights_T,
+            total=total,
+        )
+        return RowLoss(loss=loss, sums=sums, weights_T=weights_T)

@@ -1,0 +1,82 @@
+"""From rewards of steps to advantages of tokens (process supervision).
+
+Shape suffixes: G rollouts of one group, J steps of one response, T tokens of one response.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from forgeasync.algorithms.advantages import normalized
+
+if TYPE_CHECKING:
+    import torch
+
+
+def from_step_rewards(
+    step_rewards_G: Sequence[torch.Tensor],
+    step_ends_G: Sequence[torch.Tensor],
+    lengths_G: Sequence[int],
+) -> list[torch.Tensor]:
+    """Advantages of tokens from rewards of steps: float32 [T] for each rollout of a group.
+
+    ``step_rewards_G[i]`` and ``step_ends_G[i]`` [J] are the rewards of the steps of rollout i and the tokens,
+    exclusive and increasing, where they end in its response of ``lengths_G[i]``. Rewards are normalized by
+    mean and unbiased standard deviation (plus 1e-6) over all steps of the group; a token's advantage is
+    the sum over the steps that end at it or after it. Tokens after the last step have 0, and all have
+    exactly 0 where all steps have the same reward.
+
+    Source: Shao et al., "DeepSeekMath", 2024, section 4.1.3.
+
+    Raises:
+        ValueError: the arguments are not of one length, or the ends do not fit their rewards or the response.
+    """
+    import torch
+
+    if not len(step_rewards_G) == len(step_ends_G) == len(lengths_G):
+        raise ValueError(
+            f"from_step_rewards: {len(step_rewards_G)} step_rewards, {len(step_ends_G)} step_ends and "
+            f"{len(lengths_G)} lengths; must be one of each for every rollout"
+        )
+    for index, (rewards_J, ends_J, length) in enumerate(
+        zip(step_rewards_G, step_ends_G, lengths_G, strict=True)
+    ):
+        _check_steps(index, rewards_J, ends_J, length)
+    if sum(rewards_J.numel() for rewards_J in step_rewards_G) == 0:
+        return [torch.zeros(length) for length in lengths_G]
+    # In float64: the sums below are differences of sums over the whole response.
+    whole_N = torch.cat([rewards_J.double() for rewards_J in step_rewards_G])
+    split = [rewards_J.numel() for rewards_J in step_rewards_G]
+    return [
+        _sums_from_here(normalized_J, ends_J, length).float()
+        for normalized_J, ends_J, length in zip(
+            normalized(whole_N).split(split), step_ends_G, lengths_G, strict=True
+        )
+    ]
+
+
+def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> None:
+    where = f"from_step_rewards: rollout {index}"
+    if rewards_J.ndim != 1 or rewards_J.shape != ends_J.shape:
+        raise ValueError(
+            f"{where} has step_rewards of shape {tuple(rewards_J.shape)} and step_ends of shape "
+            f"{tuple(ends_J.shape)}; must be one reward and one end for every step"
+        )
+    if not bool(rewards_J.isfinite().all()):
+        raise ValueError(f"{where} has step_rewards {rewards_J.tolist()}; must be finite")
+    ends = [0, *ends_J.tolist()]
+    if any(end <= before for before, end in itertools.pairwise(ends)):
+        raise ValueError(f"{where} has step_ends {ends[1:]}; must increase, from 1 at least")
+    if ends[-1] > length:
+        raise ValueError(f"{where} has a step that ends at {ends[-1]}; must be within its {length} tokens")
+
+
+def _sums_from_here(values_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> torch.Tensor:
+    """For every token [T] the sum of the values of steps that end after its position."""
+    sums_J = values_J.flip(0).cumsum(0).flip(0)
+    advantages_T = values_J.new_zeros(length)
+    for total, (start, end) in zip(sums_J, itertools.pairwise([0, *ends_J.tolist()]), strict=True):
+        advantages_T[start:end] = total
+    return advantages_T

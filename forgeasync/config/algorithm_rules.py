@@ -1,0 +1,221 @@
+"""Rules of the ``algorithm`` section: which of its parts go together, and with the rest of a run.
+
+The first question is how often the importance ratio current / behavior is in the product. Twice is an error,
+not a stronger correction: the expectation is then that of another policy.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from forgeasync.algorithms.advantages import GroupPassAtK
+from forgeasync.algorithms.aggregation import ConstantLength, SequenceMeanOfTokenMean
+from forgeasync.algorithms.corrections import IcePop, MaskedIs
+from forgeasync.algorithms.filters import (
+    AnyFilter,
+    DynamicSampling,
+    OverlongFilter,
+    OverlongPenalty,
+    PythonFilter,
+    ResampleOnCorrect,
+)
+from forgeasync.algorithms.kl import K1, KlPlace, UnbiasedK3
+from forgeasync.algorithms.objectives import Gspo, Supervised
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.config.problems import Problem
+from forgeasync.config.python_code import PythonCode
+from forgeasync.config.schema import RunConfig
+
+
+def check_algorithm(config: RunConfig) -> Iterator[Problem]:
+    """Everything that cannot go together; code of the user's own is tried on made-up input."""
+    algorithm = config.algorithm
+    yield from _check_objective(algorithm)
+    yield from _check_corrections(algorithm)
+    yield from _check_aggregation(algorithm, config.sampling.max_response_tokens)
+    yield from _check_kl(algorithm)
+    yield from _check_advantage(algorithm)
+    yield from check_filters(
+        algorithm.filters,
+        field="algorithm.filters",
+        group_size=algorithm.group_size,
+        max_response_tokens=config.sampling.max_response_tokens,
+    )
+    if _has_own_code(algorithm):
+        # Only here, as it takes torch, which other configs are checked without.
+        from forgeasync.algorithms.trial_call import check_own_code
+
+        yield from check_own_code(algorithm)
+
+
+def _has_own_code(algorithm: AlgorithmSection) -> bool:
+    estimators = [] if algorithm.kl is None else [algorithm.kl.estimator]
+    one_each = (algorithm.objective, algorithm.aggregation, algorithm.advantage)
+    parts = (*one_each, *algorithm.corrections, *algorithm.filters, *estimators)
+    return any(isinstance(part, PythonCode) for part in parts)
+
+
+def _check_objective(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    if isinstance(algorithm.objective, Supervised):
+        yield Problem(
+            field="algorithm.objective.kind",
+            value=algorithm.objective.kind,
+            remedy="ignores rewards: it would train on wrong answers as on right ones. Use 'reinforce' or "
+            "another objective that weighs tokens by their advantage",
+        )
+
+
+def _check_corrections(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    objective, corrections = algorithm.objective, algorithm.corrections
+    kinds = [correction.kind for correction in corrections]
+    first_ratio: str | None = None
+    for index, correction in enumerate(corrections):
+        field, kind = f"algorithm.corrections.{index}", correction.kind
+        if kind in kinds[:index] and not isinstance(correction, PythonCode):
+            yield Problem(field=field, value=kind, remedy="is there twice; must be there once")
+            continue
+        if correction.ratio_level is None:
+            continue
+        if isinstance(correction, MaskedIs | IcePop) and correction.low >= correction.high:
+            remedy = f"must be below high = {correction.high}"
+            yield Problem(field=f"{field}.low", value=correction.low, remedy=remedy)
+        if objective.ratio_inside is not None:
+            yield Problem(
+                field=field,
+                value=kind,
+                remedy=f"would count the importance ratio twice: with objective {objective.kind!r} "
+                f"{objective.ratio_inside}. Use objective 'reinforce' with {kind!r}, or {objective.kind!r} "
+                "with masks only ('off_policy_sequence_mask', 'age_weight')",
+            )
+        elif objective.looks_at_sequences and correction.ratio_level == "token":
+            yield Problem(
+                field=field,
+                value=kind,
+                remedy=f"weighs each token by itself, but objective {objective.kind!r} looks at sequences "
+                "whole; use 'truncated_is' or 'masked_is' with level 'sequence' or 'geometric'",
+            )
+        elif first_ratio is not None:
+            yield Problem(
+                field=field,
+                value=kind,
+                remedy=f"would count the importance ratio twice: {first_ratio!r} is the same ratio, "
+                "bounded in another way; keep one of them",
+            )
+        first_ratio = first_ratio or kind
+
+
+def _check_aggregation(algorithm: AlgorithmSection, longest: int) -> Iterator[Problem]:
+    aggregation = algorithm.aggregation
+    if isinstance(algorithm.objective, Gspo) and not isinstance(aggregation, SequenceMeanOfTokenMean):
+        yield Problem(
+            field="algorithm.aggregation.kind",
+            value=aggregation.kind,
+            remedy="with objective 'gspo' must be 'sequence_mean_of_token_mean': every token has its "
+            "sequence's whole loss, so that any other would weigh sequences by their length",
+        )
+    if isinstance(aggregation, ConstantLength) and aggregation.length < longest:
+        yield Problem(
+            field="algorithm.aggregation.length",
+            value=aggregation.length,
+            remedy=f"must be at least sampling.max_response_tokens = {longest}",
+        )
+
+
+def _check_kl(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    kl, objective = algorithm.kl, algorithm.objective
+    if kl is None:
+        return
+    if kl.where is KlPlace.LOSS and isinstance(kl.estimator, K1):
+        yield Problem(
+            field="algorithm.kl.estimator",
+            value=kl.estimator.kind,
+            remedy="has a gradient of mean zero: in the loss it adds noise and no pull to the reference. "
+            "Use 'k2', 'k3' or 'unbiased_k3', or where: reward",
+        )
+    if kl.where is KlPlace.REWARD and isinstance(kl.estimator, UnbiasedK3):
+        yield Problem(
+            field="algorithm.kl.estimator",
+            value=kl.estimator.kind,
+            remedy="carries the importance ratio for its own gradient; a reward has none, and the objective "
+            "weighs by the ratio again. Use 'k1', 'k2' or 'k3', or where: loss",
+        )
+    if kl.where is KlPlace.REWARD and objective.looks_at_sequences:
+        yield Problem(
+            field="algorithm.kl.where",
+            value=kl.where.value,
+            remedy=f"gives every token an advantage of its own, but objective {objective.kind!r} has one a "
+            "sequence; use where: loss",
+        )
+
+
+def _check_advantage(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    advantage = algorithm.advantage
+    if algorithm.group_size < advantage.smallest_group:
+        yield Problem(
+            field="algorithm.group_size",
+            value=algorithm.group_size,
+            remedy=f"must be at least {advantage.smallest_group}: advantage {advantage.kind!r} compares a "
+            "group's rollouts",
+        )
+    if not isinstance(advantage, GroupPassAtK):
+        if algorithm.pass_at_k is not None:
+            yield Problem(
+                field="algorithm.pass_at_k",
+                value=algorithm.pass_at_k,
+                remedy=f"needs algorithm.advantage = {GroupPassAtK.model_fields['kind'].default!r}",
+            )
+        return
+    # Filters leave a group with fewer rollouts than were sampled.
+    smallest = algorithm.group_size
+    for one in algorithm.filters:
+        if isinstance(one, PythonFilter):
+            yield Problem(
+                field="algorithm.advantage",
+                value=advantage.kind,
+                remedy=f"needs {advantage.pass_at_k} rollouts of every group, and a filter of your own may "
+                "leave fewer; use another advantage or the filters that are there",
+            )
+        elif isinstance(one, OverlongFilter):
+            smallest = min(smallest, 2)
+        elif isinstance(one, ResampleOnCorrect):
+            smallest = min(smallest, one.num_kept)
+    if advantage.pass_at_k > smallest:
+        yield Problem(
+            field="algorithm.pass_at_k",
+            value=advantage.pass_at_k,
+            remedy=f"must be from 1 to {smallest}, the fewest rollouts of a group that algorithm.group_size "
+            "and algorithm.filters leave",
+        )
+
+
+def check_filters(
+    filters: Sequence[AnyFilter], *, field: str, group_size: int, max_response_tokens: int
+) -> Iterator[Problem]:
+    """Filters that cannot work or never do anything; ``field`` is where their list stands in the config."""
+    for index, one in enumerate(filters):
+        match one:
+            case OverlongPenalty():
+                yield from _check_penalty(one, f"{field}.{index}", max_response_tokens)
+            case DynamicSampling() | OverlongFilter() if group_size < 2:
+                yield Problem(
+                    field="algorithm.group_size",
+                    value=group_size,
+                    remedy=f"must be at least 2 with the filter {one.kind!r} ({field}.{index}), which "
+                    "drops every group of 1: the run would starve",
+                )
+            case ResampleOnCorrect() if one.num_kept >= group_size:
+                yield Problem(
+                    field=f"{field}.{index}.num_kept",
+                    value=one.num_kept,
+                    remedy=f"must be less than algorithm.group_size ({group_size}), or nothing is left out",
+                )
+
+
+def _check_penalty(penalty: OverlongPenalty, field: str, max_response_tokens: int) -> Iterator[Problem]:
+    start = penalty.max_length - penalty.buffer
+    if start >= max_response_tokens:
+        yield Problem(
+            field=f"{field}.max_length",
+            value=penalty.max_length,
+            remedy=f"the penalty starts after {start} tokens, but responses are cut at "
+            f"sampling.max_response_tokens = {max_response_tokens}; max_length * (1 - buffer_share) must "
+            "be less",
+        )
