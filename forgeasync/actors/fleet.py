@@ -35,7 +35,6 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig, TrainerSection
-from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.records import Records
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import HostRole
@@ -43,8 +42,7 @@ from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
 from forgeasync.trainer.loss import LossChoice
 from forgeasync.weights.staging import NUM_SLOTS
-from forgeasync.weights.transports.store import open_store
-from forgeasync.weights.transports.transport import choose_transport
+from forgeasync.weights.transports.build import build_transport, require_reach
 
 logger = logging.getLogger(__name__)
 
@@ -172,13 +170,10 @@ class Fleet:
         """
         trainer_hosts = self.hosts.of_procs(HostRole.TRAINER, trainer.num_procs)
         generator_hosts = self.hosts.of_procs(HostRole.GENERATORS, generators.num_replicas)
-        transports = frozenset(
-            choose_transport(config.weights.transport, trainer_host=source.id, generator_host=target.id)
-            for source in trainer_hosts
-            for target in generator_hosts
-        )
-        if TransportChoice.TORCHSTORE in transports:
-            await open_store(self._spawn_here("weights"))
+        choice = config.weights.transport
+        transport = build_transport(choice)
+        require_reach(transport, choice, (host.id for host in (*trainer_hosts, *generator_hosts)))
+        await transport.start(self._spawn_here)
         # Adapters are small, and merged in float32.
         dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
         layout = await trainer.lay_out_weights(dtype)
@@ -187,7 +182,11 @@ class Fleet:
         folders = await _make_folders(
             [*trainer_hosts, *generator_hosts], [*staged, *[landing] * generators.num_replicas]
         )
-        sources = await trainer.open_staging(folders[: trainer.num_procs], transports)
+        sources = await trainer.open_staging(
+            folders[: trainer.num_procs],
+            choice,
+            generator_hosts=frozenset(host.id for host in generator_hosts),
+        )
         await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
 
     async def start_trainer(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint
-from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.config.model_facts import ModelFacts
@@ -34,9 +33,7 @@ from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import RankLayout
 from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.publisher import WeightPublisher
-from forgeasync.weights.staging import NUM_SLOTS
-from forgeasync.weights.transports.rdma import register
-from forgeasync.weights.transports.store import put
+from forgeasync.weights.transports.build import build_transport
 from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
@@ -190,18 +187,15 @@ class TrainerActor(Actor):
         return self._publisher.layout
 
     @endpoint
-    async def open_staging(self, folder: Path, transports: frozenset[TransportChoice]) -> StagingSource:
+    async def open_staging(
+        self, folder: Path, transport: TransportChoice, generator_hosts: frozenset[str]
+    ) -> StagingSource:
         """Allocate the staging buffers in a folder of this host; how generators reach them."""
-        buffers = self._publisher.open(folder)
-        self._puts_into_store = TransportChoice.TORCHSTORE in transports
-        segments: tuple[tuple[RDMABuffer, ...], ...] = ()
-        if TransportChoice.RDMA in transports:
-            segments = tuple(register(buffers.bytes(slot)) for slot in range(NUM_SLOTS))
-        return StagingSource(host_id=self._host_id, paths=buffers.paths, segments=segments)
+        return await self._publisher.open(folder, build_transport(transport), generator_hosts=generator_hosts)
 
     @endpoint
     async def stage_weights(self, slot: int) -> StagedShard:
-        """Copy this rank's part of the current weights into a staging buffer, cast to their dtype there.
+        """Publish this rank's part of the current weights in a staging buffer, cast to their dtype there.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
@@ -209,9 +203,9 @@ class TrainerActor(Actor):
         assert self._trainer is not None
         self._trainer.require_finite_weights(f"publishing version {self._trainer.policy_version}")
         start_s = time.perf_counter()
-        staged = self._publisher.stage(slot, self._trainer.policy_version, self._trainer.named_weights())
-        if self._puts_into_store:
-            await put(staged.rank, slot, self._publisher.buffers.bytes(slot))
+        staged = await self._publisher.publish(
+            slot, self._trainer.policy_version, self._trainer.named_weights()
+        )
         return dataclasses.replace(staged, copy_s=time.perf_counter() - start_s)
 
     @endpoint

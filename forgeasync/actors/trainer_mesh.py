@@ -185,12 +185,12 @@ class TrainerMesh:
         return layout
 
     async def open_staging(
-        self, folders: Sequence[Path], transports: frozenset[TransportChoice]
+        self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
     ) -> list[StagingSource]:
         """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
         self._sources = await self._on_every_rank(
             lambda: [
-                rank.open_staging.call_one(folder, transports)
+                rank.open_staging.call_one(folder, transport, generator_hosts)
                 for rank, folder in zip(self._ranks, folders, strict=True)
             ],
             self._timeouts.setup_s,
