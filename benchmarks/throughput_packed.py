@@ -14,9 +14,9 @@ from throughput_data import BETAS, CLIP_HIGH, CLIP_LOW, EPS, LEARNING_RATE, MAX_
 from forgeasync.config.loss_schema import LossSection, PpoClip
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import OptimizerSection, ParallelSection, TrainerSection
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 
 
 class PackedTrainer:
@@ -40,7 +40,7 @@ class PackedTrainer:
             learning_rate=LEARNING_RATE, betas=BETAS, eps=EPS, max_grad_norm=MAX_GRAD_NORM
         )
         longest = max(sequence.num_tokens for sequence in sequences)
-        self._trainer = PolicyTrainer(
+        setup = TrainerSetup(
             section=TrainerSection(
                 parallel=parallel,
                 tokens_per_row=longest,
@@ -50,10 +50,11 @@ class PackedTrainer:
             ),
             facts=read_model_facts(str(model)),
             temperature=1.0,
-            loss=build_loss(LossSection(objective=PpoClip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH))),
+            loss=LossSection(objective=PpoClip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)),
             seed=0,
             checkpoint=model,
         )
+        self._trainer = PolicyTrainer(setup)
         self._sequences = list(sequences)
 
     def step(self, tokens_per_row: int) -> tuple[float, float]:

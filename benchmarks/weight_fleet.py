@@ -27,6 +27,7 @@ from forgeasync.config.weights_schema import Interruption
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.launch.jobs import HostRole
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.build import build_transport
@@ -67,9 +68,15 @@ class Bench:
         config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
         generators = await fleet.start_generators(config, facts, folder)
         self._generator = generators._replicas[0]
-        self._trainer: TrainerMesh = await fleet.start_trainer(
-            config, config.trainer, facts, loss=LossSection(), seed=0, checkpoint=folder
+        setup = TrainerSetup(
+            section=config.trainer,
+            facts=facts,
+            temperature=config.sampling.temperature,
+            loss=LossSection(),
+            seed=0,
+            checkpoint=folder,
         )
+        self._trainer: TrainerMesh = await fleet.start_trainer(setup, config.timeouts)
         for choice in TRANSPORTS:
             await build_transport(choice).start(fleet._spawn_here)
         layout = await self._trainer.lay_out_weights(config.generator.dtype)

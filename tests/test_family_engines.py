@@ -21,9 +21,9 @@ from forgeasync.config.schema import (
 from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.families import write_family
 from tests.support.processes import run_alone, run_ranks
 from tests.support.weight_service import FolderPublisher
@@ -85,14 +85,15 @@ def _trained_logprobs(
     section = TrainerSection(
         parallel=ParallelSection(), tokens_per_row=512, optimizer=OptimizerSection(learning_rate=1e-3)
     )
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=SAMPLING.temperature,
-        loss=build_loss(LossSection()),
+        loss=LossSection(),
         seed=0,
         checkpoint=folder,
     )
+    trainer = PolicyTrainer(setup)
     row = pack_row(
         [
             TrainingSequence(

@@ -20,9 +20,9 @@ from forgeasync.config.schema import (
 from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from tests.support.buffer_world import make_task
 from tests.support.models import write_random_model
@@ -137,15 +137,16 @@ class Batches:
 
 
 def make_trainer(folder: Path, optimizer: OptimizerSection, max_token_age: int | None) -> PolicyTrainer:
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=TrainerSection(tokens_per_row=TOKENS_PER_ROW, optimizer=optimizer),
         facts=read_model_facts(str(folder)),
         temperature=0.8,
-        loss=build_loss(LossSection()),
+        loss=LossSection(),
         seed=0,
         checkpoint=folder,
         max_token_age=max_token_age,
     )
+    return PolicyTrainer(setup)
 
 
 def _learn(folder: Path, batches: Batches, best: int) -> Learned:

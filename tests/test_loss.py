@@ -21,6 +21,7 @@ from forgeasync.config.schema import LoraSection, OptimizerSection, ParallelSect
 from forgeasync.trainer.loss import PolicyLoss, RowTokens, Supervised, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_sums import StepSums
 from tests.support.lora import LORA, adapters, reference_logprobs
 from tests.support.models import write_random_model
@@ -358,7 +359,7 @@ def make_trainer(
     max_token_age: int | None = None,
 ) -> PolicyTrainer:
     """Unless a learning rate is given, steps leave the weights as they are; gradients are not clipped."""
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=TrainerSection(
             parallel=parallel or ParallelSection(),
             tokens_per_row=1024,
@@ -366,12 +367,13 @@ def make_trainer(
         ),
         facts=read_model_facts(str(folder)),
         temperature=0.8,
-        loss=build_loss(loss),
+        loss=loss,
         seed=0,
         checkpoint=folder,
         lora=lora,
         max_token_age=max_token_age,
     )
+    return PolicyTrainer(setup)
 
 
 def _near_policy(folder: Path) -> list[TrainingSequence]:

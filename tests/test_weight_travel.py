@@ -25,6 +25,7 @@ from forgeasync.config.schema import ParallelSection, RunConfig, SamplingSection
 from forgeasync.config.weights_schema import TransportChoice, WeightsSection
 from forgeasync.launch.hosts import LocalHosts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
@@ -149,12 +150,15 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
             trainer_task = starting.create_task(
                 fleet.start_trainer(
-                    config,
-                    config.trainer,
-                    facts,
-                    loss=LossSection(),
-                    seed=0,
-                    checkpoint=folder,
+                    TrainerSetup(
+                        section=config.trainer,
+                        facts=facts,
+                        temperature=config.sampling.temperature,
+                        loss=LossSection(),
+                        seed=0,
+                        checkpoint=folder,
+                    ),
+                    config.timeouts,
                 )
             )
         trainer, generators = trainer_task.result(), generators_task.result()

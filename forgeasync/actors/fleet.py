@@ -34,13 +34,13 @@ from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig, TrainerSection
+from forgeasync.config.schema import Dtype, RoutingReplay, RunConfig, TimeoutSection
 from forgeasync.data.records import Records
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
-from forgeasync.trainer.loss import LossChoice
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.build import build_transport, require_reach
 
@@ -189,46 +189,20 @@ class Fleet:
         )
         await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
 
-    async def start_trainer(
-        self,
-        config: RunConfig,
-        section: TrainerSection,
-        facts: ModelFacts,
-        *,
-        loss: LossChoice,
-        seed: int,
-        checkpoint: Path | None,
-        lora: LoraSection | None = None,
-        max_token_age: int | None = None,
-        resume_from: Path | None = None,
-    ) -> TrainerMesh:
-        """The trainer mesh, with its process group up and its model built, or ``resume_from`` a checkpoint.
-
-        Tokens older than ``max_token_age`` versions are not trained on.
-        """
-        num_procs = section.parallel.num_procs
+    async def start_trainer(self, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
+        """The trainer mesh, with its process group up and its model built."""
+        num_procs = setup.section.parallel.num_procs
         mesh = self.hosts.spawn(HostRole.TRAINER, "trainer", num_procs, gpus_per_proc=1)
         by_ip = self.hosts.master_address_is_ip()
         await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
         actors = mesh.spawn("trainer", TrainerActor, self.log_dir).flatten("procs")
-        trainer = TrainerMesh(actors, num_procs, config.timeouts)
+        trainer = TrainerMesh(actors, num_procs, timeouts)
         hosts = self.hosts.of_procs(HostRole.TRAINER, num_procs)
         self._peers = [
             Proc(role="trainer", rank=rank, pid=pid, host=host)
             for rank, (pid, host) in enumerate(zip(await trainer.pids(), hosts, strict=True))
         ]
-        await trainer.setup(
-            section=section,
-            facts=facts,
-            temperature=config.sampling.temperature,
-            loss=loss,
-            seed=seed,
-            checkpoint=checkpoint,
-            lora=lora,
-            max_token_age=max_token_age,
-            host_ids=[host.id for host in hosts],
-            resume_from=resume_from,
-        )
+        await trainer.setup(setup, host_ids=[host.id for host in hosts])
         return trainer
 
     async def start_generators(

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint
 
 from forgeasync.actors.generator import GeneratorActor
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, LoraSection, TrainerSection
+from forgeasync.config.schema import Dtype
 from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import Arrays, decode_rollout
@@ -26,8 +25,8 @@ from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import RemotePayloadReader
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, training_sequence
-from forgeasync.trainer.loss import LossChoice, build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.skipped_step import write_skipped_rows
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import RankLayout
@@ -53,29 +52,17 @@ class TrainerActor(Actor):
         self._trainer: PolicyTrainer | None = None
 
     @endpoint
-    async def setup(
-        self,
-        section: TrainerSection,
-        facts: ModelFacts,
-        temperature: float,
-        loss: LossChoice,
-        seed: int,
-        checkpoint: Path | None,
-        lora: LoraSection | None,
-        max_token_age: int | None,
-        host_id: str,
-        resume_from: Path | None,
-    ) -> int:
+    async def setup(self, setup: TrainerSetup, host_id: str) -> int:
         """Join the process group and build the model; returns the data-parallel rank of this proc.
 
         Raises:
-            ValueError: ``resume_from`` is a checkpoint of another model.
+            ValueError: as ``PolicyTrainer``.
         """
         # TorchTitan takes seconds to import: only the procs that train pay for it.
         from forgeasync.trainer.policy_trainer import PolicyTrainer
         from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 
-        self._section = section
+        self._section = setup.section
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
@@ -86,18 +73,7 @@ class TrainerActor(Actor):
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
         torch.autograd.set_multithreading_enabled(False)
-        self._trainer = PolicyTrainer(
-            section=section,
-            facts=facts,
-            temperature=temperature,
-            loss=build_loss(loss),
-            seed=seed,
-            checkpoint=checkpoint,
-            lora=lora,
-            max_token_age=max_token_age,
-        )
-        if resume_from is not None:
-            self._trainer.resume(resume_from)
+        self._trainer = PolicyTrainer(setup)
         return self._trainer.data_rank
 
     @endpoint

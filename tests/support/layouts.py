@@ -20,10 +20,10 @@ from forgeasync.config.schema import (
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.hf_names import unstack_experts
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers
+from forgeasync.trainer.setup import TrainerSetup
 
 TOKENS_PER_ROW = 128
 LEARNING_RATE = 1e-2
@@ -89,14 +89,15 @@ def take_steps(inputs: Inputs, cases: Mapping[str, Case]) -> dict[str, Outcome]:
 
 def _take_step(inputs: Inputs, case: Case) -> Outcome:
     folder = inputs.folders[case.model]
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=case.section(),
         facts=read_model_facts(str(folder)),
         temperature=0.9,
-        loss=build_loss(LossSection()),
+        loss=LossSection(),
         seed=0,
         checkpoint=folder,
     )
+    trainer = PolicyTrainer(setup)
     rows = uneven_rows(inputs.sequences[case.sequences], trainer, case.tokens_per_row)
     replays_exactly = _replays_exactly(trainer, rows[0]) if trainer._facts.num_experts else None
     gradients: dict[str, torch.Tensor] = {}

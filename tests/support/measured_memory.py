@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RunConfig
-from forgeasync.trainer.loss import build_loss
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.live_tensors import LiveTensors
 
 
@@ -65,15 +65,16 @@ def measure_all(cases: list[Case]) -> dict[str, Measured]:
 
 def _measure(case: Case) -> Measured:
     config = case.config
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=config.trainer,
         facts=case.facts,
         temperature=config.sampling.temperature,
-        loss=build_loss(config.algorithm),
+        loss=config.algorithm,
         seed=0,
         checkpoint=None,
         lora=config.lora,
     )
+    trainer = PolicyTrainer(setup)
     row = full_row(config, case.facts)
     trainer.train_step([row])
     parameters = list(trainer.model.parameters())
