@@ -31,6 +31,7 @@ from forgeasync.data.task import Task
 from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
 from forgeasync.data.worked_examples import guess, worked_example
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
+from forgeasync.trainer.setup import TrainerSetup
 
 REPORT_EVERY = 20
 """Steps between two progress lines."""
@@ -98,9 +99,15 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
         facts = write_initial_folder(source, warmup, tokenizer, config.model.max_context_length)
         fleet = Fleet(Path(scratch) / "logs")
         try:
-            trainer = await fleet.start_trainer(
-                config, section, facts, loss=Loss(objective=Supervised()), seed=warmup.seed, checkpoint=None
+            setup = TrainerSetup(
+                section=section,
+                facts=facts,
+                temperature=config.sampling.temperature,
+                loss=Loss(objective=Supervised()),
+                seed=warmup.seed,
+                checkpoint=None,
             )
+            trainer = await fleet.start_trainer(setup, config.timeouts)
             rng = random.Random(warmup.seed)
             order = TaskOrder(tasks, seed=warmup.seed)
             for step in range(1, warmup.num_steps + 1):

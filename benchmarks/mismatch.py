@@ -49,6 +49,7 @@ from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=96)
 GROUP_SIZE = 4
@@ -144,7 +145,7 @@ async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
 
 def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
     """One rank, in float32."""
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=TrainerSection(
             tokens_per_row=TOKENS_PER_ROW,
             replay_probe_share=0.0,
@@ -156,6 +157,7 @@ def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
         seed=0,
         checkpoint=folder,
     )
+    return PolicyTrainer(setup)
 
 
 def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:

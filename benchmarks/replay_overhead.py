@@ -27,6 +27,7 @@ from forgeasync.data.kept_tokens import KeptTokens, all_kept
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers
+from forgeasync.trainer.setup import TrainerSetup
 
 CONTENDERS = ("off", "routing", "kept sets", "both")
 TOKENS_PER_ROW = 4096
@@ -75,7 +76,7 @@ def own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:
 def measure(model: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds of every round's step, by contender."""
     facts = read_model_facts(str(model))
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=TrainerSection(
             tokens_per_row=TOKENS_PER_ROW,
             replay_probe_share=0.0,
@@ -87,6 +88,7 @@ def measure(model: Path, rounds: int) -> dict[str, list[float]]:
         seed=0,
         checkpoint=model,
     )
+    trainer = PolicyTrainer(setup)
     with_sets = make_rows(facts.vocab_size)
     without = [dataclasses.replace(row, kept_tokens=all_kept(row.num_targets)) for row in with_sets]
     choices = [own_choices(trainer, row) for row in with_sets]

@@ -17,6 +17,7 @@ from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 
 
 class PackedTrainer:
@@ -40,7 +41,7 @@ class PackedTrainer:
             learning_rate=LEARNING_RATE, betas=BETAS, eps=EPS, max_grad_norm=MAX_GRAD_NORM
         )
         longest = max(sequence.num_tokens for sequence in sequences)
-        self._trainer = PolicyTrainer(
+        setup = TrainerSetup(
             section=TrainerSection(
                 parallel=parallel,
                 tokens_per_row=longest,
@@ -54,6 +55,7 @@ class PackedTrainer:
             seed=0,
             checkpoint=model,
         )
+        self._trainer = PolicyTrainer(setup)
         self._sequences = list(sequences)
 
     def step(self, tokens_per_row: int) -> tuple[float, float]:

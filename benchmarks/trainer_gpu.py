@@ -31,6 +31,7 @@ from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 
 RESPONSES = LengthModel(median=512.0, sigma=1.0, shortest=64, longest=4096)
 PROMPT_TOKENS = 256
@@ -134,7 +135,7 @@ def build_trainer(facts: ModelFacts) -> PolicyTrainer:
         replay_probe_share=0.0,
         optimizer=OptimizerSection(learning_rate=1e-6),
     )
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=section,
         facts=facts,
         temperature=1.0,
@@ -142,6 +143,7 @@ def build_trainer(facts: ModelFacts) -> PolicyTrainer:
         seed=0,
         checkpoint=None,
     )
+    return PolicyTrainer(setup)
 
 
 def time_shares(trainer: PolicyTrainer, rows: Sequence[PackedRow]) -> dict[str, float]:

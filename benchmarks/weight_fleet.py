@@ -23,15 +23,16 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import Dtype, RunConfig
-from forgeasync.config.weights_schema import Interruption, TransportChoice
+from forgeasync.config.weights_schema import Interruption
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.launch.jobs import HostRole
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
-from forgeasync.weights.transports.store import open_store
+from forgeasync.weights.transports.build import build_transport
 
-TRANSPORTS = (TransportChoice.SHARED_MEMORY, TransportChoice.RDMA, TransportChoice.TORCHSTORE)
+TRANSPORTS = ("shared_memory", "rdma", "torchstore")
 
 MODES = (Interruption.IN_FLIGHT, Interruption.BLOCKING, Interruption.DRAIN)
 
@@ -67,34 +68,40 @@ class Bench:
         config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
         generators = await fleet.start_generators(config, facts, folder)
         self._generator = generators._replicas[0]
-        self._trainer: TrainerMesh = await fleet.start_trainer(
-            config, config.trainer, facts, loss=Loss(), seed=0, checkpoint=folder
+        setup = TrainerSetup(
+            section=config.trainer,
+            facts=facts,
+            temperature=config.sampling.temperature,
+            loss=Loss(),
+            seed=0,
+            checkpoint=folder,
         )
-        await open_store(fleet._spawn_here("weights"))
+        self._trainer: TrainerMesh = await fleet.start_trainer(setup, config.timeouts)
+        for choice in TRANSPORTS:
+            await build_transport(choice).start(fleet._spawn_here)
         layout = await self._trainer.lay_out_weights(config.generator.dtype)
         self.num_bytes = layout.num_bytes
         (host,) = fleet.hosts.of_procs(HostRole.GENERATORS, 1)
         folder = await host.make_folder((NUM_SLOTS + 1) * layout.num_bytes)
-        folders = [folder] * self._trainer.num_procs
-        sources = await self._trainer.open_staging(folders, frozenset(TRANSPORTS))
+        sources = [one for _, one in await self._trainer._actors.open_all.call(folder, TRANSPORTS)]
         await self._generator.connect_transports.call_one(layout, sources, folder, TRANSPORTS)
         for transport in TRANSPORTS:
             await self._generator.forget.call_one(transport, False)
         await self._trainer._actors.prepare_reference.call(TORCH_DTYPES[config.generator.dtype])
         await self._generator.start_decoding.call_one(self._size.num_sequences)
 
-    async def _change(self, transport: TransportChoice, change: Change) -> None:
+    async def _change(self, transport: str, change: Change) -> None:
         """New weights in the trainer, to be staged in the other slot."""
         await self._trainer._actors.next_version.call(change)
-        await self._trainer._actors.put_into_store.call(transport is TransportChoice.TORCHSTORE)
+        await self._trainer._actors.publish_by.call(transport)
         self._slot = 1 - self._slot
 
-    async def publish(self, transport: TransportChoice, change: Change = Change.EVERYTHING) -> Manifest:
+    async def publish(self, transport: str, change: Change = Change.EVERYTHING) -> Manifest:
         """One version, staged."""
         await self._change(transport, change)
         return await self._trainer.stage_weights(self._slot)
 
-    async def round(self, transport: TransportChoice) -> Round:
+    async def round(self, transport: str) -> Round:
         """One version, everything measured."""
         references = [one for _, one in await self._trainer._actors.publish_reference.call()]
         await self._change(transport, Change.EVERYTHING)
@@ -111,16 +118,16 @@ class Bench:
 
     async def rounds(self, count: int) -> dict[str, list[Round]]:
         """By transport; a first round warms up."""
-        found: dict[str, list[Round]] = {transport.value: [] for transport in TRANSPORTS}
+        found: dict[str, list[Round]] = {transport: [] for transport in TRANSPORTS}
         for number in range(-1, count):
             first = number % len(TRANSPORTS)
             for transport in TRANSPORTS[first:] + TRANSPORTS[:first]:
                 measured = await self.round(transport)
                 if number >= 0:
-                    found[transport.value].append(measured)
+                    found[transport].append(measured)
         return found
 
-    async def growth(self, transport: TransportChoice, count: int) -> dict[str, float]:
+    async def growth(self, transport: str, count: int) -> dict[str, float]:
         """The same update ``count`` times."""
         seconds: list[float] = []
         resident: list[float] = []
@@ -138,7 +145,7 @@ class Bench:
             "last_10_s": statistics.median(seconds[-NUM_ENDS:]),
         }
 
-    async def delta(self, transport: TransportChoice) -> dict[str, dict[str, float]]:
+    async def delta(self, transport: str) -> dict[str, dict[str, float]]:
         """What a generator fetches that holds the version before, by what has changed."""
         await self._generator.forget.call_one(transport, True)
         await self._generator.update.call_one(transport, await self.publish(transport))
@@ -156,7 +163,7 @@ class Bench:
 
     async def while_owner_computes(self) -> dict[str, float]:
         """A fetch over RDMA with the owners idle, then with both inside a train step."""
-        rdma = TransportChoice.RDMA
+        rdma = "rdma"
         idle = await self._generator.update.call_one(rdma, await self.publish(rdma))
         rows = [_training_row()]
         await self._trainer.train_rows([rows, rows], step=1)
@@ -184,7 +191,7 @@ class Bench:
         found: dict[str, list[dict[str, float]]] = {mode.value: [] for mode in MODES}
         for _ in range(count):
             for mode in MODES:
-                manifest = await self.publish(TransportChoice.SHARED_MEMORY)
+                manifest = await self.publish("shared_memory")
                 run = await self._generator.run_mode.call_one(mode, manifest, self._size.num_sequences)
                 found[mode.value].append(asdict(run))
         return found
@@ -231,13 +238,13 @@ async def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             median_gap_s = await bench.median_gap_s()
             growth: dict[str, dict[str, float]] = {}
             for transport in TRANSPORTS:
-                one = rounds[transport.value]
+                one = rounds[transport]
                 round_s = statistics.median(r.call_s + r.update.total_s for r in one)
                 if arguments.growth * round_s > arguments.growth_s:
                     print(f"{name}, {transport}: no growth measured, {round_s:.1f} s an update", flush=True)
                 elif arguments.growth:
-                    growth[transport.value] = await bench.growth(transport, arguments.growth)
-            delta = {transport.value: await bench.delta(transport) for transport in TRANSPORTS}
+                    growth[transport] = await bench.growth(transport, arguments.growth)
+            delta = {transport: await bench.delta(transport) for transport in TRANSPORTS}
             is_small = size.dtype is Dtype.FLOAT32
             busy = await bench.while_owner_computes() if is_small else None
             modes = await bench.modes(arguments.mode_rounds)

@@ -62,11 +62,15 @@ class Streams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        from forgeasync.sampler.interruption import GROUP_ARGUMENT
+
         params = SamplingParams(
             max_tokens=num_tokens,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            # No group of the replay buffer.
+            extra_args={GROUP_ARGUMENT: -1},
         )
         request_id = f"{self._name}-{next(self._number)}"
         # Where updates that drain hold back what is new.

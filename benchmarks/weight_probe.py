@@ -5,14 +5,14 @@ what it is compared with.
 """
 
 import asyncio
+import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from monarch.actor import concurrent_endpoint, endpoint
@@ -22,15 +22,13 @@ from weight_modes import PROMPT, ModeRun, Streams, run_mode
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.trainer import TrainerActor
-from forgeasync.config.weights_schema import Interruption, TransportChoice, WeightsSection
+from forgeasync.config.weights_schema import Interruption, WeightsSection
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.transports.build import build_transport, connect_transports
 from forgeasync.weights.transports.transport import StagingSource
-
-if TYPE_CHECKING:
-    pass
 
 MAX_ELEMENTS = 128 * 2**20
 """Of the buffers behind a reference copy; longer copies go through them several times."""
@@ -100,9 +98,21 @@ class ProbedTrainer(TrainerActor):
         self._trainer.policy_version += 1
 
     @endpoint
-    async def put_into_store(self, is_wanted: bool) -> None:
-        """Whether the next versions also go into torchstore."""
-        self._puts_into_store = is_wanted
+    async def open_all(self, folder: Path, choices: Sequence[str]) -> dict[str, StagingSource]:
+        """One pair of staging buffers for every transport; how the generator, on this host, reaches them."""
+        hosts = frozenset({self._host_id})
+        self._transports = {choice: build_transport(choice) for choice in choices}
+        first = await self._publisher.open(folder, self._transports[choices[0]], generator_hosts=hosts)
+        sources = {choices[0]: first}
+        for choice in choices[1:]:
+            address = await self._transports[choice].open(self._publisher.staging)
+            sources[choice] = dataclasses.replace(first, address=address)
+        return sources
+
+    @endpoint
+    async def publish_by(self, choice: str) -> None:
+        """Which transport has the next versions."""
+        self._publisher.transport = self._transports[choice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,22 +139,21 @@ class ProbedGenerator(GeneratorActor):
     async def connect_transports(
         self,
         layout: WeightLayout,
-        sources: Sequence[StagingSource],
+        sources: Sequence[Mapping[str, StagingSource]],
         folder: Path,
-        choices: Sequence[TransportChoice],
+        choices: Sequence[str],
     ) -> None:
-        """Plan once, for all transports: workers know one landing."""
+        """Plan once, for all transports: workers know one landing. ``sources`` are by rank."""
         from forgeasync.sampler.weight_receiver import WeightReceiver
-        from forgeasync.weights.transports.build import build_transport
 
         self._layout = layout
         self._transports = {
-            choice: {
-                rank.rank: build_transport(
-                    WeightsSection(transport=choice), rank, source, generator_host=self._setup.host_id
-                )
-                for rank, source in zip(layout.ranks, sources, strict=True)
-            }
+            choice: connect_transports(
+                WeightsSection(transport=choice),
+                layout,
+                [source[choice] for source in sources],
+                generator_host=self._host_id,
+            )
             for choice in choices
         }
         self._first_receiver = await WeightReceiver.connect(
@@ -154,11 +163,11 @@ class ProbedGenerator(GeneratorActor):
             landing=folder / "landing-0",
             delta=False,
         )
-        self._receiver_of: dict[TransportChoice, WeightReceiver] = {}
+        self._receiver_of: dict[str, WeightReceiver] = {}
         self._memcpy = Memcpy(layout.num_bytes, torch.uint8, torch.uint8)
 
     @concurrent_endpoint
-    async def forget(self, choice: TransportChoice, is_delta: bool) -> None:
+    async def forget(self, choice: str, is_delta: bool) -> None:
         """Start anew with nothing fetched by this transport; before its first ``update``."""
         from forgeasync.sampler.weight_receiver import WeightReceiver
         from forgeasync.weights.fetcher import WeightFetcher
@@ -175,7 +184,7 @@ class ProbedGenerator(GeneratorActor):
         self._receiver_of[choice] = WeightReceiver(self._engine, fetcher, self._first_receiver._make_ready)
 
     @concurrent_endpoint
-    async def update(self, choice: TransportChoice, manifest: Manifest) -> Update:
+    async def update(self, choice: str, manifest: Manifest) -> Update:
         """Fetch, stage and swap; to be called while decoding."""
         receiver, first_step, start_s = self._receiver_of[choice], len(self._clock.ends), time.perf_counter()
         fetch = await receiver.begin(manifest)
@@ -215,5 +224,5 @@ class ProbedGenerator(GeneratorActor):
     @concurrent_endpoint
     async def run_mode(self, mode: Interruption, manifest: Manifest, num_sequences: int) -> ModeRun:
         """Fetch and swap under a mode, with streams of its own; after ``stop_decoding``."""
-        receiver = self._receiver_of[TransportChoice.SHARED_MEMORY]
+        receiver = self._receiver_of["shared_memory"]
         return await run_mode(self._engine, self._clock, receiver, manifest, mode, num_sequences)

@@ -17,6 +17,7 @@ from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, RunConfig, SamplingSection
 from forgeasync.trainer.batch import TrainingItem, deal_items
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.fetcher import FetchReport
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
@@ -63,13 +64,16 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
             trainer_task = starting.create_task(
                 fleet.start_trainer(
-                    config,
-                    config.trainer,
-                    facts,
-                    loss=Loss(),
-                    seed=0,
-                    checkpoint=folder,
-                    lora=config.lora,
+                    TrainerSetup(
+                        section=config.trainer,
+                        facts=facts,
+                        temperature=config.sampling.temperature,
+                        loss=Loss(),
+                        seed=0,
+                        checkpoint=folder,
+                        lora=config.lora,
+                    ),
+                    config.timeouts,
                 )
             )
         trainer, generators = trainer_task.result(), generators_task.result()

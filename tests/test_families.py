@@ -17,6 +17,7 @@ from forgeasync.config.schema import OptimizerSection, ParallelSection, RouterBi
 from forgeasync.trainer import hf_checkpoint
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.families import VARIANTS, write_family
 from tests.support.processes import run_ranks
 
@@ -64,7 +65,7 @@ def make_trainer(
         # A large step, so that a wrong gradient shows in the weights.
         optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
     )
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=1.0,
@@ -72,6 +73,7 @@ def make_trainer(
         seed=0,
         checkpoint=folder,
     )
+    return PolicyTrainer(setup)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.families import write_family
 from tests.support.processes import run_alone, run_ranks
 from tests.support.weight_service import FolderPublisher
@@ -84,7 +85,7 @@ def _trained_logprobs(
     section = TrainerSection(
         parallel=ParallelSection(), tokens_per_row=512, optimizer=OptimizerSection(learning_rate=1e-3)
     )
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=SAMPLING.temperature,
@@ -92,6 +93,7 @@ def _trained_logprobs(
         seed=0,
         checkpoint=folder,
     )
+    trainer = PolicyTrainer(setup)
     row = pack_row(
         [
             TrainingSequence(

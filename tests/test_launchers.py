@@ -73,10 +73,6 @@ def test_launchers_survive_being_written_and_read_back(tmp_path: Path) -> None:
             ["launcher.hosts.generators = 2", "must divide generator.num_replicas = 3"],
         ),
         (
-            ["launcher.kind=process", "weights.transport=shared_memory"],
-            ["weights.transport = 'shared_memory'", "auto, rdma or torchstore", "launcher.kind = 'process'"],
-        ),
-        (
             [SLURM, "trainer.parallel.num_procs=16", "algorithm.groups_per_step=4"],
             ["launcher.gpus_per_host = 8", "launcher.hosts.trainer = 1 needs 16 GPUs a host"],
         ),

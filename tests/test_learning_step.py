@@ -18,6 +18,7 @@ from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from tests.support.buffer_world import make_task
 from tests.support.models import write_random_model
@@ -132,7 +133,7 @@ class Batches:
 
 
 def make_trainer(folder: Path, optimizer: OptimizerSection, max_token_age: int | None) -> PolicyTrainer:
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=TrainerSection(tokens_per_row=TOKENS_PER_ROW, optimizer=optimizer),
         facts=read_model_facts(str(folder)),
         temperature=0.8,
@@ -141,6 +142,7 @@ def make_trainer(folder: Path, optimizer: OptimizerSection, max_token_age: int |
         checkpoint=folder,
         max_token_age=max_token_age,
     )
+    return PolicyTrainer(setup)
 
 
 def _learn(folder: Path, batches: Batches, best: int) -> Learned:

@@ -32,6 +32,7 @@ from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_sums import StepSums
 from tests.support.lora import LORA, adapters, reference_logprobs
 from tests.support.models import write_random_model
@@ -319,7 +320,7 @@ def make_trainer(
     max_token_age: int | None = None,
 ) -> PolicyTrainer:
     """Unless a learning rate is given, steps leave the weights as they are; gradients are not clipped."""
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=TrainerSection(
             parallel=parallel or ParallelSection(),
             tokens_per_row=1024,
@@ -333,6 +334,7 @@ def make_trainer(
         lora=lora,
         max_token_age=max_token_age,
     )
+    return PolicyTrainer(setup)
 
 
 def _near_policy(folder: Path) -> list[TrainingSequence]:

@@ -48,11 +48,12 @@ def test_recipes_go_with_a_run(recipe: Path, tmp_path: Path) -> None:
 def _steps(folder: Path, sequences: list[TrainingSequence]) -> list[tuple[str, dict[str, float], bool]]:
     # TorchTitan takes seconds to import: only the process that trains pays for it.
     from forgeasync.trainer.policy_trainer import PolicyTrainer
+    from forgeasync.trainer.setup import TrainerSetup
 
     outcomes = []
     for recipe in RECIPES:
         config = load_config([TINY, recipe], ["trainer.parallel={num_procs: 1, expert: 1}"])
-        trainer = PolicyTrainer(
+        setup = TrainerSetup(
             section=config.trainer,
             facts=read_model_facts(str(folder)),
             temperature=1.0,
@@ -60,6 +61,7 @@ def _steps(folder: Path, sequences: list[TrainingSequence]) -> list[tuple[str, d
             seed=0,
             checkpoint=folder,
         )
+        trainer = PolicyTrainer(setup)
         before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         metrics = trainer.train_step([pack_row(sequences)]).metrics
         has_moved = any(

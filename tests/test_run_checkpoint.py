@@ -30,6 +30,7 @@ from forgeasync.trainer.lora import adapter_parameters
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.runs import tiny_config
@@ -69,7 +70,7 @@ def make_trainer(
         replay_probe_share=0.4,
         optimizer=OptimizerSection(learning_rate=1e-2, warmup_steps=10, max_grad_norm=0.1, eps=1e-3),
     )
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=section,
         facts=read_model_facts(str(model)),
         temperature=1.0,
@@ -77,8 +78,8 @@ def make_trainer(
         seed=0,
         checkpoint=model,
         lora=lora,
-        checkpoints=checkpoints,
     )
+    return PolicyTrainer(setup, checkpoints=checkpoints)
 
 
 def step(trainer: PolicyTrainer, sequences: list[TrainingSequence]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from forgeasync.data.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 
@@ -38,7 +39,7 @@ def make_trainer(
         # A large step, so that a wrong gradient shows in the weights.
         optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
     )
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=temperature,
@@ -46,6 +47,7 @@ def make_trainer(
         seed=0,
         checkpoint=folder,
     )
+    return PolicyTrainer(setup)
 
 
 def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequence]:

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.payload.run_folder import SHARED_MEMORY
 from forgeasync.weights.fetcher import FetchReport, Landing, WeightFetcher, landing_images
 from forgeasync.weights.layout import BLOCK_BYTES, Box, Piece, RankLayout, WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import StagingBuffers
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
-from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource, choose_transport
+from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource
 from forgeasync.weights.whole_tensors import whole_tensors
+from tests.support.weight_service import connected
 
 ROWS = 300
 SHAPES = {"big": (2 * ROWS, 1024), "experts": (64, 96), "norm": (7,)}
@@ -95,14 +95,17 @@ class Publisher:
     ) -> tuple[WeightFetcher, Landing]:
         """``unneeded`` is a block that the engine takes of no rank."""
         landing = Landing(folder / "landing", self.layout)
-        build = transport or SharedMemoryTransport
         fetcher = WeightFetcher(
             layout=self.layout,
             needed=[np.arange(rank.num_blocks) != unneeded for rank in self.layout.ranks],
             num_bytes_needed=self.layout.num_bytes,
             landing=landing,
             transports={
-                rank.rank: build(StagingSource(host_id="h", paths=buffer.paths), rank.num_bytes)
+                rank.rank: connected(
+                    transport or SharedMemoryTransport,
+                    rank,
+                    StagingSource(host_id="h", paths=buffer.paths),
+                )
                 for rank, buffer in zip(self.layout.ranks, self.buffers, strict=True)
             },
             delta=delta,
@@ -298,14 +301,3 @@ def test_more_than_the_shared_memory_has_is_refused() -> None:
     with pytest.raises(ValueError, match="bytes of shared memory, more than is left"):
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
             StagingBuffers(Path(folder), layout, torch.float32)
-
-
-def test_transports_by_host() -> None:
-    def choose(choice: TransportChoice, generator_host: str) -> TransportChoice:
-        return choose_transport(choice, trainer_host="a", generator_host=generator_host)
-
-    assert choose(TransportChoice.AUTO, "a") is TransportChoice.SHARED_MEMORY
-    assert choose(TransportChoice.AUTO, "b") is TransportChoice.RDMA
-    assert choose(TransportChoice.RDMA, "a") is TransportChoice.RDMA
-    with pytest.raises(ValueError, match=r"weights\.transport = 'shared_memory', but trainer on host a"):
-        choose(TransportChoice.SHARED_MEMORY, "b")

@@ -1,5 +1,6 @@
 """One rank's side of publishing: where its tensors lie in the staging buffers, and that all are there."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from forgeasync.weights.layout import ALIGNMENT, BLOCK_BYTES, Box, lay_out
 from forgeasync.weights.named_weight import NamedWeight
 from forgeasync.weights.publisher import WeightPublisher
+from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
+from forgeasync.weights.transports.transport import RankStaging
 from tests.support.processes import alone_in_this_process
 
 EXPERTS = tuple(f"experts.{index}" for index in range(3))
@@ -34,6 +37,20 @@ def third_of_four() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class Recording(SharedMemoryTransport):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, torch.Tensor]] = []
+
+    async def open(self, staging: RankStaging) -> str:
+        self.staging = staging
+        return "what open says"
+
+    async def staged(self, slot: int) -> None:
+        self.seen.append((slot, self.staging.buffers[slot].clone()))
+
+
 def make_weights(seed: int) -> list[NamedWeight]:
     """A norm, stacked experts and two matrices of more than one block, one of them transposed in memory."""
     generator = torch.Generator().manual_seed(seed)
@@ -50,14 +67,23 @@ def make_weights(seed: int) -> list[NamedWeight]:
 def test_both_slots_hold_what_was_staged_there(tmp_path: Path, dtype: torch.dtype) -> None:
     versions = {slot: make_weights(slot) for slot in (0, 1)}
     publisher = WeightPublisher(versions[0], dtype, host_id="here")
-    buffers = publisher.open(tmp_path)
+    transport = Recording()
+    source = asyncio.run(publisher.open(tmp_path, transport, generator_hosts=frozenset({"there"})))
+    buffers = publisher.buffers
+    assert (source.host_id, source.paths, source.address) == ("here", buffers.paths, "what open says")
+    assert transport.staging.generator_hosts == {"there"}
     layout = publisher.layout
     assert layout.rank == 0 and layout.host_id == "here"
     assert [piece.names for piece in layout.pieces] == [("norm",), EXPERTS, ("big",), ("wide",)]
     assert [piece.shape for piece in layout.pieces] == [(7,), (5, 4), (1200, 64), (300, 1000)]
     assert all(piece.offset % ALIGNMENT == 0 for piece in layout.pieces)
     assert layout.num_bytes == layout.pieces[3].offset + 300 * 1000 * dtype.itemsize
-    shards = {slot: publisher.stage(slot, 10 + slot, weights) for slot, weights in versions.items()}
+    shards = {
+        slot: asyncio.run(publisher.publish(slot, 10 + slot, weights)) for slot, weights in versions.items()
+    }
+    assert [slot for slot, _ in transport.seen] == [0, 1]
+    for slot, seen in transport.seen:
+        assert torch.equal(seen, buffers.bytes(slot)), "it was told before the last byte"
     for slot, weights in versions.items():
         assert (shards[slot].rank, shards[slot].version) == (0, 10 + slot)
         held = buffers.bytes(slot)
@@ -95,9 +121,9 @@ def test_a_shard_is_its_part_of_the_whole_tensor(tmp_path: Path) -> None:
     publisher = WeightPublisher(sharded, torch.float32, host_id="here")
     expected = lay_out(whole, range(len(whole)), rank=0, host_id="here", itemsize=4)
     assert publisher.layout == expected
-    buffers = publisher.open(tmp_path)
-    publisher.stage(1, 1, sharded)
-    norm = buffers.bytes(1)[:28].clone().view(torch.float32)
+    asyncio.run(publisher.open(tmp_path, Recording(), generator_hosts=frozenset()))
+    asyncio.run(publisher.publish(1, 1, sharded))
+    norm = publisher.buffers.bytes(1)[:28].clone().view(torch.float32)
     assert torch.equal(norm, whole[0].tensor)
 
 

@@ -29,6 +29,7 @@ from forgeasync.data.rollout import StoredRollout
 from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, deal_items
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
@@ -122,12 +123,15 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
             trainer_task = starting.create_task(
                 fleet.start_trainer(
-                    config,
-                    config.trainer,
-                    facts,
-                    loss=Loss(),
-                    seed=0,
-                    checkpoint=folder,
+                    TrainerSetup(
+                        section=config.trainer,
+                        facts=facts,
+                        temperature=config.sampling.temperature,
+                        loss=Loss(),
+                        seed=0,
+                        checkpoint=folder,
+                    ),
+                    config.timeouts,
                 )
             )
         trainer, generators = trainer_task.result(), generators_task.result()

@@ -6,6 +6,7 @@ transport.
 
 import asyncio
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from forgeasync.config.schema import ParallelSection, RunConfig, SamplingSection
 from forgeasync.config.weights_schema import TransportChoice, WeightsSection
 from forgeasync.launch.hosts import LocalHosts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
+from tests.support.own_transport import write_own_transport
 from tests.support.runs import tiny_config
 
 NUM_UPDATES = 20
@@ -38,36 +41,35 @@ ROW_TOKENS = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     parallel: ParallelSection
-    transport: TransportChoice
+    transport: TransportChoice | None
+    """None: one of the test's own."""
     num_generators: int
     trainer_host: str = "host-0"
     delta: bool = False
 
 
 CASES = {
-    "fsdp2-shared_memory-2_generators": Case(
-        parallel=ParallelSection(num_procs=2), transport=TransportChoice.SHARED_MEMORY, num_generators=2
-    ),
+    "fsdp2-own-2_generators": Case(parallel=ParallelSection(num_procs=2), transport=None, num_generators=2),
     "ep2-rdma-1_generator": Case(
         parallel=ParallelSection(num_procs=2, expert=2),
-        transport=TransportChoice.AUTO,
+        transport="auto",
         num_generators=1,
         trainer_host="host-1",
     ),
     "tp2-torchstore-1_generator": Case(
         parallel=ParallelSection(num_procs=2, tensor=2, sequence=False),
-        transport=TransportChoice.TORCHSTORE,
+        transport="torchstore",
         num_generators=1,
     ),
     "tp2_ep2-delta-2_generators": Case(
         parallel=ParallelSection(num_procs=2, tensor=2, expert=2),
-        transport=TransportChoice.SHARED_MEMORY,
+        transport="shared_memory",
         num_generators=2,
         delta=True,
     ),
     "fsdp2_tp2_ep2-rdma-2_generators": Case(
         parallel=ParallelSection(num_procs=4, tensor=2, expert=2),
-        transport=TransportChoice.RDMA,
+        transport="rdma",
         num_generators=2,
     ),
 }
@@ -148,12 +150,15 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
             trainer_task = starting.create_task(
                 fleet.start_trainer(
-                    config,
-                    config.trainer,
-                    facts,
-                    loss=Loss(),
-                    seed=0,
-                    checkpoint=folder,
+                    TrainerSetup(
+                        section=config.trainer,
+                        facts=facts,
+                        temperature=config.sampling.temperature,
+                        loss=Loss(),
+                        seed=0,
+                        checkpoint=folder,
+                    ),
+                    config.timeouts,
                 )
             )
         trainer, generators = trainer_task.result(), generators_task.result()
@@ -185,15 +190,22 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_engines_end_with_the_trainers_weights(name: str, tmp_path: Path) -> None:
+def test_engines_end_with_the_trainers_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]
+    transport = case.transport
+    if transport is None:
+        transport = write_own_transport(tmp_path, "own_transport_of_procs")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     folder = write_random_model(tmp_path / "hf", scale=3.0)
     base = tiny_config(folder)
     config = base.model_copy(
         update={
             "generator": base.generator.model_copy(update={"num_replicas": case.num_generators}),
             "trainer": base.trainer.model_copy(update={"parallel": case.parallel}),
-            "weights": WeightsSection(transport=case.transport, delta=case.delta),
+            "weights": WeightsSection(transport=transport, delta=case.delta),
         }
     )
     seen = asyncio.run(_scenario(config, case, folder, tmp_path))
@@ -202,6 +214,7 @@ def test_engines_end_with_the_trainers_weights(name: str, tmp_path: Path) -> Non
     for workers in seen.parameters:
         assert_engine_holds(workers, seen.exported)
     assert all(fetch.is_complete for fetch in seen.fetches)
+    assert len(list(tmp_path.glob("rank-*-slot-*"))) == (4 if case.transport is None else 0)
     assert len(seen.fetches) > case.num_generators, "no version before the last was ever served"
     assert all(list(spans) == sorted(set(spans)) for spans in seen.span_versions)
     assert any(len(spans) > 1 for spans in seen.span_versions), "no sequence was running during an update"

@@ -32,19 +32,17 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, LoraSection, RoutingReplay, RunConfig, TrainerSection
-from forgeasync.config.weights_schema import TransportChoice
+from forgeasync.config.schema import Dtype, RoutingReplay, RunConfig, TimeoutSection
 from forgeasync.data.records import Records
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.staging import NUM_SLOTS
-from forgeasync.weights.transports.store import open_store
-from forgeasync.weights.transports.transport import choose_transport
+from forgeasync.weights.transports.build import build_transport, require_reach
 
 logger = logging.getLogger(__name__)
 
@@ -172,13 +170,10 @@ class Fleet:
         """
         trainer_hosts = self.hosts.of_procs(HostRole.TRAINER, trainer.num_procs)
         generator_hosts = self.hosts.of_procs(HostRole.GENERATORS, generators.num_replicas)
-        transports = frozenset(
-            choose_transport(config.weights.transport, trainer_host=source.id, generator_host=target.id)
-            for source in trainer_hosts
-            for target in generator_hosts
-        )
-        if TransportChoice.TORCHSTORE in transports:
-            await open_store(self._spawn_here("weights"))
+        choice = config.weights.transport
+        transport = build_transport(choice)
+        require_reach(transport, choice, (host.id for host in (*trainer_hosts, *generator_hosts)))
+        await transport.start(self._spawn_here)
         # Adapters are small, and merged in float32.
         dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
         layout = await trainer.lay_out_weights(dtype)
@@ -187,49 +182,27 @@ class Fleet:
         folders = await _make_folders(
             [*trainer_hosts, *generator_hosts], [*staged, *[landing] * generators.num_replicas]
         )
-        sources = await trainer.open_staging(folders[: trainer.num_procs], transports)
+        sources = await trainer.open_staging(
+            folders[: trainer.num_procs],
+            choice,
+            generator_hosts=frozenset(host.id for host in generator_hosts),
+        )
         await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
 
-    async def start_trainer(
-        self,
-        config: RunConfig,
-        section: TrainerSection,
-        facts: ModelFacts,
-        *,
-        loss: Loss,
-        seed: int,
-        checkpoint: Path | None,
-        lora: LoraSection | None = None,
-        max_token_age: int | None = None,
-        resume_from: Path | None = None,
-    ) -> TrainerMesh:
-        """The trainer mesh, with its process group up and its model built, or ``resume_from`` a checkpoint.
-
-        Tokens older than ``max_token_age`` versions are not trained on.
-        """
-        num_procs = section.parallel.num_procs
+    async def start_trainer(self, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
+        """The trainer mesh, with its process group up and its model built."""
+        num_procs = setup.section.parallel.num_procs
         mesh = self.hosts.spawn(HostRole.TRAINER, "trainer", num_procs, gpus_per_proc=1)
         by_ip = self.hosts.master_address_is_ip()
         await setup_torch_elastic_env_async(mesh, use_ipaddr=AddrType.IPv4 if by_ip else None)
         actors = mesh.spawn("trainer", TrainerActor, self.log_dir).flatten("procs")
-        trainer = TrainerMesh(actors, num_procs, config.timeouts)
+        trainer = TrainerMesh(actors, num_procs, timeouts)
         hosts = self.hosts.of_procs(HostRole.TRAINER, num_procs)
         self._peers = [
             Proc(role="trainer", rank=rank, pid=pid, host=host)
             for rank, (pid, host) in enumerate(zip(await trainer.pids(), hosts, strict=True))
         ]
-        await trainer.setup(
-            section=section,
-            facts=facts,
-            temperature=config.sampling.temperature,
-            loss=loss,
-            seed=seed,
-            checkpoint=checkpoint,
-            lora=lora,
-            max_token_age=max_token_age,
-            host_ids=[host.id for host in hosts],
-            resume_from=resume_from,
-        )
+        await trainer.setup(setup, host_ids=[host.id for host in hosts])
         return trainer
 
     async def start_generators(

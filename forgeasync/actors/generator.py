@@ -35,7 +35,7 @@ from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.transports.build import build_transport
+from forgeasync.weights.transports.build import connect_transports
 from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
@@ -202,11 +202,7 @@ class GeneratorActor(Actor):
 
         assert self._engine is not None
         setup = self._setup
-        transports = {
-            rank.rank: build_transport(setup.weights, rank, source, generator_host=self._host_id)
-            for rank, source in zip(layout.ranks, sources, strict=True)
-            if rank.num_bytes
-        }
+        transports = connect_transports(setup.weights, layout, sources, generator_host=self._host_id)
         self._receiver = await WeightReceiver.connect(
             self._engine,
             layout=layout,

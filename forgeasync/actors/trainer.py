@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint
-from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.generator import GeneratorActor
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, LoraSection, TrainerSection
+from forgeasync.config.schema import Dtype
 from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.data.group_payload import Arrays, decode_rollout
@@ -29,14 +26,13 @@ from forgeasync.payload.remote import RemotePayloadReader
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.skipped_step import write_skipped_rows
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import RankLayout
 from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.publisher import WeightPublisher
-from forgeasync.weights.staging import NUM_SLOTS
-from forgeasync.weights.transports.rdma import register
-from forgeasync.weights.transports.store import put
+from forgeasync.weights.transports.build import build_transport
 from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
@@ -56,29 +52,17 @@ class TrainerActor(Actor):
         self._trainer: PolicyTrainer | None = None
 
     @endpoint
-    async def setup(
-        self,
-        section: TrainerSection,
-        facts: ModelFacts,
-        temperature: float,
-        loss: Loss,
-        seed: int,
-        checkpoint: Path | None,
-        lora: LoraSection | None,
-        max_token_age: int | None,
-        host_id: str,
-        resume_from: Path | None,
-    ) -> int:
+    async def setup(self, setup: TrainerSetup, host_id: str) -> int:
         """Join the process group and build the model; returns the data-parallel rank of this proc.
 
         Raises:
-            ValueError: ``resume_from`` is a checkpoint of another model.
+            ValueError: as ``PolicyTrainer``.
         """
         # TorchTitan takes seconds to import: only the procs that train pay for it.
         from forgeasync.trainer.policy_trainer import PolicyTrainer
         from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 
-        self._section = section
+        self._section = setup.section
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
@@ -89,18 +73,7 @@ class TrainerActor(Actor):
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
         torch.autograd.set_multithreading_enabled(False)
-        self._trainer = PolicyTrainer(
-            section=section,
-            facts=facts,
-            temperature=temperature,
-            loss=loss,
-            seed=seed,
-            checkpoint=checkpoint,
-            lora=lora,
-            max_token_age=max_token_age,
-        )
-        if resume_from is not None:
-            self._trainer.resume(resume_from)
+        self._trainer = PolicyTrainer(setup)
         return self._trainer.data_rank
 
     @endpoint
@@ -190,18 +163,15 @@ class TrainerActor(Actor):
         return self._publisher.layout
 
     @endpoint
-    async def open_staging(self, folder: Path, transports: frozenset[TransportChoice]) -> StagingSource:
+    async def open_staging(
+        self, folder: Path, transport: TransportChoice, generator_hosts: frozenset[str]
+    ) -> StagingSource:
         """Allocate the staging buffers in a folder of this host; how generators reach them."""
-        buffers = self._publisher.open(folder)
-        self._puts_into_store = TransportChoice.TORCHSTORE in transports
-        segments: tuple[tuple[RDMABuffer, ...], ...] = ()
-        if TransportChoice.RDMA in transports:
-            segments = tuple(register(buffers.bytes(slot)) for slot in range(NUM_SLOTS))
-        return StagingSource(host_id=self._host_id, paths=buffers.paths, segments=segments)
+        return await self._publisher.open(folder, build_transport(transport), generator_hosts=generator_hosts)
 
     @endpoint
     async def stage_weights(self, slot: int) -> StagedShard:
-        """Copy this rank's part of the current weights into a staging buffer, cast to their dtype there.
+        """Publish this rank's part of the current weights in a staging buffer, cast to their dtype there.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
@@ -209,9 +179,9 @@ class TrainerActor(Actor):
         assert self._trainer is not None
         self._trainer.require_finite_weights(f"publishing version {self._trainer.policy_version}")
         start_s = time.perf_counter()
-        staged = self._publisher.stage(slot, self._trainer.policy_version, self._trainer.named_weights())
-        if self._puts_into_store:
-            await put(staged.rank, slot, self._publisher.buffers.bytes(slot))
+        staged = await self._publisher.publish(
+            slot, self._trainer.policy_version, self._trainer.named_weights()
+        )
         return dataclasses.replace(staged, copy_s=time.perf_counter() - start_s)
 
     @endpoint

@@ -8,13 +8,12 @@ from typing import TypeVar
 from forgeasync.actors.deadline import deadline
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, LoraSection, TimeoutSection, TrainerSection
+from forgeasync.config.schema import Dtype, TimeoutSection
 from forgeasync.config.weights_schema import TransportChoice
 from forgeasync.data.dtypes import TORCH_DTYPES
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
@@ -78,38 +77,11 @@ class TrainerMesh:
             # Nobody else asks for the error where the caller was cancelled.
             work.exception()
 
-    async def setup(
-        self,
-        *,
-        section: TrainerSection,
-        facts: ModelFacts,
-        temperature: float,
-        loss: Loss,
-        seed: int,
-        checkpoint: Path | None,
-        lora: LoraSection | None,
-        max_token_age: int | None,
-        host_ids: Sequence[str],
-        resume_from: Path | None,
-    ) -> None:
-        """Build the model on every rank; with ``resume_from`` it goes on from that checkpoint.
-
-        ``host_ids`` says by rank where each of them is.
-        """
+    async def setup(self, setup: TrainerSetup, *, host_ids: Sequence[str]) -> None:
+        """Build the model on every rank; ``host_ids`` says by rank where each of them is."""
         self._data_ranks = await self._on_every_rank(
             lambda: [
-                rank.setup.call_one(
-                    section,
-                    facts,
-                    temperature,
-                    loss,
-                    seed,
-                    checkpoint,
-                    lora,
-                    max_token_age,
-                    host_id,
-                    resume_from,
-                )
+                rank.setup.call_one(setup, host_id)
                 for rank, host_id in zip(self._ranks, host_ids, strict=True)
             ],
             self._timeouts.setup_s,
@@ -185,12 +157,12 @@ class TrainerMesh:
         return layout
 
     async def open_staging(
-        self, folders: Sequence[Path], transports: frozenset[TransportChoice]
+        self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
     ) -> list[StagingSource]:
         """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
         self._sources = await self._on_every_rank(
             lambda: [
-                rank.open_staging.call_one(folder, transports)
+                rank.open_staging.call_one(folder, transport, generator_hosts)
                 for rank, folder in zip(self._ranks, folders, strict=True)
             ],
             self._timeouts.setup_s,

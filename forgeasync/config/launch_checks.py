@@ -16,23 +16,15 @@ from forgeasync.config.launch_schema import (
 )
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import RunConfig
-from forgeasync.config.weights_schema import TransportChoice
 
 
 def check_launcher(config: RunConfig) -> Iterator[Problem]:
-    """Whether roles divide over their hosts and fit them, and weights can get there."""
+    """Whether roles divide over their hosts and fit them."""
     launcher = config.launcher
     if isinstance(launcher, LocalLauncher):
         return
     yield from _check_division(config)
     yield from _check_gpus(config)
-    if config.weights.transport is TransportChoice.SHARED_MEMORY:
-        yield Problem(
-            field="weights.transport",
-            value=config.weights.transport.value,
-            remedy=f"must be auto, rdma or torchstore with launcher.kind = {launcher.kind!r}: trainer and "
-            "generators are on different hosts, which share no memory",
-        )
     if isinstance(launcher, SshLauncher):
         yield from _check_host_names(launcher)
     if isinstance(launcher, SlurmLauncher):

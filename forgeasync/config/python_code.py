@@ -78,10 +78,21 @@ def build_code(section: PythonCode, parameters: tuple[str, ...]) -> Callable[...
     return _build(section.model_dump_json(), parameters)
 
 
+def load_code(section: PythonCode) -> Callable[..., object]:
+    """The class or function itself, for those who call it with the options themselves.
+
+    Imports and runs the user's code.
+
+    Raises:
+        ValueError: there is no such thing, or it cannot be called; says which part is wrong.
+    """
+    return _unpickle(section) if section.pickled is not None else _import(section.factory)
+
+
 @functools.lru_cache(maxsize=256)
 def _build(section_json: str, parameters: tuple[str, ...]) -> Callable[..., object]:
     section = PythonCode.model_validate_json(section_json)
-    found = _unpickle(section) if section.pickled is not None else _import(section.factory)
+    found = load_code(section)
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError) as error:

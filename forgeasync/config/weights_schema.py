@@ -1,21 +1,35 @@
 """How a run's config describes the way of new weights to the generators."""
 
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
+from forgeasync.config.python_code import PythonCode
 from forgeasync.config.section import MAX_SECONDS, Section
 
+BUILT_IN_TRANSPORTS = {
+    "auto": "forgeasync.weights.transports.auto.AutoTransport",
+    "shared_memory": "forgeasync.weights.transports.shared_memory.SharedMemoryTransport",
+    "rdma": "forgeasync.weights.transports.rdma.RdmaTransport",
+    "torchstore": "forgeasync.weights.transports.store.TorchstoreTransport",
+}
+"""Names of ``weights.transport`` and the class behind each, which is imported only where a run uses it."""
 
-class TransportChoice(StrEnum):
-    """How published weights reach a generator."""
 
-    AUTO = "auto"
-    """Shared memory on one host, RDMABuffer between hosts."""
-    SHARED_MEMORY = "shared_memory"
-    RDMA = "rdma"
-    """Monarch's RDMABuffer: ibverbs where there is the hardware, TCP elsewhere."""
-    TORCHSTORE = "torchstore"
+def _built_in(name: str) -> str:
+    if name not in BUILT_IN_TRANSPORTS:
+        expected = f"one of {', '.join(BUILT_IN_TRANSPORTS)}, or a section of kind: python"
+        raise PydanticCustomError("literal_error", "expected {expected}", {"expected": expected})
+    return name
+
+
+TransportChoice = Annotated[
+    Annotated[str, AfterValidator(_built_in), Tag("name")] | Annotated[PythonCode, Tag("python")],
+    Discriminator(lambda value: "python" if isinstance(value, dict | PythonCode) else "name"),
+]
+"""How published weights reach a generator: the name of a built-in transport, or a class of the user's own."""
 
 
 class Interruption(StrEnum):
@@ -44,7 +58,10 @@ class KvAfterSwap(StrEnum):
 class WeightsSection(Section):
     """How new weights travel from the trainer to the generators."""
 
-    transport: TransportChoice = TransportChoice.AUTO
+    transport: TransportChoice = "auto"
+    """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (ibverbs where there is the
+    hardware, TCP elsewhere), torchstore, or {kind: python, factory: package.module.MyTransport}: a class of
+    your own (forgeasync/weights/transports/transport.py says how)."""
     interruption: Interruption = Interruption.IN_FLIGHT
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False

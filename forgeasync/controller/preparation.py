@@ -30,6 +30,7 @@ from forgeasync.data.task import Task
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.planning.memory.machine import available_host_bytes, check_memory
+from forgeasync.weights.transports.build import check_transport
 
 MADE_MODEL = "models/tiny_moe"
 """What ``make model`` builds."""
@@ -61,6 +62,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     own = check_without_model(config)
     others = [*check_run_dir(config, is_resumed=is_resumed)]
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
+    others += check_transport(config)
     try:
         raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)

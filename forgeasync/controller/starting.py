@@ -13,6 +13,7 @@ from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.schema import RunConfig
 from forgeasync.controller.preparation import Prepared
 from forgeasync.observability.console import StepConsole
+from forgeasync.trainer.setup import TrainerSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +39,7 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Fleet, conso
         buffer = starting.create_task(
             fleet.start_buffer(config, None if resumed is None else resumed.state.buffer)
         )
-        trainer = starting.create_task(
-            fleet.start_trainer(
-                config,
-                config.trainer,
-                prepared.facts,
-                loss=config.algorithm,
-                seed=config.seed,
-                checkpoint=prepared.model_path,
-                lora=config.lora,
-                max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
-                resume_from=None if resumed is None else resumed.folder,
-            )
-        )
+        trainer = starting.create_task(fleet.start_trainer(_trainer_setup(config, prepared), config.timeouts))
         for name, role in (
             ("generators", generators),
             ("scorer", scorer),
@@ -67,6 +56,20 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Fleet, conso
         generators=generators.result(),
         scorer=scorer.result(),
         buffer=buffer.result(),
+    )
+
+
+def _trainer_setup(config: RunConfig, prepared: Prepared) -> TrainerSetup:
+    return TrainerSetup(
+        section=config.trainer,
+        facts=prepared.facts,
+        temperature=config.sampling.temperature,
+        loss=config.algorithm,
+        seed=config.seed,
+        checkpoint=prepared.model_path,
+        lora=config.lora,
+        max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
+        resume_from=None if prepared.resumed is None else prepared.resumed.folder,
     )
 
 

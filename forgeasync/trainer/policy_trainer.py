@@ -19,10 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, OptimizerSection, RouterBias, TrainerSection
+from forgeasync.config.schema import OptimizerSection, RouterBias, TrainerSection
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
 from forgeasync.trainer.finite import (
     MismatchTooLarge,
@@ -40,6 +38,7 @@ from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.probe import Probe
 from forgeasync.trainer.router_bias import RouterBiasUpdate, checkpoint_weights
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.trainer.step_sums import StepSums
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE
@@ -49,42 +48,32 @@ from forgeasync.weights.named_weight import NamedWeight
 class PolicyTrainer:
     """Trains a policy; ``policy_version`` counts its optimizer steps."""
 
-    def __init__(
-        self,
-        *,
-        section: TrainerSection,
-        facts: ModelFacts,
-        temperature: float,
-        loss: Loss,
-        seed: int,
-        checkpoint: Path | None,
-        lora: LoraSection | None = None,
-        max_token_age: int | None = None,
-        checkpoints: CheckpointWriter | None = None,
-    ) -> None:
-        """Build the model on this rank; without a ``checkpoint`` (Hugging Face folder) it stays random.
+    def __init__(self, setup: TrainerSetup, *, checkpoints: CheckpointWriter | None = None) -> None:
+        """Build the model on this rank; collective.
 
-        With ``lora`` the model is frozen, and adapters of it are trained, published and saved instead.
-        Tokens older than ``max_token_age`` versions are left out of the loss and of what it is divided by.
+        Raises:
+            ValueError: the loss cannot be built, or ``resume_from`` is a checkpoint of another model.
         """
+        section, facts, lora = setup.section, setup.facts, setup.lora
         self._section = section
         self._lora = lora
         self._facts = facts
-        self._loss = loss
-        self._max_token_age = max_token_age
+        loss = self._loss = setup.loss
+        self._max_token_age = setup.max_token_age
         self.policy_version = 0
         dims = self._parallel_dims = build_parallel_dims(section, world_size=dist.get_world_size())
-        self.model = build_parallel_model(facts, section, parallel_dims=dims, lora=lora, seed=seed)
-        if checkpoint is not None:
-            hf_checkpoint.load(self.model, facts, checkpoint)
+        self.model = build_parallel_model(facts, section, parallel_dims=dims, lora=lora, seed=setup.seed)
+        if setup.checkpoint is not None:
+            hf_checkpoint.load(self.model, facts, setup.checkpoint)
+        temperature = setup.temperature
         self._forward = RowForward(self.model, parallel_dims=dims, section=section, temperature=temperature)
         self._reference: reference.ReferenceLogprobs | None = None
         if loss.needs_reference and lora is not None:
             self._reference = reference.base_model(self.model, self._forward)
         elif loss.needs_reference:
-            assert checkpoint is not None, "a penalty is on moving away from a checkpoint"
+            assert setup.checkpoint is not None, "a penalty is on moving away from a checkpoint"
             self._reference = reference.frozen_copy(
-                facts, section, parallel_dims=dims, temperature=temperature, checkpoint=checkpoint
+                facts, section, parallel_dims=dims, temperature=temperature, checkpoint=setup.checkpoint
             )
         self._router_bias: RouterBiasUpdate | None = None
         if section.router_bias is RouterBias.UPDATED:
@@ -96,6 +85,8 @@ class PolicyTrainer:
         batch_mesh = self._loss_mesh = dims.get_optional_mesh("batch")
         self.data_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
         self.num_data_ranks = 1 if batch_mesh is None else batch_mesh.size()
+        if setup.resume_from is not None:
+            self.resume(setup.resume_from)
 
     def logprobs(self, row: PackedRow, *, replay_routing: bool = True) -> torch.Tensor:
         """Log-probabilities [T] of a row's targets under the current weights; float32, with gradients.

@@ -23,6 +23,7 @@ from forgeasync.trainer.hf_names import unstack_experts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers
+from forgeasync.trainer.setup import TrainerSetup
 
 TOKENS_PER_ROW = 128
 LEARNING_RATE = 1e-2
@@ -88,7 +89,7 @@ def take_steps(inputs: Inputs, cases: Mapping[str, Case]) -> dict[str, Outcome]:
 
 def _take_step(inputs: Inputs, case: Case) -> Outcome:
     folder = inputs.folders[case.model]
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=case.section(),
         facts=read_model_facts(str(folder)),
         temperature=0.9,
@@ -96,6 +97,7 @@ def _take_step(inputs: Inputs, case: Case) -> Outcome:
         seed=0,
         checkpoint=folder,
     )
+    trainer = PolicyTrainer(setup)
     rows = uneven_rows(inputs.sequences[case.sequences], trainer, case.tokens_per_row)
     replays_exactly = _replays_exactly(trainer, rows[0]) if trainer._facts.num_experts else None
     gradients: dict[str, torch.Tensor] = {}

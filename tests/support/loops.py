@@ -21,7 +21,7 @@ from forgeasync.buffer.decisions import Batch, Committed
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.load import load_config
-from forgeasync.config.schema import RunConfig, SamplingSection
+from forgeasync.config.schema import RunConfig, SamplingSection, TimeoutSection
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import StepTimes
 from forgeasync.controller.starting import Roles
@@ -32,6 +32,7 @@ from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.scoring.score import Score, VerifierCounts
 from forgeasync.trainer.batch import TrainingItem
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
@@ -334,8 +335,8 @@ class StartingFleet:
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None) -> LocalBuffer:
         return LocalBuffer(config)
 
-    async def start_trainer(self, *setup: object, max_token_age: int | None, **more: object) -> Trainer:
-        self.max_token_age = max_token_age
+    async def start_trainer(self, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
+        self.max_token_age = setup.max_token_age
         return Trainer()
 
     async def connect_weights(self, config: RunConfig, trainer: Trainer, generators: Generators) -> None:

@@ -21,6 +21,7 @@ from forgeasync.config.schema import (
 from forgeasync.trainer.lora import adapter_parameters, copy_whole, is_adapter
 from forgeasync.trainer.packing import TrainingSequence
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 
 TOKENS_PER_ROW = 128
 PREFIX = "base_model.model."
@@ -49,7 +50,7 @@ def make_trainer(
         # A large step, so that a wrong gradient shows in the weights.
         optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
     )
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=section,
         facts=read_model_facts(str(folder)),
         temperature=1.0,
@@ -58,6 +59,7 @@ def make_trainer(
         checkpoint=folder,
         lora=lora,
     )
+    trainer = PolicyTrainer(setup)
     if is_fresh:
         return trainer
     generator = torch.Generator().manual_seed(1)

@@ -11,6 +11,7 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import RunConfig
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from tests.support.live_tensors import LiveTensors
 
 
@@ -64,7 +65,7 @@ def measure_all(cases: list[Case]) -> dict[str, Measured]:
 
 def _measure(case: Case) -> Measured:
     config = case.config
-    trainer = PolicyTrainer(
+    setup = TrainerSetup(
         section=config.trainer,
         facts=case.facts,
         temperature=config.sampling.temperature,
@@ -73,6 +74,7 @@ def _measure(case: Case) -> Measured:
         checkpoint=None,
         lora=config.lora,
     )
+    trainer = PolicyTrainer(setup)
     row = full_row(config, case.facts)
     trainer.train_step([row])
     parameters = list(trainer.model.parameters())

@@ -16,7 +16,24 @@ from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.named_weight import NamedWeight
 from forgeasync.weights.staging import StagingBuffers
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
-from forgeasync.weights.transports.transport import StagingSource
+from forgeasync.weights.transports.transport import RankSource, StagingSource
+
+
+def connected(
+    transport: type[SharedMemoryTransport], rank: RankLayout, source: StagingSource
+) -> SharedMemoryTransport:
+    """A generator's side of a transport, on the host of the buffers."""
+    made = transport()
+    made.connect(
+        RankSource(
+            rank=rank.rank,
+            num_bytes=rank.num_bytes,
+            staging=source,
+            generator_host=source.host_id,
+            lease_timeout_s=60.0,
+        )
+    )
+    return made
 
 
 class FolderPublisher:
@@ -34,7 +51,7 @@ class FolderPublisher:
         return StagingSource(host_id="h", paths=self.buffers.paths)
 
     def transports(self) -> dict[int, SharedMemoryTransport]:
-        return {0: SharedMemoryTransport(self.source, self.layout.ranks[0].num_bytes)}
+        return {0: connected(SharedMemoryTransport, self.layout.ranks[0], self.source)}
 
     def stage(self, slot: int, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
         """Stage tensors of the folder's names and shapes."""
@@ -61,7 +78,7 @@ def make_fetcher(layout: WeightLayout, source: StagingSource, landing: Landing) 
         needed=[np.ones(rank.num_blocks, bool)],
         num_bytes_needed=layout.num_bytes,
         landing=landing,
-        transports={0: SharedMemoryTransport(source, rank.num_bytes)},
+        transports={0: connected(SharedMemoryTransport, rank, source)},
         delta=False,
     )
 

@@ -1,27 +1,101 @@
-"""The transport between one trainer rank and one generator."""
+"""From ``weights.transport`` to the object that moves the bytes; built-in classes and a user's own alike."""
 
-from forgeasync.config.weights_schema import TransportChoice, WeightsSection
-from forgeasync.weights.layout import RankLayout
-from forgeasync.weights.transports.rdma import RdmaTransport
-from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
-from forgeasync.weights.transports.store import TorchstoreTransport
-from forgeasync.weights.transports.transport import StagingSource, Transport, choose_transport
+from collections.abc import Iterable, Iterator, Sequence
+
+from forgeasync.config.launch_schema import LocalLauncher
+from forgeasync.config.problems import Problem
+from forgeasync.config.python_code import PythonCode, load_code
+from forgeasync.config.schema import RunConfig
+from forgeasync.config.weights_schema import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
+from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
+from forgeasync.weights.transports.transport import RankSource, StagingSource, Transport
 
 
-def build_transport(
-    weights: WeightsSection, rank: RankLayout, source: StagingSource, *, generator_host: str
-) -> Transport:
-    """Connect to a rank's staging buffers.
+def build_transport(choice: TransportChoice) -> Transport:
+    """One process's side of a transport; imports its class.
 
     Raises:
-        ValueError: the transport asked for cannot work between these hosts.
+        ValueError: there is no such class, or it makes no transport of these options.
     """
-    match choose_transport(weights.transport, trainer_host=source.host_id, generator_host=generator_host):
-        case TransportChoice.SHARED_MEMORY:
-            return SharedMemoryTransport(source, rank.num_bytes)
-        case TransportChoice.RDMA:
-            return RdmaTransport(source, int(weights.lease_timeout_s))
-        case TransportChoice.TORCHSTORE:
-            return TorchstoreTransport(rank.rank)
-        case TransportChoice.AUTO:
-            raise AssertionError("choose_transport decides")
+    code = choice if isinstance(choice, PythonCode) else PythonCode(factory=BUILT_IN_TRANSPORTS[choice])
+    make = load_code(code)
+    try:
+        made = make(**code.options)
+    except Exception as error:
+        # Whatever the user's class raises is for the user to see.
+        raise ValueError(
+            f"{code.factory} cannot be made with the options {code.options} ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(made, Transport):
+        raise ValueError(
+            f"{code.factory} makes a {type(made).__name__}; must make a subclass of "
+            f"{Transport.__module__}.{Transport.__name__}"
+        )
+    return made
+
+
+def check_transport(config: RunConfig) -> Iterator[Problem]:
+    """Whether the transport of a run can be made, and reaches the run's hosts."""
+    choice = config.weights.transport
+    value = choice.factory if isinstance(choice, PythonCode) else choice
+    try:
+        transport = build_transport(choice)
+    except ValueError as error:
+        yield Problem(field="weights.transport", value=value, remedy=str(error))
+        return
+    if not transport.crosses_hosts and not isinstance(config.launcher, LocalLauncher):
+        yield Problem(
+            field="weights.transport",
+            value=value,
+            remedy="must be one that crosses hosts (auto, rdma or torchstore) with launcher.kind = "
+            f"{config.launcher.kind!r}: trainer and generators are on different hosts",
+        )
+
+
+def require_reach(transport: Transport, choice: TransportChoice, host_ids: Iterable[str]) -> None:
+    """Refuse a transport that does not get to all of a run's hosts.
+
+    Raises:
+        ValueError: it stays on one host, and there are several.
+    """
+    hosts = sorted(set(host_ids))
+    if len(hosts) > 1 and not transport.crosses_hosts:
+        name = choice.factory if isinstance(choice, PythonCode) else choice
+        raise ValueError(
+            f"weights.transport = {name!r}, but trainer and generators are on the hosts {', '.join(hosts)}; "
+            "must be one that crosses hosts: auto, rdma or torchstore"
+        )
+
+
+def connect_transports(
+    section: WeightsSection,
+    layout: WeightLayout,
+    sources: Sequence[StagingSource],
+    *,
+    generator_host: str,
+) -> dict[int, Transport]:
+    """A generator's side, by trainer rank; ranks that publish nothing need none.
+
+    Raises:
+        ValueError: a rank's buffers cannot be reached, or read in units of whole blocks.
+    """
+    transports: dict[int, Transport] = {}
+    for rank, source in zip(layout.ranks, sources, strict=True):
+        if not rank.num_bytes:
+            continue
+        transport = transports[rank.rank] = build_transport(section.transport)
+        transport.connect(
+            RankSource(
+                rank=rank.rank,
+                num_bytes=rank.num_bytes,
+                staging=source,
+                generator_host=generator_host,
+                lease_timeout_s=section.lease_timeout_s,
+            )
+        )
+        if transport.granularity < BLOCK_BYTES or transport.granularity % BLOCK_BYTES:
+            raise ValueError(
+                f"{type(transport).__name__}.granularity = {transport.granularity}; must be a multiple of "
+                f"{BLOCK_BYTES}, the bytes of a block"
+            )
+    return transports

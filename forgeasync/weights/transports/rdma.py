@@ -10,36 +10,43 @@ import torch
 from monarch.rdma import RDMABuffer
 
 from forgeasync.weights.layout import SEGMENT_BYTES
-from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource
+from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSource, RankStaging, Transport
 
 MAX_READS_IN_FLIGHT = 4
 """Enough to hide a round trip behind the others' bytes."""
 
-
-def register(buffer: torch.Tensor) -> tuple[RDMABuffer, ...]:
-    """Handles of a staging buffer's segments; to be called inside an actor of the publishing proc."""
-    return tuple(RDMABuffer(segment) for segment in buffer.split(SEGMENT_BYTES))
+Segments = tuple[tuple[RDMABuffer, ...], ...]
+"""By slot, handles of consecutive ``SEGMENT_BYTES``."""
 
 
-class RdmaTransport:
-    """Reads whole segments."""
+class RdmaTransport(Transport):
+    """Reads whole segments. ``open`` and ``read`` are to be called inside an actor."""
 
     granularity = SEGMENT_BYTES
 
-    def __init__(self, source: StagingSource, timeout_s: int) -> None:
-        """``timeout_s`` bounds the transfer of one segment."""
-        self._source = source
-        self._timeout_s = timeout_s
+    async def open(self, staging: RankStaging) -> Segments:
+        """Register both buffers."""
+        return tuple(
+            tuple(RDMABuffer(segment) for segment in buffer.split(SEGMENT_BYTES))
+            for buffer in staging.buffers
+        )
+
+    def connect(self, source: RankSource) -> None:
+        """Nothing is moved yet; the transfer of a segment is bounded by the lease."""
+        assert isinstance(source.staging.address, tuple)
+        self._segments: Segments = source.staging.address
+        # RDMABuffer counts whole seconds.
+        self._timeout_s = int(source.lease_timeout_s)
 
     async def read(
         self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
     ) -> None:
-        """See ``Transport``; to be called inside an actor."""
+        """See ``Transport``."""
         limit = asyncio.Semaphore(MAX_READS_IN_FLIGHT)
 
         async def read_segment(first: int, last: int) -> None:
             async with limit:
-                handle = self._source.segments[slot][first // SEGMENT_BYTES]
+                handle = self._segments[slot][first // SEGMENT_BYTES]
                 await handle.read_into(landing[first:last], timeout=self._timeout_s)
                 await asyncio.to_thread(arrived, (first, last))
 

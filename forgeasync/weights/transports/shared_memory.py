@@ -8,17 +8,23 @@ import torch
 
 from forgeasync.weights.layout import BLOCK_BYTES
 from forgeasync.weights.staging import SharedFile
-from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource
+from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSource, RankStaging, Transport
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """Reads block by block, each checked while it is in the cache."""
 
     granularity = BLOCK_BYTES
+    crosses_hosts = False
 
-    def __init__(self, source: StagingSource, num_bytes: int) -> None:
+    async def open(self, staging: RankStaging) -> None:
+        """Nothing to do: the buffers are files of this host already."""
+
+    def connect(self, source: RankSource) -> None:
+        """Map the publisher's files."""
         self._slots = [
-            SharedFile(path, num_bytes, is_new=False).bytes[:num_bytes].numpy() for path in source.paths
+            SharedFile(path, source.num_bytes, is_new=False).bytes[: source.num_bytes].numpy()
+            for path in source.staging.paths
         ]
 
     async def read(

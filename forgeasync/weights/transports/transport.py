@@ -1,14 +1,14 @@
-"""The one thing that transports do: bring ranges of a rank's staging buffer into a generator's own memory."""
+"""How published weights get from the trainer's ranks into a generator's own memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from monarch.rdma import RDMABuffer
+from monarch.actor import ProcMesh
 
-from forgeasync.config.weights_schema import TransportChoice
+from forgeasync.weights.layout import BLOCK_BYTES
 
 ByteRange = tuple[int, int]
 """First byte and the one after the last."""
@@ -16,42 +16,166 @@ ByteRange = tuple[int, int]
 Arrived = Callable[[ByteRange], None]
 """Called for every part of the ranges as soon as it is there; may be called from any thread."""
 
+SpawnProc = Callable[[str], ProcMesh]
+"""Starts a proc of this name on the controller's machine; it ends with the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStaging:
+    """The staging buffers of one trainer rank, as that rank sees them; fields by slot where there are two."""
+
+    rank: int
+    host_id: str
+    paths: tuple[Path, ...]
+    """Files in this host's shared memory."""
+    buffers: tuple[torch.Tensor, ...]
+    """The same bytes, uint8; their places in memory stay the same for the whole run."""
+    generator_hosts: frozenset[str]
+    """Where the generators are that will read them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingSource:
-    """How the staging buffers of one rank can be reached; fields by slot."""
+    """How the staging buffers of one rank can be reached; travels to the generators."""
 
     host_id: str
     paths: tuple[Path, ...]
-    segments: tuple[tuple[RDMABuffer, ...], ...] = ()
-    """Handles of consecutive ``SEGMENT_BYTES``; empty where no generator is on another host."""
+    """By slot; files of that host."""
+    address: object = None
+    """What the transport's ``open`` has returned."""
 
 
-class Transport(Protocol):
-    """Reads the staging buffers of one trainer rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSource:
+    """The staging buffers of one trainer rank, as one generator sees them."""
 
-    granularity: int
-    """Ranges start and stop at multiples of it, in bytes, or at the buffer's end."""
+    rank: int
+    num_bytes: int
+    """Of each buffer."""
+    staging: StagingSource
+    generator_host: str
+    """The host that reads."""
+    lease_timeout_s: float
+    """A fetch that takes longer may find that the trainer has begun to write the next version."""
 
+
+class Transport(ABC):
+    """Moves bytes out of staging buffers; one class has both the trainer's side and the generator's.
+
+    A trainer rank has two staging buffers (slots). It copies each version into a slot that nobody reads, and
+    generators fetch it from there and check every block against its checksum. A transport only moves bytes:
+    others decide which slot is written, which ranges are needed and what is fetched again.
+
+    Every process that takes part makes an object of its own:
+
+    ==========================================  =================================  =========================
+    where                                       what is called                     how often
+    ==========================================  =================================  =========================
+    the controller                              ``start``                          once
+    each trainer rank                           ``open``                           once, after ``start``
+    each trainer rank                           ``staged``                         for every version
+    each generator, an object per trainer rank  ``connect``                        once, after ``open``
+    each generator, an object per trainer rank  ``read``                           for every version
+    ==========================================  =================================  =========================
+
+    **Write your own.** Make a class, put its module where the run's processes can import it, and name it:
+
+    .. code-block:: yaml
+
+        weights:
+          transport: {kind: python, factory: my_transport.FolderTransport, options: {folder: /mnt/weights}}
+
+    This one goes through files in a folder that all hosts mount:
+
+    .. code-block:: python
+
+        import asyncio
+        from collections.abc import Sequence
+        from pathlib import Path
+
+        import torch
+
+        from forgeasync.weights.transports.transport import (
+            Arrived,
+            ByteRange,
+            RankSource,
+            RankStaging,
+            Transport,
+        )
+
+
+        class FolderTransport(Transport):
+            def __init__(self, folder: str) -> None:
+                self._folder = Path(folder)
+
+            def _file(self, slot: int) -> Path:
+                return self._folder / f"rank-{self._rank}-slot-{slot}"
+
+            async def open(self, staging: RankStaging) -> None:
+                self._rank, self._buffers = staging.rank, staging.buffers
+
+            async def staged(self, slot: int) -> None:
+                await asyncio.to_thread(self._file(slot).write_bytes, self._buffers[slot].numpy().data)
+
+            def connect(self, source: RankSource) -> None:
+                self._rank = source.rank
+
+            async def read(
+                self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+            ) -> None:
+                await asyncio.to_thread(self._copy, slot, ranges, landing.numpy().data, arrived)
+
+            def _copy(
+                self, slot: int, ranges: Sequence[ByteRange], landing: memoryview, arrived: Arrived
+            ) -> None:
+                with self._file(slot).open("rb") as file:
+                    for start, stop in ranges:
+                        file.seek(start)
+                        file.readinto(landing[start:stop])
+                        arrived((start, stop))
+
+    What it has to keep to:
+
+    - Making an object is cheap and has no effect: the check of a config makes one too. The keywords of
+      ``__init__`` are the section's ``options``.
+    - The trainer waits for ``staged``. After it the slot's bytes stay as they are while a generator leases
+      the version; only a generator that outlives its lease can see them change.
+    - ``read`` calls ``arrived`` for every byte of the ranges. Bytes that are torn, late or wrong are found by
+      their checksum and asked for again; an exception ends the run.
+    - Both sides run in an actor's event loop. What blocks belongs in ``asyncio.to_thread``, so that decoding
+      goes on.
+    """
+
+    granularity: int = BLOCK_BYTES
+    """In bytes: ranges that ``read`` is asked for start and stop at multiples of it, or at the buffer's end.
+    A multiple of ``BLOCK_BYTES``; ``connect`` may set it."""
+
+    crosses_hosts: bool = True
+    """Whether it reaches generators on another host than the trainer's. If not, such runs are refused."""
+
+    async def start(self, spawn: SpawnProc) -> None:  # noqa: B027
+        """Start what the whole run shares; ``spawn`` gives it procs. Needs nothing by default."""
+
+    @abstractmethod
+    async def open(self, staging: RankStaging) -> object:
+        """Make this rank's buffers ready to be read; what is returned is every generator's ``address``.
+
+        It must be possible to pickle it.
+        """
+
+    async def staged(self, slot: int) -> None:  # noqa: B027
+        """A version lies in a slot of this rank: all its bytes are final. Nothing to be done by default."""
+
+    @abstractmethod
+    def connect(self, source: RankSource) -> None:
+        """Get ready to read one trainer rank's buffers.
+
+        Raises:
+            ValueError: they cannot be reached from here.
+        """
+
+    @abstractmethod
     async def read(
         self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
     ) -> None:
         """Copy ``ranges`` of a slot into the same places of ``landing`` (uint8, as long as the buffer)."""
-        ...
-
-
-def choose_transport(choice: TransportChoice, *, trainer_host: str, generator_host: str) -> TransportChoice:
-    """What a pair of procs uses.
-
-    Raises:
-        ValueError: shared memory is asked for between two hosts.
-    """
-    is_local = trainer_host == generator_host
-    if choice is TransportChoice.AUTO:
-        return TransportChoice.SHARED_MEMORY if is_local else TransportChoice.RDMA
-    if choice is TransportChoice.SHARED_MEMORY and not is_local:
-        raise ValueError(
-            f"weights.transport = {choice.value!r}, but trainer on host {trainer_host} and generator "
-            f"on {generator_host}; must be auto, rdma or torchstore"
-        )
-    return choice

@@ -1,0 +1,28 @@
+"""What a trainer is started with, on every rank alike."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forgeasync.algorithms.loss import Loss
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.schema import LoraSection, TrainerSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSetup:
+    """Travels from the controller to every rank as it is: a new option of the trainer is one field here."""
+
+    section: TrainerSection
+    facts: ModelFacts
+    temperature: float
+    """The one that the generators sample with."""
+    loss: Loss
+    seed: int
+    checkpoint: Path | None
+    """Hugging Face folder with the first weights; None: they are random."""
+    lora: LoraSection | None = None
+    """With it the model is frozen, and adapters of it are trained, published and saved instead."""
+    max_token_age: int | None = None
+    """Tokens older than so many versions are left out of the loss and of what it is divided by."""
+    resume_from: Path | None = None
+    """Checkpoint of a run to go on from."""
