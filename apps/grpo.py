@@ -185,7 +185,7 @@ class GrpoRun:
             return
         rewards = tuple(score.value for score in scores)
         self.recorder.record_scored(rewards)
-        filtered = self.filtering.apply(group, rewards)
+        filtered = self.filtering.apply(group, scores)
         if filtered.kept:
             self.starvation.came_through()
             lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)

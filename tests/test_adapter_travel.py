@@ -16,6 +16,7 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import LoraSection, RunConfig, SamplingSection
+from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.fetcher import FetchReport
@@ -48,7 +49,8 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
     )
     assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
     items = [
-        TrainingItem(rollout=r, advantage=1.0 if i % 2 else -1.0, weight=1.0) for i, r in enumerate(answer)
+        TrainingItem(rollout=r, advantages=whole_response(1.0 if i % 2 else -1.0), weight=1.0)
+        for i, r in enumerate(answer)
     ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
     result = await trainer.train_items(rows, step=1)

@@ -1,5 +1,6 @@
 """One real optimizer step from rewards to weights: the better rollout becomes likelier, worse ones less."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from forgeasync.algorithms.advantages import Grpo
 from forgeasync.algorithms.loss import Loss
@@ -15,11 +17,14 @@ from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.scoring.score import Step
+from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
+from forgeasync.trainer.token_places import TokenPlaces
 from tests.support.buffer_world import make_task
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
@@ -57,6 +62,9 @@ class Scheduled:
 class Observed:
     learned: list[Learned]
     scheduled: Scheduled
+    step_gains: list[list[float]]
+    """By rollout and step, how much likelier the step became: the first rollout's first step was rewarded,
+    and the second one's second."""
     aged: dict[int | None, StepResult]
     """By ``max_token_age``, of a batch whose tokens are 0, 1 and 2 versions old."""
 
@@ -104,7 +112,9 @@ class Batches:
     def _logprobs(self, trainer: PolicyTrainer) -> list[np.ndarray]:
         zeros = np.zeros(NUM_TOKENS, np.float32)
         items = [
-            TrainingItem(rollout=self._rollout(i, ((0, 0, NUM_TOKENS),)), advantage=0.0, weight=1.0)
+            TrainingItem(
+                rollout=self._rollout(i, ((0, 0, NUM_TOKENS),)), advantages=whole_response(0.0), weight=1.0
+            )
             for i in range(NUM_ROLLOUTS)
         ]
         with torch.no_grad():
@@ -129,6 +139,7 @@ class Batches:
             trained_version=trainer.policy_version,
             routing_replay=RoutingReplay.OFF,
             keep_sampling_mask=True,
+            places=TokenPlaces(None),
         )
 
 
@@ -150,6 +161,60 @@ def _learn(folder: Path, batches: Batches, best: int) -> Learned:
     before = batches.logprobs(trainer)
     batches.step(trainer, [1.0 if index == best else 0.0 for index in range(NUM_ROLLOUTS)])
     return Learned(before=before, after=batches.logprobs(trainer), best=best)
+
+
+def _learn_steps(folder: Path) -> list[list[float]]:
+    """One step on two responses of digits, each with two steps of six characters."""
+    trainer = make_trainer(folder, OptimizerSection(learning_rate=1e-4), None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rng = np.random.default_rng(3)
+    texts = ["".join(map(str, rng.integers(0, 10, NUM_TOKENS))) for _ in range(2)]
+    traces = [
+        TokenTrace(
+            prompt_ids_P=np.array(tokenizer.encode("4+1="), np.int32),
+            response_ids_T=np.array(tokenizer.encode(text), np.int32),
+            logprobs_T=np.zeros(NUM_TOKENS, np.float32),
+            routed_experts=None,
+            kept_tokens=None,
+        )
+        for text in texts
+    ]
+    group = Group(
+        group_id=0,
+        draw_id=0,
+        task=make_task(0),
+        rollouts=tuple(make_stored_rollout((0, 0, NUM_TOKENS), text=text) for text in texts),
+        rewards=(0.0, 0.0),
+        steps=(
+            (Step(end=6, value=1.0), Step(end=NUM_TOKENS, value=0.0)),
+            (Step(end=6, value=0.0), Step(end=NUM_TOKENS, value=1.0)),
+        ),
+    )
+    algorithm = AlgorithmSection(advantage=Grpo(), group_size=2, groups_per_step=1)
+    places = TokenPlaces(folder)
+
+    def sequences() -> list[TrainingSequence]:
+        return [
+            training_sequence(
+                item,
+                trace,
+                trained_version=0,
+                routing_replay=RoutingReplay.OFF,
+                keep_sampling_mask=True,
+                places=places,
+            )
+            for item, trace in zip(training_items([group], [1.0], algorithm), traces, strict=True)
+        ]
+
+    def logprobs() -> np.ndarray:
+        with torch.no_grad():
+            return np.stack([trainer.logprobs(pack_row([one])).numpy() for one in sequences()])
+
+    before = logprobs()
+    own = zip(sequences(), before, strict=True)
+    row = pack_row([dataclasses.replace(one, behavior_logprobs_T=logprobs_T) for one, logprobs_T in own])
+    trainer.train_step([row])
+    return (logprobs() - before).reshape(2, 2, 6).sum(-1).tolist()
 
 
 def _schedule(folder: Path, batches: Batches) -> Scheduled:
@@ -183,6 +248,7 @@ def _observe(folder: Path) -> Observed:
     return Observed(
         learned=[_learn(folder, batches, best) for best in (0, 3)],
         scheduled=_schedule(folder, batches),
+        step_gains=_learn_steps(folder),
         aged={max_age: _age(folder, batches, max_age) for max_age in (None, 0, 1, 2)},
     )
 
@@ -198,6 +264,13 @@ def test_a_step_makes_the_better_rollout_likelier_and_the_worse_ones_less_likely
         gains = [after - before for before, after in zip(learned.before, learned.after, strict=True)]
         assert gains[learned.best] > 0.01, gains
         assert all(gain < -0.001 for index, gain in enumerate(gains) if index != learned.best), gains
+
+
+def test_a_step_makes_a_rewarded_step_likelier_than_one_that_is_not(observed: Observed) -> None:
+    """By hand: first steps have 0.87 - 0.87 = 0, the second steps -0.87 and 0.87."""
+    (first, unrewarded), (second, rewarded) = observed.step_gains
+    assert rewarded > 0.01 and unrewarded < -0.01, observed.step_gains
+    assert abs(first) < rewarded / 2 and abs(second) < rewarded / 2, observed.step_gains
 
 
 def test_the_scheduled_learning_rate_is_what_the_optimizer_steps_with(observed: Observed) -> None:

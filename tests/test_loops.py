@@ -27,6 +27,7 @@ from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.observability.failures import root_cause
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.scoring.score import Score
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
@@ -64,7 +65,7 @@ def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Pat
     )
     assert len(trainer.steps) == len(recorder.batches) == MAX_STEPS
     for items, batch in zip(trainer.steps, recorder.batches, strict=True):
-        found = {item.rollout.text: item.advantage for item in items}
+        found = {item.rollout.text: item.advantages[0].value for item in items}
         expected = {}
         for group in batch.groups:
             rewards = [float(rollout.text) for rollout in group.rollouts]
@@ -302,10 +303,11 @@ def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_
     config = make_config(tmp_path, "algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]")
     filtering = GroupFiltering(config.algorithm, seed=config.seed)
     rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
+    scores = [Score(value=value, is_correct=value > 0.0) for value in (1.0, 1.0, 0.0, 0.0)]
 
     def kept(group_id: int, draw_id: int) -> tuple[int, ...]:
         group = Group(group_id=group_id, draw_id=draw_id, task=make_problem(0), rollouts=rollouts)
-        return tuple(filtering.apply(group, (1.0, 1.0, 0.0, 0.0)).kept)
+        return tuple(filtering.apply(group, scores).kept)
 
     by_draw = [kept(0, draw_id) for draw_id in range(20)]
     assert len(set(by_draw)) > 1

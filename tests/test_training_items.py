@@ -13,9 +13,11 @@ from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.rollout import Group
 from forgeasync.data.routing import NO_RECORD, RoutedExperts
+from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
 from forgeasync.trainer.packing import TrainingSequence
 from forgeasync.trainer.policy_trainer import scheduled_learning_rate
+from forgeasync.trainer.token_places import TokenPlaces
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
 
@@ -36,7 +38,7 @@ def algorithm(advantage: Advantage) -> AlgorithmSection:
 
 def advantages_by_text(groups: list[Group], advantage: Advantage) -> dict[str, float]:
     items = training_items(groups, [1.0] * len(groups), algorithm(advantage))
-    return {item.rollout.text: item.advantage for item in items}
+    return {item.rollout.text: item.advantages[0].value for item in items}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_items_are_the_rollouts_in_their_order() -> None:
     items = training_items(groups, [1.0, 2.5], algorithm(DrGrpo()))
     assert [item.weight for item in items] == [1.0, 1.0, 2.5, 2.5, 2.5]
     assert [item.rollout for item in items] == [one for group in groups for one in group.rollouts]
-    assert [item.advantage for item in items] == pytest.approx([-0.5, 0.5, -1 / 3, -4 / 3, 5 / 3])
+    assert [item.advantages[0].value for item in items] == pytest.approx([-0.5, 0.5, -1 / 3, -4 / 3, 5 / 3])
 
 
 def test_reinforce_pp_compares_with_the_whole_batch() -> None:
@@ -109,11 +111,12 @@ def sequence_of(
 ) -> TrainingSequence:
     rollout = make_stored_rollout((4, 0, 1), (7, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
     return training_sequence(
-        TrainingItem(rollout=rollout, advantage=-0.75, weight=2.5),
+        TrainingItem(rollout=rollout, advantages=whole_response(-0.75), weight=2.5),
         TRACE,
         trained_version=7,
         routing_replay=routing_replay,
         keep_sampling_mask=keep_sampling_mask,
+        places=TokenPlaces(None),
     )
 
 
@@ -145,11 +148,12 @@ def test_a_token_without_a_version_or_newer_than_the_trained_weights_is_a_bug(
     rollout = make_stored_rollout(*spans, num_prompt_tokens=NUM_PROMPT_TOKENS)
     with pytest.raises(AssertionError, match="no newer"):
         training_sequence(
-            TrainingItem(rollout=rollout, advantage=0.0, weight=1.0),
+            TrainingItem(rollout=rollout, advantages=whole_response(0.0), weight=1.0),
             TRACE,
             trained_version=7,
             routing_replay=RoutingReplay.OFF,
             keep_sampling_mask=True,
+            places=TokenPlaces(None),
         )
 
 
@@ -179,5 +183,5 @@ def test_grpo_compares_with_the_own_group() -> None:
 @pytest.mark.parametrize("offset", [0.0, 1e7, 1e12])
 def test_rewards_far_from_zero_are_told_apart(offset: float) -> None:
     group = make_group(0, (offset + 1.0, offset, offset, offset))
-    found = [item.advantage for item in training_items([group], [1.0], algorithm(Grpo()))]
+    found = [item.advantages[0].value for item in training_items([group], [1.0], algorithm(Grpo()))]
     assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)

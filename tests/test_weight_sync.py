@@ -28,6 +28,7 @@ from forgeasync.data.group_payload import TokenTrace, decode_rollout
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
 from forgeasync.payload.shared_memory import PayloadReader
+from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items
 from forgeasync.trainer.setup import TrainerSetup
 from tests.support.engine_weights import assert_engine_holds
@@ -65,7 +66,9 @@ async def _train_on(
     trainer: TrainerMesh, generators: GeneratorRouter, samples: list[Sampled]
 ) -> dict[str, float]:
     items = [
-        TrainingItem(rollout=sampled.rollout, advantage=1.0 if index % 2 else -1.0, weight=1.0)
+        TrainingItem(
+            rollout=sampled.rollout, advantages=whole_response(1.0 if index % 2 else -1.0), weight=1.0
+        )
         for index, sampled in enumerate(samples)
     ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)

@@ -29,6 +29,7 @@ from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.skipped_step import write_skipped_rows
 from forgeasync.trainer.step_result import StepResult
+from forgeasync.trainer.token_places import TokenPlaces
 from forgeasync.weights.layout import RankLayout
 from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.publisher import WeightPublisher
@@ -65,6 +66,8 @@ class TrainerActor(Actor):
         self._section = setup.section
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
+        # The model's folder has its tokenizer too.
+        self._places = TokenPlaces(checkpoint)
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
@@ -152,6 +155,7 @@ class TrainerActor(Actor):
             trained_version=trained_version,
             routing_replay=self._section.routing_replay,
             keep_sampling_mask=self._section.keep_sampling_mask,
+            places=self._places,
         )
 
     @endpoint

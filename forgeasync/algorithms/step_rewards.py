@@ -33,8 +33,6 @@ def from_step_rewards(
     Raises:
         ValueError: the arguments are not of one length, or the ends do not fit their rewards or the response.
     """
-    import torch
-
     if not len(step_rewards_G) == len(step_ends_G) == len(lengths_G):
         raise ValueError(
             f"from_step_rewards: {len(step_rewards_G)} step_rewards, {len(step_ends_G)} step_ends and "
@@ -44,17 +42,27 @@ def from_step_rewards(
         zip(step_rewards_G, step_ends_G, lengths_G, strict=True)
     ):
         _check_steps(index, rewards_J, ends_J, length)
-    if sum(rewards_J.numel() for rewards_J in step_rewards_G) == 0:
-        return [torch.zeros(length) for length in lengths_G]
-    # In float64: the sums below are differences of sums over the whole response.
-    whole_N = torch.cat([rewards_J.double() for rewards_J in step_rewards_G])
-    split = [rewards_J.numel() for rewards_J in step_rewards_G]
     return [
-        _sums_from_here(normalized_J, ends_J, length).float()
-        for normalized_J, ends_J, length in zip(
-            normalized(whole_N).split(split), step_ends_G, lengths_G, strict=True
+        _spread(sums_J, ends_J, length).float()
+        for sums_J, ends_J, length in zip(
+            sums_of_later_steps(step_rewards_G), step_ends_G, lengths_G, strict=True
         )
     ]
+
+
+def sums_of_later_steps(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For every step of each rollout [J] the sum of its own and all later rewards, normalized; float64.
+
+    Normalized is over all steps of the group. The source is that of ``from_step_rewards``.
+    """
+    import torch
+
+    if sum(rewards_J.numel() for rewards_J in step_rewards_G) == 0:
+        return [rewards_J.double() for rewards_J in step_rewards_G]
+    # In float64: differences of sums over the whole response.
+    whole_N = torch.cat([rewards_J.double() for rewards_J in step_rewards_G])
+    split = normalized(whole_N).split([rewards_J.numel() for rewards_J in step_rewards_G])
+    return [values_J.flip(0).cumsum(0).flip(0) for values_J in split]
 
 
 def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> None:
@@ -73,10 +81,9 @@ def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, leng
         raise ValueError(f"{where} has a step that ends at {ends[-1]}; must be within its {length} tokens")
 
 
-def _sums_from_here(values_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> torch.Tensor:
-    """For every token [T] the sum of the values of steps that end after its position."""
-    sums_J = values_J.flip(0).cumsum(0).flip(0)
-    advantages_T = values_J.new_zeros(length)
+def _spread(sums_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> torch.Tensor:
+    """For every token [T] the value of the first step that ends after its position."""
+    advantages_T = sums_J.new_zeros(length)
     for total, (start, end) in zip(sums_J, itertools.pairwise([0, *ends_J.tolist()]), strict=True):
         advantages_T[start:end] = total
     return advantages_T

@@ -1,6 +1,8 @@
 """What a verifier says of one response, and how verifiers have fared."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 
 LARGEST = 1e30
@@ -20,13 +22,17 @@ class Score:
     """The reward of one response, and whether the response solves its task.
 
     A score says for itself whether it is correct: rewards may have any scale up to ``LARGEST``. Raises
-    ValueError, naming the value, where ``value`` is no such number or ``is_correct`` is no bool.
+    ValueError, naming the value, where ``value`` is no such number, ``is_correct`` is no bool, or a penalty
+    is negative or not finite.
     """
 
     value: float
     is_correct: bool
     steps: tuple[Step, ...] = ()
     """Rewards of the response's steps, ends increasing; none: the value counts for all tokens alike."""
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """Faults besides the value, by name, such as the share of tool calls that failed: finite, at least 0.
+    The filter ``resample_on_correct`` looks at their sum."""
 
     def __post_init__(self) -> None:
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
@@ -37,6 +43,12 @@ class Score:
         object.__setattr__(self, "value", float(self.value))
         if not isinstance(self.is_correct, bool):
             raise ValueError(f"is_correct of a score must be true or false, not {self.is_correct!r}")
+        for name, penalty in self.penalties.items():
+            is_number = isinstance(penalty, Real) and not isinstance(penalty, bool)
+            if not is_number or not math.isfinite(penalty) or penalty < 0:
+                raise ValueError(
+                    f"penalty {name!r} of a score must be finite and at least 0, not {penalty!r}"
+                )
 
 
 NO_SCORE = Score(value=0.0, is_correct=False)

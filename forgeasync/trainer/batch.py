@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.schema import RoutingReplay
 from forgeasync.data.group_payload import TokenTrace
 from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.data.routing import NO_RECORD
+from forgeasync.trainer.advantage_spans import AdvantageSpan, advantage_spans, spread
 from forgeasync.trainer.packing import TrainingSequence, plan_rows
+from forgeasync.trainer.token_places import TokenPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class TrainingItem:
     """One rollout of a batch, by reference, with what the batch made of it."""
 
     rollout: StoredRollout
-    advantage: float
+    advantages: tuple[AdvantageSpan, ...]
     weight: float
     """How often it counts in the batch's loss (rollout accounting)."""
 
@@ -32,25 +33,18 @@ class TrainingItem:
         return self.rollout.num_prompt_tokens + self.rollout.num_response_tokens
 
 
-def group_advantages(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[torch.Tensor]:
-    """The advantages of each group's rollouts, float32 [G] each.
-
-    Computed in float64: rewards far from 0 differ by less than float32 can tell.
-    """
-    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
-    return [advantages_G.float() for advantages_G in algorithm.advantage.of_batch(rewards)]
-
-
 def training_items(
     groups: Sequence[Group], weights: Sequence[float], algorithm: AlgorithmSection
 ) -> list[TrainingItem]:
-    """One item per rollout; ``weights`` has each group's weight from rollout accounting."""
+    """One item per rollout; ``weights`` has each group's weight from rollout accounting.
+
+    Raises:
+        ValueError: rewards of steps do not fit the advantage or their group.
+    """
     return [
-        TrainingItem(rollout=rollout, advantage=float(advantage), weight=weight)
-        for group, weight, advantages_G in zip(
-            groups, weights, group_advantages(groups, algorithm), strict=True
-        )
-        for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
+        TrainingItem(rollout=rollout, advantages=spans, weight=weight)
+        for group, weight, spans_G in zip(groups, weights, advantage_spans(groups, algorithm), strict=True)
+        for rollout, spans in zip(group.rollouts, spans_G, strict=True)
     ]
 
 
@@ -71,8 +65,12 @@ def training_sequence(
     trained_version: int,
     routing_replay: RoutingReplay,
     keep_sampling_mask: bool,
+    places: TokenPlaces,
 ) -> TrainingSequence:
-    """An item with its arrays; ``trained_version`` is the version of the weights about to be trained."""
+    """An item with its arrays; ``trained_version`` is the version of the weights about to be trained.
+
+    ``places`` is asked only where parts of the response have advantages of their own.
+    """
     expert_ids_SMK = None
     if routing_replay is not RoutingReplay.OFF:
         assert trace.routed_experts is not None, "generators record what the config says is replayed"
@@ -84,11 +82,19 @@ def training_sequence(
         response_ids_T=trace.response_ids_T,
         behavior_logprobs_T=trace.logprobs_T,
         ages_T=_ages(item.rollout, trained_version),
-        advantage=item.advantage,
+        advantage=_advantages(item, trace, places),
         weight=item.weight,
         expert_ids_SMK=expert_ids_SMK,
         kept_tokens=trace.kept_tokens if keep_sampling_mask else None,
     )
+
+
+def _advantages(item: TrainingItem, trace: TokenTrace, places: TokenPlaces) -> float | np.ndarray:
+    """One number for all tokens, or float32 [T]."""
+    if len(item.advantages) == 1:
+        return item.advantages[0].value
+    starts_T = places.starts(trace.prompt_ids_P, trace.response_ids_T)
+    return spread(item.advantages, starts_T, num_characters=len(item.rollout.text))
 
 
 def _ages(rollout: StoredRollout, trained_version: int) -> np.ndarray:

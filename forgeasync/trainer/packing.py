@@ -33,7 +33,8 @@ class TrainingSequence:
     response_ids_T: np.ndarray
     behavior_logprobs_T: np.ndarray
     ages_T: np.ndarray
-    advantage: float
+    advantage: float | np.ndarray
+    """One number for all response tokens, or float32 [T]."""
     weight: float = 1.0
     """How often the sequence counts in the batch's loss."""
     expert_ids_SMK: np.ndarray | None = None

@@ -1,0 +1,116 @@
+"""Advantages of parts of a response: from scored groups to characters of the text, and on to its tokens.
+
+The controller knows texts and rewards but no token: it says up to which character of the text an advantage
+holds. The trainer's rank that reads the tokens finds out where they lie in the text and spreads the
+advantages.
+
+Shape suffix: T tokens of one response.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forgeasync.algorithms.advantages import Grpo
+from forgeasync.algorithms.step_rewards import sums_of_later_steps
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.data.rollout import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSpan:
+    """The advantage of the tokens that begin before a character of the response's text and behind the span
+    before.
+
+    ``end`` None: all the rest of the response.
+    """
+
+    end: int | None
+    value: float
+
+
+def whole_response(value: float) -> tuple[AdvantageSpan, ...]:
+    """The same advantage for all tokens."""
+    return (AdvantageSpan(end=None, value=value),)
+
+
+def advantage_spans(
+    groups: Sequence[Group], algorithm: AlgorithmSection
+) -> list[list[tuple[AdvantageSpan, ...]]]:
+    """The advantages of each group's rollouts; they are those of a whole batch where the advantage asks for
+    it.
+
+    A group with rewards of steps has an advantage for each step (``forgeasync.algorithms.step_rewards``),
+    and 0 behind the last; its rewards are not looked at. Computed in float64: rewards far from 0 differ by
+    less than float32 can tell.
+
+    Raises:
+        ValueError: the advantage knows no step rewards, or only some rollouts of a group have them.
+    """
+    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+    return [
+        [whole_response(value) for value in advantages_G.float().tolist()]
+        if group.steps is None
+        else _of_steps(group, algorithm)
+        for group, advantages_G in zip(groups, algorithm.advantage.of_batch(rewards), strict=True)
+    ]
+
+
+def _of_steps(group: Group, algorithm: AlgorithmSection) -> list[tuple[AdvantageSpan, ...]]:
+    assert group.steps is not None
+    if not isinstance(algorithm.advantage, Grpo):
+        raise ValueError(
+            f"group {group.group_id} has rewards of steps, which algorithm.advantage = "
+            f"{algorithm.advantage.kind!r} has no formula for; use 'grpo', or reward whole responses"
+        )
+    check_steps(group)
+    values = sums_of_later_steps(
+        [torch.tensor([step.value for step in steps], dtype=torch.float64) for steps in group.steps]
+    )
+    return [
+        (
+            *(
+                AdvantageSpan(end=step.end, value=value)
+                for step, value in zip(steps, values_J.float().tolist(), strict=True)
+            ),
+            AdvantageSpan(end=None, value=0.0),
+        )
+        for steps, values_J in zip(group.steps, values, strict=True)
+    ]
+
+
+def check_steps(group: Group) -> None:
+    """Whether the steps of a group fit its rollouts.
+
+    Raises:
+        ValueError: only some rollouts with a text have steps, or their ends do not increase within the text.
+    """
+    assert group.steps is not None
+    for index, (rollout, steps) in enumerate(zip(group.rollouts, group.steps, strict=True)):
+        where = f"rollout {index} of group {group.group_id}"
+        if not steps and rollout.text:
+            raise ValueError(
+                f"{where} has no rewards of steps, but others of its group have; must be all of them or none"
+            )
+        ends = [step.end for step in steps]
+        if ends != sorted(set(ends)) or (ends and not 0 < ends[0] <= ends[-1] <= len(rollout.text)):
+            raise ValueError(
+                f"{where} has steps that end at the characters {ends}; must increase, from 1 to the "
+                f"{len(rollout.text)} characters of its text"
+            )
+
+
+def spread(spans: Sequence[AdvantageSpan], starts_T: np.ndarray, *, num_characters: int) -> np.ndarray:
+    """The advantage of every token, float32 [T].
+
+    ``starts_T`` are the characters at which tokens begin, of a text of ``num_characters``. A token that lies
+    across the end of a span belongs to the span that it begins in; tokens behind the text, such as the one
+    that ends the response, belong to its last character.
+    """
+    assert spans[-1].end is None
+    ends = [span.end for span in spans if span.end is not None]
+    values = np.asarray([span.value for span in spans], np.float32)
+    places_T = np.minimum(starts_T, max(0, num_characters - 1))
+    return values[np.searchsorted(np.asarray(ends, np.int64), places_T, side="right")]
