@@ -16,6 +16,14 @@ class AsyncPayloadBudget(Monitor[PayloadBudget]):
         self.num_waits = 0
         """Groups that had to wait for room."""
 
+    def metrics(self) -> dict[str, float]:
+        """What is held now, and counts since the run began, under their names in metrics.jsonl."""
+        return {
+            "payload/num_bytes_held": self.state.num_bytes_held,
+            "payload/num_bytes_reserved": self.state.num_bytes_reserved,
+            "payload/num_waits": self.num_waits,
+        }
+
     async def reserve(self, group_id: int) -> None:
         """Wait until the group's largest payload fits in."""
         if self.state.reserve(group_id, self._largest_group_bytes):
