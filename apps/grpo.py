@@ -36,11 +36,12 @@ from forgeasync.config.weights_schema import Interruption
 from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments
 from forgeasync.controller.dry_run import show_plan
 from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.controller.recorder import RunRecorder, StepTimes
+from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.rescue import save_newest_weights
 from forgeasync.controller.resume import open_files
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.starting import Roles, start_roles
+from forgeasync.controller.step_record import StepRecord, StepTimes
 from forgeasync.controller.stopping import run_main, telling
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
@@ -232,22 +233,26 @@ class GrpoRun:
                 eval_s=eval_s,
             )
             self.recorder.record(
-                step,
-                batch,
-                result,
-                times,
-                engines=await self.generators.stats(),
-                buffer=await self.buffer.report.call_one(),
-                filtering=self.filtering,
-                payloads=self.payloads,
-                weights=self.serving.ledger,
-                scoring=self.scorer,
-                held_out=held_out,
+                StepRecord(
+                    step=step,
+                    batch=batch,
+                    result=result,
+                    times=times,
+                    engines=tuple(await self.generators.stats()),
+                    buffer=await self.buffer.report.call_one(),
+                    counters=self.counters(),
+                    held_out=held_out,
+                )
             )
             self.count_skipped(step, result)
             if config.checkpoint.every_steps is not None and step % config.checkpoint.every_steps == 0:
                 await self.checkpoint(step)
         await self.trainer.finish_checkpoint()
+
+    def counters(self) -> dict[str, float]:
+        """What the loops have counted so far."""
+        counted = (self.filtering, self.scorer, self.payloads, self.serving.ledger)
+        return {name: value for one in counted for name, value in one.metrics().items()}
 
     def count_skipped(self, step: int, result: StepResult) -> None:
         """Go on after a step that was skipped, but not for ever.

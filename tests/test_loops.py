@@ -17,9 +17,9 @@ from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.weights_schema import Interruption
-from forgeasync.controller.recorder import StepTimes
 from forgeasync.controller.resume import Resumed
 from forgeasync.controller.starting import Roles, start_roles
+from forgeasync.controller.step_record import StepRecord, StepTimes
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.progress import GroupProgress
@@ -64,6 +64,16 @@ def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Pat
         tmp_path, "algorithm.advantage=dr_grpo", trainer=trainer, recorder=recorder, generators=generators
     )
     assert len(trainer.steps) == len(recorder.batches) == MAX_STEPS
+    of_each_part = {
+        "filtered/num_rollouts",
+        "scoring/num_failed_attempts",
+        "payload/num_bytes_held",
+        "payload/num_bytes_reserved",
+        "payload/num_waits",
+        "weights/num_skipped_versions",
+        "weights/num_expired_leases",
+    }
+    assert of_each_part <= recorder.counters[-1].keys()
     for items, batch in zip(trainer.steps, recorder.batches, strict=True):
         found = {item.rollout.text: item.advantages[0].value for item in items}
         expected = {}
@@ -403,8 +413,8 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
             return await super().respond(*arguments, **keywords)
 
     class TimesRecorder(Recorder):
-        def record(self, step: int, batch: Batch, result: StepResult, one: StepTimes, **more: object) -> None:
-            times.append(one)
+        def record(self, record: StepRecord) -> None:
+            times.append(record.times)
 
     run = make_run(
         make_config(tmp_path, "max_steps=2"),

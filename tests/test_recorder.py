@@ -17,7 +17,8 @@ from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
-from forgeasync.controller.recorder import RunRecorder, StepTimes
+from forgeasync.controller.recorder import RunRecorder
+from forgeasync.controller.step_record import StepRecord, StepTimes
 from forgeasync.data.rollout import Group
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.held_out import HeldOutScores
@@ -127,28 +128,30 @@ class Recording:
     ) -> dict[str, float]:
         """Record a step; its line of metrics."""
         self.recorder.record(
-            step,
-            Batch(
-                trainer_version=step - 1,
-                groups=(make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))),
-                weights=weights,
-            ),
-            StepResult(
-                policy_version=step,
-                num_targets=16,
-                num_padding_tokens=24,
-                train_s=4.0,
-                metrics=TRAINER,
-                skip_reason=skip_reason,
-            ),
-            TIMES,
-            engines=[EngineStats(num_generated_tokens=tokens, busy_s=1.5) for tokens in generated],
-            buffer=BufferReport(metrics={"buffer/num_in_flight": 7}, num_dropped=self.dropped),
-            filtering=GroupFiltering(self.config.algorithm, seed=0),
-            payloads=self.payloads,
-            weights=self.ledger,
-            scoring=make_scoring(self.config),
-            held_out=held_out,
+            StepRecord(
+                step=step,
+                batch=Batch(
+                    trainer_version=step - 1,
+                    groups=(make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))),
+                    weights=weights,
+                ),
+                result=StepResult(
+                    policy_version=step,
+                    num_targets=16,
+                    num_padding_tokens=24,
+                    train_s=4.0,
+                    metrics=TRAINER,
+                    skip_reason=skip_reason,
+                ),
+                times=TIMES,
+                engines=tuple(EngineStats(num_generated_tokens=tokens, busy_s=1.5) for tokens in generated),
+                buffer=BufferReport(metrics={"buffer/num_in_flight": 7}, num_dropped=self.dropped),
+                counters=GroupFiltering(self.config.algorithm, seed=0).metrics()
+                | make_scoring(self.config).metrics()
+                | self.payloads.metrics()
+                | self.ledger.metrics(),
+                held_out=held_out,
+            )
         )
         return self.lines()[-1]
 

@@ -45,7 +45,7 @@ def test_a_failed_publication_is_not_shown_and_made_up_for() -> None:
         await board.publish(stage)
         with pytest.raises(ConnectionError):
             await board.publish(fail)
-        newest = board.ledger.newest
+        newest = board.state.newest
         assert newest is not None and newest.version == 1
         await asyncio.wait_for(board.until_owed(), 1.0)
 

@@ -101,7 +101,7 @@ class Readers:
         return process, here
 
     async def run(self, reader: int) -> None:
-        ledger = self._board.ledger
+        ledger = self._board.state
         process, link = self._start()
         version = 0
         try:
@@ -219,7 +219,7 @@ async def _scenario(folder: Path, out: Path) -> Seen:
     failures = [task.exception() for task in others if not task.cancelled()]
     assert not failures, failures
     await serving
-    seen.num_expired_leases = board.ledger.num_expired_leases
+    seen.num_expired_leases = board.state.num_expired_leases
     engine.shutdown()
     return seen
 

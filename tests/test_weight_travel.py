@@ -183,7 +183,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             exported=load_file(out / "exported" / "model-00001-of-00001.safetensors"),
             fetches=fetches,
             span_versions=spans,
-            num_skipped=board.ledger.num_skipped,
+            num_skipped=board.state.num_skipped,
         )
     finally:
         await fleet.close()

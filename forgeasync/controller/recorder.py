@@ -4,47 +4,19 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
-from forgeasync.actors.buffer import BufferReport
-from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
+from forgeasync.controller.step_record import StepRecord
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
 from forgeasync.observability.run_dir import RunDir
-from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
-from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.ledger import WeightLedger
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Where the wall time of a step of the training loop went, in seconds."""
-
-    step_s: float
-    wait_for_batch_s: float
-    train_s: float
-    publish_weights_s: float
-    eval_s: float
-
-    def longest(self) -> str:
-        """What the loop waited for most, for the console."""
-        parts = {
-            "batch": self.wait_for_batch_s,
-            "train": self.train_s,
-            "publish": self.publish_weights_s,
-            "eval": self.eval_s,
-        }
-        name = max(parts, key=parts.__getitem__)
-        return f"{name} {parts[name]:.1f}/{self.step_s:.1f}s"
 
 
 class RunRecorder:
@@ -114,30 +86,15 @@ class RunRecorder:
         """A generator's change of weights; goes into the next step's line."""
         self._swaps.append(swap)
 
-    def record(
-        self,
-        step: int,
-        batch: Batch,
-        result: StepResult,
-        times: StepTimes,
-        *,
-        engines: Sequence[EngineStats],
-        buffer: BufferReport,
-        filtering: GroupFiltering,
-        payloads: AsyncPayloadBudget,
-        weights: WeightLedger,
-        scoring: GroupScoring,
-        held_out: HeldOutScores | None,
-    ) -> None:
+    def record(self, record: StepRecord) -> None:
         """One optimizer step."""
-        if held_out is not None:
-            self._warn_of_unscored(held_out)
-        num_generated = _num_generated(engines)
-        dropped = {
-            reason: count - self._num_dropped_before[reason] for reason, count in buffer.num_dropped.items()
-        }
+        batch, result, times = record.batch, record.result, record.times
+        if record.held_out is not None:
+            self._warn_of_unscored(record.held_out)
+        num_generated = _num_generated(record.engines)
+        num_dropped = record.buffer.num_dropped
         metrics = StepMetrics(
-            step=step,
+            step=record.step,
             policy_version=result.policy_version,
             groups=batch.groups,
             elapsed_s=self.elapsed_s,
@@ -146,26 +103,25 @@ class RunRecorder:
             train_s=times.train_s,
             publish_weights_s=times.publish_weights_s,
             eval_s=times.eval_s,
-            held_out=held_out,
+            held_out=record.held_out,
             num_trained_tokens=result.num_targets,
             num_generated_tokens=num_generated - self._num_generated_before,
-            dropped=dropped,
+            dropped={
+                reason: count - self._num_dropped_before[reason] for reason, count in num_dropped.items()
+            },
             trainer=result.metrics,
         ).to_dict()
         metrics["trainer/num_padding_tokens"] = result.num_padding_tokens
-        metrics["generator/busy_s"] = sum(engine.busy_s for engine in engines)
-        metrics["payload/num_bytes_held"] = payloads.state.num_bytes_held
-        metrics["payload/num_bytes_reserved"] = payloads.state.num_bytes_reserved
+        metrics["generator/busy_s"] = sum(engine.busy_s for engine in record.engines)
         metrics["payload/bytes_per_token"] = sum(group.num_payload_bytes for group in batch.groups) / sum(
             rollout.num_prompt_tokens + rollout.num_response_tokens
             for group in batch.groups
             for rollout in group.rollouts
         )
-        metrics["payload/num_waits"] = payloads.num_waits
         if result.skip_reason is not None:
-            self._record_skipped(step, batch, result.skip_reason)
+            self._record_skipped(record.step, batch, result.skip_reason)
         metrics["trainer/num_skipped_steps"] = self._num_skipped_steps
-        metrics |= buffer.metrics | filtering.metrics() | scoring.metrics() | self._weight_metrics(weights)
+        metrics |= record.buffer.metrics | record.counters | self._weight_metrics()
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         if self._scored:
             metrics["reward/scored_mean"] = sum(self._scored) / len(self._scored)
@@ -174,10 +130,10 @@ class RunRecorder:
             metrics["time/checkpoint_s"] = self._checkpoint_s
             self._checkpoint_s = None
         self._metrics.write(metrics)
-        self._rollouts.write(step, batch.groups)
+        self._rollouts.write(record.step, batch.groups)
         self.console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
-        self._num_dropped_before = Counter(buffer.num_dropped)
+        self._num_dropped_before = Counter(num_dropped)
         self._scored.clear()
         self._fetches.clear()
         self._swaps.clear()
@@ -192,7 +148,7 @@ class RunRecorder:
         )
         self.console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
 
-    def _weight_metrics(self, ledger: WeightLedger) -> dict[str, float]:
+    def _weight_metrics(self) -> dict[str, float]:
         """How versions travelled since the last step."""
         return {
             "generator/max_pause_s": max((swap.pause_s for swap in self._swaps), default=0.0),
@@ -205,8 +161,6 @@ class RunRecorder:
             "weights/num_bytes_moved": sum(fetch.num_bytes_moved for fetch in self._fetches),
             "weights/num_bytes_needed": sum(fetch.num_bytes_needed for fetch in self._fetches),
             "weights/num_bad_blocks": sum(fetch.num_bad_blocks for fetch in self._fetches),
-            "weights/num_skipped_versions": ledger.num_skipped,
-            "weights/num_expired_leases": ledger.num_expired_leases,
         }
 
     def __enter__(self) -> Self:

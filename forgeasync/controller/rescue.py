@@ -12,22 +12,22 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.fleet import ActorDied
+from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
 from forgeasync.checkpoint.hf_folder import HfFolderWriter
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, TimeoutSection
+from forgeasync.config.schema import LoraSection, RunConfig, TimeoutSection
+from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stopping import received_signal
 from forgeasync.launch.hosts import HostLost
 from forgeasync.observability.failures import last_words, root_cause
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.weights.staged_version import StagedVersion, StagedWeights
-
-if TYPE_CHECKING:
-    from apps.grpo import GrpoRun
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,23 @@ class Rescue:
         folder.rename(self.folder)
 
 
-async def save_newest_weights(run: "GrpoRun", run_dir: RunDir, error: BaseException) -> str:
+class RescuedRun(Protocol):
+    """What a run has that can be saved."""
+
+    config: RunConfig
+    prepared: Prepared
+    trainer: TrainerMesh
+    serving: WeightServing
+    checkpoints: Path
+    first_version: int
+    version: int
+
+    async def checkpoint_now(self) -> int:
+        """Have a checkpoint written; the step that it is of."""
+        ...
+
+
+async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseException) -> str:
     """Have the newest weights of a run that ends with ``error`` exported; where they are, in words."""
     newest = run.serving.ledger.newest
     if run.version == run.first_version and newest is None:

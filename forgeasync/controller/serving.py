@@ -4,7 +4,6 @@ Each generator has a loop of its own that fetches and swaps in the newest versio
 than its own; one more loop publishes what had to be skipped. Training waits for none of them.
 """
 
-import asyncio
 from collections.abc import Coroutine
 
 from forgeasync.actors.buffer import BufferActor
@@ -12,6 +11,7 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
+from forgeasync.monitor import Monitor
 from forgeasync.weights.board import WeightBoard
 from forgeasync.weights.ledger import WeightLedger
 
@@ -36,12 +36,12 @@ class WeightServing:
         self._buffer = buffer
         self._recorder = recorder
         self._board = WeightBoard(WeightLedger(lease_timeout_s=section.lease_timeout_s))
-        self._served_versions = [0] * generators.num_replicas
-        self._served = asyncio.Condition()
+        self._served = Monitor([0] * generators.num_replicas)
+        """The version of every generator."""
 
     @property
     def ledger(self) -> WeightLedger:
-        return self._board.ledger
+        return self._board.state
 
     def loops(self) -> list[Coroutine[None, None, None]]:
         """To be run side by side for as long as the run lasts."""
@@ -54,14 +54,13 @@ class WeightServing:
 
     async def until_served(self, version: int) -> None:
         """Wait until every generator samples under ``version``."""
-        async with self._served:
-            await self._served.wait_for(lambda: min(self._served_versions) == version)
+        await self._served.until(lambda versions: min(versions) == version)
 
     async def _serve(self, replica: int) -> None:
         """Have one generator fetch the newest weights and swap them in, whenever there are newer ones."""
         num_failed = 0
         while num_failed < MAX_FAILED_FETCHES:
-            newest = self._board.lease(replica, newer_than=self._served_versions[replica])
+            newest = self._board.lease(replica, newer_than=self._served.state[replica])
             async with newest as manifest:
                 fetched = await self._generators.begin_update(replica, manifest)
             # The generator has a copy of its own now: the trainer may write over the one it has read.
@@ -80,10 +79,8 @@ class WeightServing:
 
     async def _set_served(self, replica: int, version: int) -> None:
         """A generator samples under ``version`` from now on."""
-        async with self._served:
-            self._served_versions[replica] = version
-            self._served.notify_all()
-        served = min(self._served_versions)
+        self._served.change(lambda versions: versions.__setitem__(replica, version))
+        served = min(self._served.state)
         # Below the version of a run that is resumed, others still load it.
         if served:
             await self._buffer.set_served_version.call_one(served)

@@ -37,6 +37,13 @@ class WeightLedger:
         self.num_skipped = 0
         self.num_expired_leases = 0
 
+    def metrics(self) -> dict[str, float]:
+        """Counts since the run began, under their names in metrics.jsonl."""
+        return {
+            "weights/num_skipped_versions": self.num_skipped,
+            "weights/num_expired_leases": self.num_expired_leases,
+        }
+
     @property
     def newest(self) -> Manifest | None:
         """The newest version that can be read; None before the first and while it is overwritten."""

@@ -5,7 +5,7 @@ A response's text is its reward, written out, so that a test can follow a reward
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
@@ -23,8 +23,8 @@ from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.config.load import load_config
 from forgeasync.config.schema import RunConfig, SamplingSection, TimeoutSection
 from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.recorder import StepTimes
 from forgeasync.controller.starting import Roles
+from forgeasync.controller.step_record import StepRecord
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.data.task import Task
 from forgeasync.observability.held_out import HeldOutScores
@@ -268,6 +268,7 @@ class Recorder:
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.accuracies: list[float | None] = []
+        self.counters: list[Mapping[str, float]] = []
         self.rewards: list[float] = []
         self.fetches: list[FetchReport] = []
         self.swaps: list[SwapReport] = []
@@ -291,19 +292,11 @@ class Recorder:
     def record_checkpoint(self, checkpoint_s: float) -> None:
         return None
 
-    def record(
-        self,
-        step: int,
-        batch: Batch,
-        result: StepResult,
-        times: StepTimes,
-        *,
-        held_out: HeldOutScores | None,
-        **counters: object,
-    ) -> None:
-        self.batches.append(batch)
-        if held_out is not None:
-            self.accuracies.append(held_out.accuracy)
+    def record(self, record: StepRecord) -> None:
+        self.batches.append(record.batch)
+        self.counters.append(record.counters)
+        if record.held_out is not None:
+            self.accuracies.append(record.held_out.accuracy)
 
 
 class Prompts:
