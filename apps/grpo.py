@@ -183,12 +183,14 @@ class GrpoRun:
             await self.generators.free_payloads(group.rollouts)
             await self.give_up(group.group_id, DropReason.UNSCORED, scores.reason)
             return
-        rewards = tuple(score.value for score in scores)
-        self.recorder.record_scored(rewards)
-        filtered = self.filtering.apply(group, rewards)
+        self.recorder.record_scored(scores, [rollout.num_response_tokens for rollout in group.rollouts])
+        filtered = self.filtering.apply(group, scores)
         if filtered.kept:
             self.starvation.came_through()
-            lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
+            kept_scores = [scores[index] for index in filtered.kept]
+            lost = await self.buffer.scored.call_one(
+                group.group_id, filtered.rewards, filtered.kept, kept_scores
+            )
             await self.free(lost)
         else:
             await self.generators.free_payloads(group.rollouts)

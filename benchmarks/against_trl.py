@@ -43,9 +43,10 @@ from common import (
 )
 from rich.console import Console
 
+from forgeasync.config.data_schema import AnswerPart, ReasoningGymSource
 from forgeasync.config.load import load_config
 from forgeasync.config.loss_schema import PpoClip
-from forgeasync.config.schema import AnswerPart, ReasoningGymSource, RunConfig
+from forgeasync.config.schema import RunConfig
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
 

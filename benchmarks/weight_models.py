@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forgeasync.config.buffer_schema import PayloadSection
+from forgeasync.config.data_schema import ReasoningGymSource
 from forgeasync.config.schema import (
     AlgorithmSection,
     DataSection,
@@ -17,7 +18,6 @@ from forgeasync.config.schema import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
-    ReasoningGymSource,
     RunConfig,
     SamplingSection,
     TrainerSection,

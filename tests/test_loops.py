@@ -27,6 +27,7 @@ from forgeasync.data.rollout import Group, StoredRollout
 from forgeasync.observability.failures import root_cause
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.scoring.score import Score
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
@@ -303,9 +304,11 @@ def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_
     filtering = GroupFiltering(config.algorithm, seed=config.seed)
     rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
 
+    scores = [Score(value, value > 0.5) for value in (1.0, 1.0, 0.0, 0.0)]
+
     def kept(group_id: int, draw_id: int) -> tuple[int, ...]:
         group = Group(group_id=group_id, draw_id=draw_id, task=make_problem(0), rollouts=rollouts)
-        return tuple(filtering.apply(group, (1.0, 1.0, 0.0, 0.0)).kept)
+        return tuple(filtering.apply(group, scores).kept)
 
     by_draw = [kept(0, draw_id) for draw_id in range(20)]
     assert len(set(by_draw)) > 1
@@ -341,7 +344,7 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
         for group_id in range(3)
     ]
 
-    async def scored(group_id: int, rewards: object, kept: object) -> tuple[Group, ...]:
+    async def scored(group_id: int, rewards: object, kept: object, scores: object) -> tuple[Group, ...]:
         return (groups[group_id],)
 
     async def committed(trainer_wait_share: float) -> Committed:

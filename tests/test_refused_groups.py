@@ -123,8 +123,8 @@ class Recorder:
         self.problems: list[str] = []
         self.rewards: list[float] = []
 
-    def record_scored(self, rewards: tuple[float, ...]) -> None:
-        self.rewards += rewards
+    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
+        self.rewards += [score.value for score in scores]
 
     def warn(self, problem: str) -> None:
         self.problems.append(problem)

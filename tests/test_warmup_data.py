@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from forgeasync.config.schema import DataSection, ReasoningGymSource
+from forgeasync.config.data_schema import ReasoningGymSource
+from forgeasync.config.schema import DataSection
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task

@@ -15,6 +15,7 @@ from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
+from forgeasync.scoring.score import Score
 
 T = TypeVar("T")
 
@@ -48,9 +49,15 @@ class AsyncReplayBuffer:
         self.state.finished(group)
         await self._notify()
 
-    async def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
+    async def scored(
+        self,
+        group_id: int,
+        rewards: Sequence[float],
+        kept: Sequence[int],
+        scores: Sequence[Score] | None = None,
+    ) -> tuple[Group, ...]:
         """A group is complete; returned if it is too old by now."""
-        lost = self.state.scored(group_id, rewards, kept)
+        lost = self.state.scored(group_id, rewards, kept, scores)
         await self._notify()
         return lost
 

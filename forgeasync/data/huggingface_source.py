@@ -11,8 +11,8 @@ from typing import Any
 import datasets
 import numpy as np
 
+from forgeasync.config.data_schema import HuggingFaceSource
 from forgeasync.config.problems import ConfigError, Problem
-from forgeasync.config.schema import HuggingFaceSource
 from forgeasync.data.json_records import read_json_records
 from forgeasync.data.split import HELD_OUT_SEED, SplitSource
 from forgeasync.data.task import Task

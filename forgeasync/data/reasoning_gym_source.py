@@ -14,8 +14,8 @@ import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
+from forgeasync.config.data_schema import ReasoningGymSource
 from forgeasync.config.problems import ConfigError, Problem
-from forgeasync.config.schema import ReasoningGymSource
 from forgeasync.data.split import HELD_OUT_SEED, SplitSource
 from forgeasync.data.task import Task
 

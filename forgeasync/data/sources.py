@@ -1,6 +1,7 @@
 """From the ``data`` section of a config to its problems."""
 
-from forgeasync.config.schema import DataSection, HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.data_schema import HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.schema import DataSection
 from forgeasync.data.split import SplitSource
 
 MAX_GENERATED = 20_000

@@ -1,5 +1,6 @@
 """Scored groups on their way to the buffer: what group filters leave of them, counted."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from forgeasync.algorithms.filter_watch import FilterWatch
 from forgeasync.algorithms.filters import Filtered, FilterReason, GroupFacts
 from forgeasync.config.schema import AlgorithmSection
 from forgeasync.data.rollout import FinishReason, Group
+from forgeasync.scoring.score import Score
 
 
 class AllFiltered(RuntimeError):
@@ -26,16 +28,17 @@ class GroupFiltering:
         self._num_groups: Counter[FilterReason] = Counter({reason: 0 for reason in FilterReason})
         self._num_rollouts = 0
 
-    def apply(self, group: Group, rewards: Sequence[float]) -> Filtered:
+    def apply(self, group: Group, scores: Sequence[Score]) -> Filtered:
         """What of a scored group trains.
 
         Raises:
             AllFiltered: ``algorithm.max_filtered_in_a_row`` groups in a row had nothing left.
         """
         facts = GroupFacts(
-            rewards=tuple(rewards),
+            rewards=tuple(score.value for score in scores),
             lengths=tuple(rollout.num_response_tokens for rollout in group.rollouts),
             is_truncated=tuple(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts),
+            penalties=tuple(math.fsum(score.penalties.values()) for score in scores),
         )
         filtered = self._filter(facts, np.random.default_rng([self._seed, group.draw_id]))
         self._num_rollouts += filtered.num_dropped
@@ -43,7 +46,7 @@ class GroupFiltering:
             self._watch.kept()
             return filtered
         self._num_groups[filtered.reason] += 1
-        self._watch.dropped(filtered.reason, float(np.mean(rewards)))
+        self._watch.dropped(filtered.reason, float(np.mean(facts.rewards)))
         if (problem := self._watch.check()) is not None:
             raise AllFiltered(problem)
         return filtered

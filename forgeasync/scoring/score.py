@@ -1,46 +1,121 @@
-"""What a verifier says of one response, and how verifiers have fared."""
+"""What a reward says of one response, and how the processes that score have fared."""
 
-from dataclasses import dataclass
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 
 LARGEST = 1e30
 """Largest reward: what groups and batches make of rewards must fit into float32."""
 
+MAX_PARTS = 64
+"""Every part is a metric of the run, and so is every penalty a number to keep."""
+
+RESERVED_PARTS = frozenset({"mean", "std", "scored_mean"})
+"""Metrics ``reward/<...>`` that no part can be."""
+
+_PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The reward of one step of a response, which ends before character ``end`` of its text."""
+    """The reward of one step of a response, which ends before character ``end`` of its text.
+
+    Raises ValueError, naming the value, where ``end`` is no whole number above 0 or ``value`` is no finite
+    number up to ``LARGEST``.
+    """
 
     end: int
     value: float
 
+    def __post_init__(self) -> None:
+        if isinstance(self.end, bool) or not isinstance(self.end, int) or self.end < 1:
+            raise ValueError(f"end of a step must be a whole number of at least 1, not {self.end!r}")
+        object.__setattr__(self, "value", _number(self.value, "the value of a step"))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """The reward of one response, and whether the response solves its task.
 
-    A score says for itself whether it is correct: rewards may have any scale up to ``LARGEST``. Raises
-    ValueError, naming the value, where ``value`` is no such number or ``is_correct`` is no bool.
+    A score says for itself whether it is correct: rewards may have any scale up to ``LARGEST``.
+
+        Score(1.0, True)
+        Score(0.7, False, parts={"format": 0.2, "tests": 0.5}, has_answer=False)
+
+    Raises ValueError, naming the field and its value, where a number is not finite or too large, a flag is no
+    bool, a part's name cannot be a metric's, a penalty is negative, or steps do not follow each other.
     """
 
     value: float
+    """What the response is trained with."""
     is_correct: bool
+    """Whether the response solves its task: what an evaluation counts."""
+    _: KW_ONLY
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """What the value is made of, by name: logged as ``reward/<name>``, and used for nothing else."""
     steps: tuple[Step, ...] = ()
     """Rewards of the response's steps, ends increasing; none: the value counts for all tokens alike."""
+    penalties: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Faults besides the reward, by name and at least 0, such as the share of tool calls that failed; filter
+    ``resample_on_correct`` prefers responses with few. They change no reward."""
+    has_answer: bool = True
+    """False where the response never states an answer: counted in ``response/no_answer_share``."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.value, bool) or not isinstance(self.value, Real):
-            raise ValueError(f"a score must be a number, not {self.value!r}")
-        if not -LARGEST <= self.value <= LARGEST:
-            raise ValueError(f"a score must be finite, at most {LARGEST:g}, not {str(self.value)[:40]}")
-        # Other kinds of numbers are not written to files as such.
-        object.__setattr__(self, "value", float(self.value))
-        if not isinstance(self.is_correct, bool):
-            raise ValueError(f"is_correct of a score must be true or false, not {self.is_correct!r}")
+        object.__setattr__(self, "value", _number(self.value, "a score"))
+        for name, flag in (("is_correct", self.is_correct), ("has_answer", self.has_answer)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} of a score must be true or false, not {flag!r}")
+        object.__setattr__(self, "parts", _numbers_by_name(self.parts, "parts"))
+        penalties = _numbers_by_name(self.penalties, "penalties")
+        for name, penalty in penalties.items():
+            if penalty < 0.0:
+                raise ValueError(f"penalties of a score must be at least 0; {name!r} is {penalty:g}")
+        object.__setattr__(self, "penalties", penalties)
+        steps = tuple(self.steps)
+        if not all(isinstance(step, Step) for step in steps):
+            raise ValueError(f"steps of a score must be a list of Step, not {self.steps!r}"[:200])
+        ends = [step.end for step in steps]
+        if any(one >= other for one, other in itertools.pairwise(ends)):
+            raise ValueError(f"steps of a score must have increasing ends, not {ends}"[:200])
+        object.__setattr__(self, "steps", steps)
 
 
-NO_SCORE = Score(value=0.0, is_correct=False)
-"""The score of a response without an answer, or whose verification was cut off."""
+def _number(value: object, what: str) -> float:
+    """``value`` as a float: other kinds of numbers are not written to files as such."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{what} must be a number, not {value!r}"[:200])
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{what} must be finite, at most {LARGEST:g}, not {str(value)[:40]}")
+    return float(value)
+
+
+def _numbers_by_name(numbers: object, what: str) -> dict[str, float]:
+    if not isinstance(numbers, Mapping):
+        raise ValueError(f"{what} of a score must be numbers by name, not {numbers!r}"[:200])
+    if len(numbers) > MAX_PARTS:
+        raise ValueError(f"{what} of a score must be at most {MAX_PARTS}, not {len(numbers)}")
+    for name in numbers:
+        if not is_part_name(name):
+            raise ValueError(
+                f"{what} of a score must have names of up to 100 letters, digits, '_', '-', '.' or '/', "
+                f"none of {', '.join(sorted(RESERVED_PARTS))}; not {str(name)[:110]!r}"
+            )
+    return {name: _number(value, f"{name!r} in {what} of a score") for name, value in numbers.items()}
+
+
+def is_part_name(name: object) -> bool:
+    """Whether a part of a score can have this name: it becomes part of a metric's name."""
+    return isinstance(name, str) and name not in RESERVED_PARTS and _PART_NAME.fullmatch(name) is not None
+
+
+NO_SCORE = Score(0.0, False)
+"""The score of a response whose verification was cut off."""
+
+NO_ANSWER = Score(0.0, False, has_answer=False)
+"""The score of a response that states no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from forgeasync.config.schema import DataSection, HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.data_schema import HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.schema import DataSection
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.task import Task
 from forgeasync.scoring.score import Score, VerifierCounts

@@ -275,8 +275,8 @@ class Recorder:
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         self.accuracies.append(held_out.accuracy)
 
-    def record_scored(self, rewards: Sequence[float]) -> None:
-        self.rewards += rewards
+    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
+        self.rewards += [score.value for score in scores]
 
     def record_fetch(self, fetched: FetchReport) -> None:
         self.fetches.append(fetched)
