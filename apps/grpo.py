@@ -15,6 +15,7 @@ after the other. With k > 0 generation runs ahead by at most k versions.
 """
 
 import asyncio
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -37,14 +38,18 @@ from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.checkpoint.folders import FINAL, checkpoint_name, list_checkpoints, step_of
 from forgeasync.checkpoint.run_state import RunState, model_shape
+from forgeasync.config.data_schema import named_sources
+from forgeasync.config.evaluation_schema import SamplingSection
 from forgeasync.config.launch_schema import LocalLauncher
 from forgeasync.config.load import load_config
 from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.config.weights_schema import Interruption
 from forgeasync.data.draws import sampling_seed
-from forgeasync.data.order import TaskOrder
+from forgeasync.data.order import weighted_order
 from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
+from forgeasync.environments.reward import response_of
 from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.held_out import HeldOutScores
@@ -87,7 +92,8 @@ class GrpoRun:
         self.version = self.first_version
         self.num_skipped_in_a_row = 0
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
-        self.order = TaskOrder(prepared.train, seed=config.seed, position=position)
+        weights = {source.name: source.weight for source in named_sources(config.data)}
+        self.order = weighted_order(prepared.train, weights, seed=config.seed, position=position)
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.starvation = StarvationWatch(config.buffer.max_given_up_in_a_row)
         capacity = int(config.payload.capacity_gib * 2**30)
@@ -177,7 +183,7 @@ class GrpoRun:
     async def complete(self, group: Group) -> None:
         """Score a group, filter it and complete it in the buffer."""
         scores = await self.scorer.score(
-            f"group {group.group_id}", group.task, [rollout.text for rollout in group.rollouts]
+            f"group {group.group_id}", group.task, [response_of(rollout) for rollout in group.rollouts]
         )
         if isinstance(scores, Unscored):
             await self.generators.free_payloads(group.rollouts)
@@ -310,22 +316,34 @@ class GrpoRun:
             await self.payloads.release(group.group_id)
 
     async def evaluate(self, version: int) -> tuple[HeldOutScores, float]:
-        """Held-out scores of ``version``, and the seconds it took; training stands still meanwhile."""
+        """Scores of ``version`` on what is held out and on every evaluation set, and the seconds it took.
+
+        Training stands still meanwhile.
+        """
         start_s = time.perf_counter()
-        problems = self.prepared.held_out
+        held_out, sets = self.prepared.held_out, self.prepared.sets
+        num_problems = len(held_out) + sum(map(len, sets.values()))
         console = self.recorder.console
-        console.phase(f"evaluating version {version} on {len(problems)} problems", num_parts=len(problems))
+        console.phase(f"evaluating version {version} on {num_problems} problems", num_parts=num_problems)
         await self.serving.until_served(version)
-        held_out = await evaluate(
+        scores = await self.evaluate_on(held_out, self.config.sampling)
+        of_sets = {
+            one.name: await self.evaluate_on(sets[one.name], one.sampling or self.config.sampling)
+            for one in self.config.evaluation.sets
+        }
+        console.end_phase()
+        return dataclasses.replace(scores, sets=of_sets), time.perf_counter() - start_s
+
+    async def evaluate_on(self, problems: Sequence[Task], sampling: SamplingSection) -> HeldOutScores:
+        """The scores of one response to each problem."""
+        return await evaluate(
             problems,
             generators=self.generators,
             scorer=self.scorer,
             prompts=self.prepared.prompts,
-            config=self.config,
-            on_answered=console.part_done,
+            sampling=sampling,
+            on_answered=self.recorder.console.part_done,
         )
-        console.end_phase()
-        return held_out, time.perf_counter() - start_s
 
 
 async def train(config: RunConfig, prepared: Prepared) -> None:

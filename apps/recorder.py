@@ -96,8 +96,8 @@ class RunRecorder:
         self.console.message(f"refused: {problem}")
 
     def _warn_of_unscored(self, held_out: HeldOutScores) -> None:
-        if held_out.num_unscored:
-            self.warn(f"{held_out.num_unscored} held-out problems were not scored; they count for nothing")
+        if num_unscored := held_out.num_unscored_in_all:
+            self.warn(f"{num_unscored} held-out problems were not scored; they count for nothing")
 
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
         """A group's scores and its responses' tokens, before any filter; go into the next step's line."""

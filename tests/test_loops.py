@@ -24,6 +24,7 @@ from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.environments.reward import Response
 from forgeasync.observability.failures import root_cause
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.scoring.filtering import GroupFiltering
@@ -399,7 +400,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
             return await super().train_items(*arguments, **keywords)
 
     class TimedGenerators(Generators):
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[str, ...]:
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
             clock.now_s += 5.0
             return await super().respond(*arguments, **keywords)
 
@@ -496,7 +497,7 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
             swap = await super().finish_update(replica, version)
             return dataclasses.replace(swap, progress=progress)
 
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[str, ...]:
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
             assert len({version for _, version in zip("ab", self._landed, strict=True)}) == 1
             return await super().respond(*arguments, **keywords)
 

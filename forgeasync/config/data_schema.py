@@ -105,7 +105,7 @@ class DataSection(Section):
 
     source: SourceSection | None = None
     """The one source of problems, unless ``sources`` has several."""
-    sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1, max_length=1024)] | None = None
+    sources: tuple[WeightedSource, ...] | None = None
     """Several sources with weights."""
     reward: Rewards | None = None
     """One reward, or a list with weights whose sum counts; null: what belongs to the source, which is the
@@ -123,7 +123,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
-        if (self.source is None) == (self.sources is None):
+        if (self.source is None) == (self.sources is None) or self.sources == ():
             what = "is required" if self.source is None else "does not go with data.sources"
             raise PydanticCustomError(
                 "key_of_section",

@@ -49,7 +49,7 @@ class EvaluationSection(Section):
     """Evaluated before the first step, after every this many steps and after the last."""
     num_problems: Count
     """Of the held-out problems."""
-    sets: tuple[EvaluationSet, ...] = Field(default=(), max_length=1024)
+    sets: tuple[EvaluationSet, ...] = ()
     """Further problems, evaluated at the same steps."""
 
 

@@ -60,8 +60,7 @@ def _form(value: object) -> str:
 
 
 Rewards = Annotated[
-    Annotated[RewardSection, Tag("one")]
-    | Annotated[tuple[RewardSection, ...], Field(min_length=1, max_length=32), Tag("list")],
+    Annotated[RewardSection, Tag("one")] | Annotated[tuple[RewardSection, ...], Tag("list")],
     Discriminator(_form),
 ]
 """One reward or a list of them."""

@@ -11,6 +11,8 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 |                                      | the batch whose reward says it; see docs/rewards.md               |
 | `eval/accuracy` *                    | share of held-out problems solved; only where a step evaluated    |
 | `eval/score_mean` *                  | mean score of the same responses, partial credit included         |
+| `eval/reward/<part>` *               | mean of a part of these scores, by its name                       |
+| `eval/<set>/<...>` *                 | the same metrics of a set of `evaluation.sets`                    |
 | `eval/num_unscored` *                | held-out responses that could not be scored: they are left out of |
 |                                      | both; where all are, neither is there                             |
 | `time/elapsed_s`                     | since the first training step started, excluding nothing          |
@@ -44,6 +46,8 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `scoring/num_timeouts`, `_crashes`,  | answers so far that scored 0 since they could not be verified: in |
 | `_errors`, `_oversized`              | `scorer.answer_limit_s`, without the death of the process, without |
 |                                      | an exception of the verifier, or for their length                 |
+| `scoring/num_killed_rewards`         | processes of own rewards so far that were killed over a call that |
+|                                      | did not end                                                       |
 | `scoring/num_failed_attempts`        | to score a group so far; each group has `scorer.max_attempts`     |
 | `filtered/num_groups_<reason>`       | groups that filters dropped so far                                |
 | `filtered/num_rollouts`              | rollouts that filters left out so far                             |

@@ -1,21 +1,17 @@
 """What a reward says of one response, and how the processes that score have fared."""
 
 import itertools
-import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Real
+
+from forgeasync.config.part_names import PART_NAME_RULE, is_part_name
 
 LARGEST = 1e30
 """Largest reward: what groups and batches make of rewards must fit into float32."""
 
 MAX_PARTS = 64
 """Every part is a metric of the run, and so is every penalty a number to keep."""
-
-RESERVED_PARTS = frozenset({"mean", "std", "scored_mean"})
-"""Metrics ``reward/<...>`` that no part can be."""
-
-_PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +96,9 @@ def _numbers_by_name(numbers: object, what: str) -> dict[str, float]:
     for name in numbers:
         if not is_part_name(name):
             raise ValueError(
-                f"{what} of a score must have names of up to 100 letters, digits, '_', '-', '.' or '/', "
-                f"none of {', '.join(sorted(RESERVED_PARTS))}; not {str(name)[:110]!r}"
+                f"{what} of a score must have names of {PART_NAME_RULE}; not {str(name)[:110]!r}"
             )
     return {name: _number(value, f"{name!r} in {what} of a score") for name, value in numbers.items()}
-
-
-def is_part_name(name: object) -> bool:
-    """Whether a part of a score can have this name: it becomes part of a metric's name."""
-    return isinstance(name, str) and name not in RESERVED_PARTS and _PART_NAME.fullmatch(name) is not None
 
 
 NO_SCORE = Score(0.0, False)
@@ -130,14 +120,19 @@ class VerifierCounts:
     """Their verifier raised an exception, or gave no finite number from -1 to 1."""
     num_oversized: int = 0
     """Longer than any verifier is given to read."""
+    num_killed_rewards: int = 0
+    """Processes of a user's own rewards that were killed because a call did not end."""
+
+    def __add__(self, other: "VerifierCounts") -> "VerifierCounts":
+        """The counts of two scorers."""
+        return VerifierCounts(
+            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        )
 
     def merged(self, other: "VerifierCounts") -> "VerifierCounts":
         """The later of two states of the same counts: they only rise."""
         return VerifierCounts(
-            num_timeouts=max(self.num_timeouts, other.num_timeouts),
-            num_crashes=max(self.num_crashes, other.num_crashes),
-            num_errors=max(self.num_errors, other.num_errors),
-            num_oversized=max(self.num_oversized, other.num_oversized),
+            **{one.name: max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
         )
 
     def metrics(self) -> dict[str, float]:
@@ -147,4 +142,5 @@ class VerifierCounts:
             "scoring/num_crashes": self.num_crashes,
             "scoring/num_errors": self.num_errors,
             "scoring/num_oversized": self.num_oversized,
+            "scoring/num_killed_rewards": self.num_killed_rewards,
         }
