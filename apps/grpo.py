@@ -15,6 +15,7 @@ after the other. With k > 0 generation runs ahead by at most k versions.
 """
 
 import asyncio
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.checkpoint.folders import FINAL, checkpoint_name, list_checkpoints, step_of
 from forgeasync.checkpoint.run_state import RunState, model_shape
+from forgeasync.config.data_schema import named_sources
+from forgeasync.config.evaluation_schema import SamplingSection
 from forgeasync.config.launch_schema import LocalLauncher
 from forgeasync.config.load import load_config
 from forgeasync.config.schema import RunConfig
@@ -44,8 +47,10 @@ from forgeasync.controller.starting import Roles, start_roles
 from forgeasync.controller.step_record import StepRecord, StepTimes
 from forgeasync.controller.stopping import run_main, telling
 from forgeasync.data.draws import sampling_seed
-from forgeasync.data.order import TaskOrder
+from forgeasync.data.order import weighted_order
 from forgeasync.data.rollout import Group
+from forgeasync.data.task import Task
+from forgeasync.environments.reward import response_of
 from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.held_out import HeldOutScores
@@ -88,7 +93,8 @@ class GrpoRun:
         self.version = self.first_version
         self.num_skipped_in_a_row = 0
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
-        self.order = TaskOrder(prepared.train, seed=config.seed, position=position)
+        weights = {source.name: source.weight for source in named_sources(config.data)}
+        self.order = weighted_order(prepared.train, weights, seed=config.seed, position=position)
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.starvation = StarvationWatch(config.buffer.max_given_up_in_a_row)
         capacity = int(config.payload.capacity_gib * 2**30)
@@ -178,18 +184,20 @@ class GrpoRun:
     async def complete(self, group: Group) -> None:
         """Score a group, filter it and complete it in the buffer."""
         scores = await self.scorer.score(
-            f"group {group.group_id}", group.task, [rollout.text for rollout in group.rollouts]
+            f"group {group.group_id}", group.task, [response_of(rollout) for rollout in group.rollouts]
         )
         if isinstance(scores, Unscored):
             await self.generators.free_payloads(group.rollouts)
             await self.give_up(group.group_id, DropReason.UNSCORED, scores.reason)
             return
-        rewards = tuple(score.value for score in scores)
-        self.recorder.record_scored(rewards)
+        self.recorder.record_scored(scores, [rollout.num_response_tokens for rollout in group.rollouts])
         filtered = self.filtering.apply(group, scores)
         if filtered.kept:
             self.starvation.came_through()
-            lost = await self.buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept)
+            kept_scores = [scores[index] for index in filtered.kept]
+            lost = await self.buffer.scored.call_one(
+                group.group_id, filtered.rewards, filtered.kept, kept_scores
+            )
             await self.free(lost)
         else:
             await self.generators.free_payloads(group.rollouts)
@@ -313,22 +321,34 @@ class GrpoRun:
             await self.payloads.release(group.group_id)
 
     async def evaluate(self, version: int) -> tuple[HeldOutScores, float]:
-        """Held-out scores of ``version``, and the seconds it took; training stands still meanwhile."""
+        """Scores of ``version`` on what is held out and on every evaluation set, and the seconds it took.
+
+        Training stands still meanwhile.
+        """
         start_s = time.perf_counter()
-        problems = self.prepared.held_out
+        held_out, sets = self.prepared.held_out, self.prepared.sets
+        num_problems = len(held_out) + sum(map(len, sets.values()))
         console = self.recorder.console
-        console.phase(f"evaluating version {version} on {len(problems)} problems", num_parts=len(problems))
+        console.phase(f"evaluating version {version} on {num_problems} problems", num_parts=num_problems)
         await self.serving.until_served(version)
-        held_out = await evaluate(
+        scores = await self.evaluate_on(held_out, self.config.sampling)
+        of_sets = {
+            one.name: await self.evaluate_on(sets[one.name], one.sampling or self.config.sampling)
+            for one in self.config.evaluation.sets
+        }
+        console.end_phase()
+        return dataclasses.replace(scores, sets=of_sets), time.perf_counter() - start_s
+
+    async def evaluate_on(self, problems: Sequence[Task], sampling: SamplingSection) -> HeldOutScores:
+        """The scores of one response to each problem."""
+        return await evaluate(
             problems,
             generators=self.generators,
             scorer=self.scorer,
             prompts=self.prepared.prompts,
-            config=self.config,
-            on_answered=console.part_done,
+            sampling=sampling,
+            on_answered=self.recorder.console.part_done,
         )
-        console.end_phase()
-        return held_out, time.perf_counter() - start_s
 
 
 async def train(config: RunConfig, prepared: Prepared) -> None:

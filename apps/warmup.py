@@ -91,7 +91,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     data = config.data.model_copy(update={"num_train": num_examples})
     tasks = build_source(data, seed=warmup.seed).train
     tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
-    prompts = PromptEncoder(tokenizer, chat_template=config.data.chat_template)
+    prompts = PromptEncoder.of_section(tokenizer, config.data)
     section = config.trainer.model_copy(update={"optimizer": warmup.optimizer})
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -44,8 +44,9 @@ from common import (
 from rich.console import Console
 
 from forgeasync.algorithms.objectives import PpoClip
+from forgeasync.config.data_schema import AnswerPart, ReasoningGymSource
 from forgeasync.config.load import load_config
-from forgeasync.config.schema import AnswerPart, ReasoningGymSource, RunConfig
+from forgeasync.config.schema import RunConfig
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
 

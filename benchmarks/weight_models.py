@@ -9,6 +9,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer_schema import PayloadSection
+from forgeasync.config.data_schema import ReasoningGymSource
 from forgeasync.config.schema import (
     DataSection,
     Dtype,
@@ -17,7 +18,6 @@ from forgeasync.config.schema import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
-    ReasoningGymSource,
     RunConfig,
     SamplingSection,
     TrainerSection,

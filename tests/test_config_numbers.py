@@ -15,9 +15,10 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.exceptions import VLLMValidationError
 
 from forgeasync.config.checks import check_config
+from forgeasync.config.evaluation_schema import MIN_TEMPERATURE
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
-from forgeasync.config.schema import MAX_LORA_RANK, MIN_TEMPERATURE, OptimizerSection, RunConfig
+from forgeasync.config.schema import MAX_LORA_RANK, OptimizerSection, RunConfig
 from forgeasync.config.section import MAX_SEED
 from tests.config_samples import FACTS, MINIMAL, WARMUP
 

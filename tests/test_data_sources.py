@@ -17,16 +17,17 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from forgeasync.config.data_schema import DataSection, named_sources
 from forgeasync.config.load import load_config
 from forgeasync.config.problems import ConfigError
-from forgeasync.config.schema import DataSection
+from forgeasync.config.reward_schema import PythonReward
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.controller.preparation import check_plan
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task
 from forgeasync.scoring.gym_answers import last_number
-from forgeasync.scoring.scorer import VerifiedScorer, build_scorer
+from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
 from forgeasync.scoring.verifier_process import ProblemDiffers
 from tests.config_samples import CONFIGS
 
@@ -53,7 +54,10 @@ def records(path: str | Path, *, num_train: int = 5, num_held_out: int = 3, **so
 
 
 def make_scorer(data: DataSection, *, seed: int) -> VerifiedScorer:
-    return build_scorer(data, ScorerSection(num_workers=1), seed=seed)
+    (source,) = named_sources(data)
+    (reward,) = source.rewards
+    assert not isinstance(reward, PythonReward)
+    return VerifiedScorer(verifier_choice(reward, source, seed=seed), ScorerSection(num_workers=1))
 
 
 def value(scorer: VerifiedScorer, task: Task, response: str) -> float:
@@ -403,16 +407,16 @@ class TestLook:
     """What --dry-run does about data."""
 
     def test_generated_problems_are_tried(self) -> None:
-        assert look_at_data(sums(), seed=0) == "chain_sum; all 20 and 10 were generated now"
+        assert look_at_data(sums(), seed=0).words == "chain_sum; all 20 and 10 were generated now"
         with pytest.raises(ConfigError, match=r"data\.num_held_out = 300"):
             look_at_data(sums(num_held_out=300), seed=0)
         options = {"min_terms": 2, "max_terms": 9}
         many = sums(num_train=10_000_000, options=options)
-        assert look_at_data(many, seed=0) == "chain_sum; the first 20,000 and 10 were generated now"
+        assert look_at_data(many, seed=0).words == "chain_sum; the first 20,000 and 10 were generated now"
 
     def test_local_files_are_read_and_the_hub_is_left_alone(self, jsonl: Path) -> None:
-        assert look_at_data(records(jsonl), seed=0) == f"{jsonl}; read now, and drawn"
-        assert "not looked at" in look_at_data(records("nobody/no-such-set"), seed=0)
+        assert look_at_data(records(jsonl), seed=0).words == f"{jsonl}; read now, and drawn"
+        assert "not looked at" in look_at_data(records("nobody/no-such-set"), seed=0).words
         with pytest.raises(ConfigError, match=r"answer_field"):
             look_at_data(records(jsonl, answer_field="gone"), seed=0)
 

@@ -17,19 +17,25 @@ from forgeasync.actors.response_scoring import ResponseScoring
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.config.schema import SamplingSection
 from forgeasync.config.scorer_schema import ScorerSection
+from forgeasync.data.rollout import FinishReason
 from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
 from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.scoring.score import Score, VerifierCounts
 from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
 from forgeasync.scoring.verifier_pool import VerifierPool
 from tests.support.runs import tiny_config
 
-Call = Callable[[Task, Sequence[str]], Awaitable[ScoredResponses]]
+Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
 ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
 
 
 def make_task(index: int = 0, answer: str = "4") -> Task:
     return Task(task_id=f"t{index}", prompt=f"{index}?", answer=answer, source_index=index, source="s")
+
+
+def some(num: int) -> list[Response]:
+    return [Response("a", 1, FinishReason.STOP)] * num
 
 
 def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
@@ -72,7 +78,7 @@ class TestGroupScoring:
     def test_groups_are_scored_side_by_side_up_to_the_bound(self) -> None:
         num_running, most = 0, 0
 
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             nonlocal num_running, most
             num_running += 1
             most = max(most, num_running)
@@ -83,7 +89,7 @@ class TestGroupScoring:
 
         async def run() -> None:
             scoring = make_scoring(judge, max_concurrent=3)
-            await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), ["a"]) for i in range(10)))
+            await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(10)))
 
         asyncio.run(run())
         assert most == 3
@@ -92,14 +98,14 @@ class TestGroupScoring:
         async def run() -> None:
             slow = asyncio.Event()
 
-            async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
                 if task.source_index == 0:
                     await slow.wait()
                 return scored(0.0)
 
             scoring = make_scoring(judge, max_concurrent=2)
-            first = asyncio.create_task(scoring.score("group 0", make_task(0), ["a"]))
-            others = [scoring.score(f"group {i}", make_task(i), ["a"]) for i in range(1, 6)]
+            first = asyncio.create_task(scoring.score("group 0", make_task(0), some(1)))
+            others = [scoring.score(f"group {i}", make_task(i), some(1)) for i in range(1, 6)]
             await asyncio.wait_for(asyncio.gather(*others), 10)
             assert not first.done()
             slow.set()
@@ -110,7 +116,7 @@ class TestGroupScoring:
     def test_one_refused_connection_costs_an_attempt_and_no_group(self) -> None:
         num_calls = 0
 
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             nonlocal num_calls
             num_calls += 1
             if num_calls == 1:
@@ -118,7 +124,7 @@ class TestGroupScoring:
             return scored(0.5, 2.0)
 
         scoring = make_scoring(judge)
-        scores = asyncio.run(scoring.score("group 7", make_task(), ["a", "b"]))
+        scores = asyncio.run(scoring.score("group 7", make_task(), some(2)))
         assert scores == (Score(value=0.5, is_correct=False), Score(value=2.0, is_correct=True))
         assert scoring.metrics()["scoring/num_failed_attempts"] == 1
 
@@ -141,7 +147,7 @@ class TestGroupScoring:
     ) -> None:
         num_calls = 0
 
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             nonlocal num_calls
             num_calls += 1
             if isinstance(answer, Exception):
@@ -149,18 +155,18 @@ class TestGroupScoring:
             return answer
 
         scoring = make_scoring(judge, max_attempts=4)
-        result = asyncio.run(scoring.score("group 17", make_task(), ["a", "b"]))
+        result = asyncio.run(scoring.score("group 17", make_task(), some(2)))
         assert isinstance(result, Unscored)
         assert "group 17 was not scored in 4 attempts" in result.reason and reason in result.reason
         assert num_calls == 4 == scoring.metrics()["scoring/num_failed_attempts"]
 
     def test_a_scorer_that_never_answers_costs_the_group(self) -> None:
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             await asyncio.Event().wait()
             raise AssertionError
 
         scoring = make_scoring(judge, max_attempts=1, max_concurrent=2, limit_s=0.01)
-        result = asyncio.run(asyncio.wait_for(scoring.score("group 3", make_task(), ["a"]), 10))
+        result = asyncio.run(asyncio.wait_for(scoring.score("group 3", make_task(), some(1)), 10))
         assert isinstance(result, Unscored)
         assert "scoring group 3 took longer than 0.02 s" in result.reason
         assert "timeouts.score_s" in result.reason
@@ -172,25 +178,25 @@ class TestGroupScoring:
         async def sleep(wait_s: float) -> None:
             waits_s.append(wait_s)
 
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             raise ConnectionRefusedError
 
         monkeypatch.setattr(asyncio, "sleep", sleep)
         section = ScorerSection(max_attempts=4)
         scoring = GroupScoring(judge, section, limit_s=20.0, isolation="landlock", retry_wait_s=0.25)
-        asyncio.run(scoring.score("group 3", make_task(), ["a"]))
+        asyncio.run(scoring.score("group 3", make_task(), some(1)))
         assert waits_s == [0.25, 0.5, 1.0]
         assert scoring.isolation == "landlock"
 
     def test_waiting_for_a_place_counts_against_no_limit(self) -> None:
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             await asyncio.sleep(0.2)
             return scored(0.0)
 
         async def run() -> list[tuple[Score, ...] | Unscored]:
             # Six groups after one another take longer than the deadline of one.
             scoring = make_scoring(judge, max_attempts=1, max_concurrent=1, limit_s=1.0)
-            return await asyncio.gather(*(scoring.score(f"g{i}", make_task(i), ["a"]) for i in range(6)))
+            return await asyncio.gather(*(scoring.score(f"g{i}", make_task(i), some(1)) for i in range(6)))
 
         assert not any(isinstance(result, Unscored) for result in asyncio.run(run()))
 
@@ -198,13 +204,13 @@ class TestGroupScoring:
         async def run() -> GroupScoring:
             begun = asyncio.Event()
 
-            async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
                 begun.set()
                 await asyncio.Event().wait()
                 raise AssertionError
 
             scoring = make_scoring(judge)
-            task = asyncio.create_task(scoring.score("group 0", make_task(), ["a"]))
+            task = asyncio.create_task(scoring.score("group 0", make_task(), some(1)))
             await begun.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -216,12 +222,12 @@ class TestGroupScoring:
     def test_counts_of_answers_that_overtake_each_other_never_fall(self) -> None:
         counts = iter([5, 3, 4])
 
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             return scored(0.0, num_timeouts=next(counts))
 
         scoring = make_scoring(judge)
         for index in range(3):
-            asyncio.run(scoring.score(f"group {index}", make_task(), ["a"]))
+            asyncio.run(scoring.score(f"group {index}", make_task(), some(1)))
         assert scoring.metrics()["scoring/num_timeouts"] == 5
 
 
@@ -311,8 +317,8 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[str, ...]:
-        return (f"response {seed}",)
+    ) -> tuple[Response, ...]:
+        return (Response(f"response {seed}", 4, FinishReason.STOP),)
 
 
 class Prompts:
@@ -327,7 +333,7 @@ def run_evaluation(call: Call, num_tasks: int) -> HeldOutScores:
             generators=Generators(),
             scorer=make_scoring(call, max_attempts=2),
             prompts=Prompts(),
-            config=tiny_config(Path("unused")),
+            sampling=tiny_config(Path("unused")).sampling,
             on_answered=lambda: None,
         )
 
@@ -339,7 +345,7 @@ class TestEvaluation:
         # As with a judge that gives up to 5 points: 1.0 is a bad answer, 4.5 a correct one.
         values = [1.0, 4.5, 0.25, 4.5, -1.0]
 
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             return scored(values[task.source_index])
 
         result = run_evaluation(judge, 5)
@@ -348,7 +354,7 @@ class TestEvaluation:
         assert result.num_unscored == 0
 
     def test_what_is_never_scored_is_left_out_and_counted(self) -> None:
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             if task.source_index in (1, 2):
                 raise ConnectionRefusedError
             return scored(2.0 * (task.source_index == 0))
@@ -357,7 +363,7 @@ class TestEvaluation:
         assert (result.accuracy, result.score_mean, result.num_unscored) == (1 / 2, 1.0, 2)
 
     def test_without_any_score_there_is_no_accuracy(self) -> None:
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             raise ConnectionRefusedError
 
         result = run_evaluation(judge, 3)
@@ -378,8 +384,10 @@ class TestEvaluation:
         # Shorter than all endless answers together: queueing must not count.
         scoring = ResponseScoring(Answers(), num_workers=2, limit_s=1.5)
 
-        async def judge(task: Task, responses: Sequence[str]) -> ScoredResponses:
-            return ScoredResponses(scores=await scoring.score(task, responses), counts=pool.counts)
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            return ScoredResponses(
+                scores=await scoring.score(task, [one.text for one in responses]), counts=pool.counts
+            )
 
         result = run_evaluation(judge, num_problems)
         assert result.num_unscored == 0

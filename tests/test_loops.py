@@ -24,6 +24,7 @@ from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.environments.reward import Response
 from forgeasync.observability.failures import root_cause
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.scoring.filtering import GroupFiltering
@@ -315,6 +316,8 @@ def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_
     rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
     scores = [Score(value=value, is_correct=value > 0.0) for value in (1.0, 1.0, 0.0, 0.0)]
 
+    scores = [Score(value, value > 0.5) for value in (1.0, 1.0, 0.0, 0.0)]
+
     def kept(group_id: int, draw_id: int) -> tuple[int, ...]:
         group = Group(group_id=group_id, draw_id=draw_id, task=make_problem(0), rollouts=rollouts)
         return tuple(filtering.apply(group, scores).kept)
@@ -353,7 +356,7 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
         for group_id in range(3)
     ]
 
-    async def scored(group_id: int, rewards: object, kept: object) -> tuple[Group, ...]:
+    async def scored(group_id: int, rewards: object, kept: object, scores: object) -> tuple[Group, ...]:
         return (groups[group_id],)
 
     async def committed(trainer_wait_share: float) -> Committed:
@@ -408,7 +411,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
             return await super().train_items(*arguments, **keywords)
 
     class TimedGenerators(Generators):
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[str, ...]:
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
             clock.now_s += 5.0
             return await super().respond(*arguments, **keywords)
 
@@ -505,7 +508,7 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
             swap = await super().finish_update(replica, version)
             return dataclasses.replace(swap, progress=progress)
 
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[str, ...]:
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
             assert len({version for _, version in zip("ab", self._landed, strict=True)}) == 1
             return await super().respond(*arguments, **keywords)
 

@@ -28,6 +28,7 @@ from forgeasync.payload.budget import PayloadBudget
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.scoring.score import Score
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
@@ -247,8 +248,8 @@ def test_counts_of_a_step_are_those_since_the_step_before(recording: Recording) 
 
 def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Recording) -> None:
     recorder = recording.recorder
-    recorder.record_scored((1.0, 0.0))
-    recorder.record_scored((0.5, 0.0, 0.0, 0.0))
+    recorder.record_scored([Score(1.0, True), Score(0.0, False)], [3, 5])
+    recorder.record_scored([Score(value, False) for value in (0.5, 0.0, 0.0, 0.0)], [1, 2, 3, 4])
     for report in (fetch(1, fetch_s=0.25), fetch(2, bad=3, fetch_s=0.75)):
         recorder.record_fetch(report)
     for one in (swap(0.01, 0.5), swap(0.03, 0.125)):
@@ -256,6 +257,11 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
     recorder.record_checkpoint(0.375)
     expected = {
         "reward/scored_mean": 0.25,
+        "group/all_correct_share": 0.0,
+        "group/all_wrong_share": 0.5,
+        "response/no_answer_share": 0.0,
+        "response/length_mean_correct": 3.0,
+        "response/length_mean_wrong": 3.0,
         "generator/max_pause_s": 0.03,
         "generator/max_swap_wait_s": 0.5,
         "generator/num_crossing": 6,
@@ -270,7 +276,8 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
     }
     first, second = recording.record(1), recording.record(2)
     assert {key: first.get(key) for key in expected} == pytest.approx(expected)
-    told_once = {"reward/scored_mean", "time/checkpoint_s"}
+    told_once = {key for key in expected if key.startswith(("reward/", "group/", "response/"))}
+    told_once.add("time/checkpoint_s")
     assert not told_once & second.keys()
     assert {second[key] for key in expected.keys() - told_once} == {0}
     printed = recording.printed.getvalue()

@@ -25,6 +25,7 @@ from forgeasync.controller.preparation import prepare
 from forgeasync.controller.starting import Roles
 from forgeasync.data.rollout import StoredRollout
 from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
 from forgeasync.payload.budget import PayloadBudget
 from forgeasync.scoring.filtering import AllFiltered
 from forgeasync.scoring.score import Score, VerifierCounts
@@ -87,7 +88,7 @@ class Ended:
     payloads: PayloadBudget
 
 
-async def score(task: Task, responses: Sequence[str]) -> ScoredResponses:
+async def score(task: Task, responses: Sequence[Response]) -> ScoredResponses:
     """Rewards that differ."""
     scores = tuple(Score(value=float(index), is_correct=False) for index in range(len(responses)))
     return ScoredResponses(scores=scores, counts=VerifierCounts())
@@ -101,7 +102,7 @@ class UnluckyScorer:
         self.refused: Task | None = None
         self.num_calls = 0
 
-    async def score(self, task: Task, responses: Sequence[str]) -> ScoredResponses:
+    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
         self.num_calls += 1
         if self.num_calls == 1:
             self.first = task
@@ -113,7 +114,9 @@ class UnluckyScorer:
         return await score(task, responses)
 
 
-def make_scoring(call: Callable[[Task, Sequence[str]], Awaitable[ScoredResponses]] = score) -> GroupScoring:
+def make_scoring(
+    call: Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]] = score,
+) -> GroupScoring:
     return GroupScoring(call, ScorerSection(), limit_s=20.0, retry_wait_s=0.0)
 
 
@@ -124,8 +127,8 @@ class Recorder:
         self.problems: list[str] = []
         self.rewards: list[float] = []
 
-    def record_scored(self, rewards: tuple[float, ...]) -> None:
-        self.rewards += rewards
+    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
+        self.rewards += [score.value for score in scores]
 
     def warn(self, problem: str) -> None:
         self.problems.append(problem)
@@ -214,7 +217,7 @@ def test_groups_are_with_the_scorer_side_by_side(tmp_path: Path) -> None:
     async def run() -> Ended:
         num_waiting, together = 0, asyncio.Event()
 
-        async def wait_for_the_others(task: Task, responses: Sequence[str]) -> ScoredResponses:
+        async def wait_for_the_others(task: Task, responses: Sequence[Response]) -> ScoredResponses:
             nonlocal num_waiting
             num_waiting += 1
             if num_waiting == ALGORITHM.groups_per_step:

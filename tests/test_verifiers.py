@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forgeasync.config.schema import ReasoningGymSource
+from forgeasync.config.data_schema import ReasoningGymSource
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
 from forgeasync.scoring.answer_fork import MAX_ANSWERS
@@ -39,6 +39,8 @@ from tests.support.hostile_answers import hostile_answers
 REPOSITORY = Path(__file__).parents[1]
 RIGHT = Score(value=1.0, is_correct=True)
 WRONG = Score(value=0.0, is_correct=False)
+HALF = {"value": 0.5, "is_correct": False, "has_answer": True}
+NOTHING = {"value": 0.0, "is_correct": False, "has_answer": True}
 FOUR = MathProblem(answer="4")
 NO_BUBBLEWRAP = Bubblewrap(path=None, problem="the test wants none")
 
@@ -391,7 +393,11 @@ def test_the_kernel_denies_files_too(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
     # What is allowed: Python's own modules, also those with libraries of the system.
     imports = "import sqlite3, xml.dom.minidom, curses; value = 0.5"
-    assert run_in_forks([f"run {imports}"], "no-hook")[0][0] == {"value": 0.5, "is_correct": False}
+    assert run_in_forks([f"run {imports}"], "no-hook")[0][0] == {
+        "value": 0.5,
+        "is_correct": False,
+        "has_answer": True,
+    }
 
 
 @pytest.mark.skipif(landlock_version() < 4, reason="this kernel's Landlock knows no TCP")
@@ -407,7 +413,7 @@ def test_the_kernel_denies_tcp_too(listener: socket.socket) -> None:
 def test_an_answer_cannot_change_what_the_next_one_meets() -> None:
     tampering = "import forgeasync.scoring.score as s; s.Score.__post_init__ = lambda self: 1 / 0"
     before, tampered, after = run_in_forks(["plain", f"run {tampering}", "plain"])
-    assert before[0] == after[0] == {"value": 0.0, "is_correct": False}
+    assert before[0] == after[0] == NOTHING
     assert tampered[0]["error"].startswith("ZeroDivisionError")
     assert after[2] != tampered[2]
 
@@ -416,7 +422,7 @@ def test_a_fork_serves_on_until_an_answer_runs_code() -> None:
     results = run_in_forks(["plain", "plain", "run value = 0.5", "plain"])
     assert [is_clean for _, is_clean, _ in results] == [True, True, False, True]
     assert results[0][2] == results[1][2] == results[2][2] != results[3][2]
-    assert results[2][0] == {"value": 0.5, "is_correct": False}
+    assert results[2][0] == HALF
 
 
 def test_a_fork_serves_so_many_answers_and_no_more() -> None:
@@ -429,8 +435,8 @@ def test_a_fork_serves_so_many_answers_and_no_more() -> None:
     "said",
     [
         "not json",
-        '{"value": 1e999, "is_correct": true}',
-        '{"value": "1", "is_correct": true}',
+        '{"value": 1e999, "is_correct": true, "has_answer": true}',
+        '{"value": "1", "is_correct": true, "has_answer": true}',
         "[]",
         "x" * 100_000,
     ],
@@ -439,13 +445,13 @@ def test_a_forged_verdict_is_an_error_or_a_crash(said: str) -> None:
     code = f"import os\nfor _ in range(40): os.write(4, {said.encode()!r})\nos.write(4, b'\\n'); os._exit(0)"
     (verdict, is_clean, _), (after, _, _) = run_in_forks([f"run {code}", "plain"])
     assert verdict.keys() <= {"error", "crash"} and not is_clean
-    assert after == {"value": 0.0, "is_correct": False}
+    assert after == NOTHING
 
 
 def test_a_death_is_a_crash() -> None:
     (verdict, is_clean, _), (after, _, _) = run_in_forks(["run import os; os.abort()", "plain"])
     assert "crash" in verdict and not is_clean
-    assert after == {"value": 0.0, "is_correct": False}
+    assert after == NOTHING
 
 
 def wait_until_gone(pid: int, *, limit_s: float = 20.0) -> None:

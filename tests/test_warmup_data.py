@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from forgeasync.config.schema import DataSection, ReasoningGymSource
+from forgeasync.config.data_schema import DataSection, ReasoningGymSource, named_sources
+from forgeasync.config.reward_schema import ReasoningGymReward
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.sources import build_source
 from forgeasync.data.task import Task
 from forgeasync.data.tokenizer import UNKNOWN, build_tokenizer, save_tokenizer
 from forgeasync.data.worked_examples import guess, worked_example
-from forgeasync.scoring.scorer import build_scorer
+from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
 
 DATA = DataSection(
     source=ReasoningGymSource(
@@ -26,13 +27,18 @@ DATA = DataSection(
 )
 
 
+def make_scorer() -> VerifiedScorer:
+    (source,) = named_sources(DATA)
+    return VerifiedScorer(verifier_choice(ReasoningGymReward(), source, seed=0), ScorerSection(num_workers=1))
+
+
 @pytest.fixture(scope="module")
 def tasks() -> list[Task]:
     return build_source(DATA, seed=0).train
 
 
 def test_worked_examples_are_right_step_by_step(tasks: list[Task]) -> None:
-    scorer = build_scorer(DATA, ScorerSection(num_workers=1), seed=0)
+    scorer = make_scorer()
     for task in tasks:
         response = worked_example(task)
         assert scorer.score(task, response).is_correct
@@ -45,7 +51,7 @@ def test_worked_examples_are_right_step_by_step(tasks: list[Task]) -> None:
 
 
 def test_guesses_are_off_by_the_error(tasks: list[Task]) -> None:
-    scorer = build_scorer(DATA, ScorerSection(num_workers=1), seed=0)
+    scorer = make_scorer()
     assert scorer.score(tasks[0], guess(tasks[0], error=0)).is_correct
     assert guess(tasks[0], error=2) == f"#{int(tasks[0].answer) + 2}"
 

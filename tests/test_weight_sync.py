@@ -26,6 +26,7 @@ from forgeasync.config.model_facts import read_model_facts
 from forgeasync.config.schema import RunConfig, SamplingSection
 from forgeasync.data.group_payload import TokenTrace, decode_rollout
 from forgeasync.data.rollout import StoredRollout
+from forgeasync.environments.reward import Response
 from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
 from forgeasync.payload.shared_memory import PayloadReader
 from forgeasync.trainer.advantage_spans import whole_response
@@ -104,7 +105,7 @@ async def _sample(generators: GeneratorRouter) -> list[Sampled]:
     return [sampled for group in groups for sampled in group]
 
 
-async def _respond(generators: GeneratorRouter) -> tuple[str, ...]:
+async def _respond(generators: GeneratorRouter) -> tuple[Response, ...]:
     prompt = np.arange(3, 9, dtype=np.int32)
     return await generators.respond(prompt, num_samples=4, sampling=SAMPLING, seed=7)
 

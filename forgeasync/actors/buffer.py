@@ -20,6 +20,7 @@ from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.scoring.score import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +74,15 @@ class BufferActor(Actor):
         await self._buffer.finished(group)
 
     @concurrent_endpoint
-    async def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
+    async def scored(
+        self,
+        group_id: int,
+        rewards: Sequence[float],
+        kept: Sequence[int],
+        scores: Sequence[Score] | None = None,
+    ) -> tuple[Group, ...]:
         """A group is complete; returned if it is too old by now."""
-        return await self._buffer.scored(group_id, rewards, kept)
+        return await self._buffer.scored(group_id, rewards, kept, scores)
 
     @concurrent_endpoint
     async def failed(self, group_id: int, reason: DropReason) -> None:

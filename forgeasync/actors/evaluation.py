@@ -1,4 +1,4 @@
-"""Scores on held-out problems, sampled once each with the training distribution."""
+"""Scores on problems that are not trained on, sampled once each."""
 
 import asyncio
 import logging
@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.evaluation_schema import SamplingSection
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.task import Task
 from forgeasync.observability.held_out import HeldOutScores
+from forgeasync.observability.scored_groups import part_means
 from forgeasync.scoring.score import Score
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ async def evaluate(
     generators: GeneratorRouter,
     scorer: GroupScoring,
     prompts: PromptEncoder,
-    config: RunConfig,
+    sampling: SamplingSection,
     on_answered: Callable[[], None],
 ) -> HeldOutScores:
     """One response to each problem, scored; a problem's sampling seed is its place in the list.
@@ -33,7 +34,7 @@ async def evaluate(
 
     async def score(index: int, task: Task) -> Score | Unscored:
         responses = await generators.respond(
-            prompts.encode(task.prompt), num_samples=1, sampling=config.sampling, seed=index
+            prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=index
         )
         scores = await scorer.score(f"held-out problem {task.task_id}", task, responses)
         return scores if isinstance(scores, Unscored) else scores[0]
@@ -50,6 +51,7 @@ async def evaluate(
     return HeldOutScores(
         num_correct=sum(one.is_correct for one in scores),
         score_sum=math.fsum(one.value for one in scores),
+        parts=part_means(scores),
         num_scored=len(scores),
         num_unscored=len(results) - len(scores),
     )

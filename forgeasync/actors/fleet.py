@@ -33,6 +33,8 @@ from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.buffer.snapshot import BufferSnapshot
+from forgeasync.config.data_schema import named_sources
+from forgeasync.config.evaluation_schema import named_sets
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.schema import Dtype, RoutingReplay, RunConfig, TimeoutSection
 from forgeasync.data.records import Records
@@ -244,7 +246,8 @@ class Fleet:
         actor = self._spawn_here("scorer").spawn("scorer", ScorerActor, self.log_dir)
         limit_s = config.timeouts.score_s
         async with deadline(config.timeouts.setup_s, call="setting up the scorer", key="timeouts.setup_s"):
-            isolation = await actor.setup.call_one(config.data, config.scorer, limit_s, config.seed)
+            sources = (*named_sources(config.data), *named_sets(config.evaluation))
+            isolation = await actor.setup.call_one(sources, config.scorer, limit_s, config.seed)
         return GroupScoring(actor.score.call_one, config.scorer, limit_s=limit_s, isolation=isolation)
 
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None = None) -> BufferActor:

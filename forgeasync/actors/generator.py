@@ -26,6 +26,7 @@ from forgeasync.data.group_payload import encode_group
 from forgeasync.data.problems import RecordError
 from forgeasync.data.records import Records, check_rollout
 from forgeasync.data.rollout import Rollout, StoredRollout
+from forgeasync.environments.reward import Response, response_of
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import PayloadServer
@@ -170,13 +171,13 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def respond(
         self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
-    ) -> tuple[str, ...]:
-        """The texts of responses that are not trained on."""
+    ) -> tuple[Response, ...]:
+        """Responses that are not trained on."""
         assert self._engine is not None
         rollouts = await self._engine.generate(
             prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
         )
-        return tuple(rollout.text for rollout in rollouts)
+        return tuple(response_of(rollout) for rollout in rollouts)
 
     @concurrent_endpoint
     async def free_payloads(self, files: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from forgeasync.actors.deadline import deadline
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
 from forgeasync.observability.failures import last_words
 from forgeasync.scoring.score import Score, VerifierCounts
 
@@ -37,7 +38,7 @@ class GroupScoring:
 
     def __init__(
         self,
-        score: Callable[[Task, Sequence[str]], Awaitable[ScoredResponses]],
+        score: Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]],
         section: ScorerSection,
         *,
         limit_s: float,
@@ -54,7 +55,9 @@ class GroupScoring:
         self._num_failed_attempts = 0
         self._counts = VerifierCounts()
 
-    async def score(self, name: str, task: Task, responses: Sequence[str]) -> tuple[Score, ...] | Unscored:
+    async def score(
+        self, name: str, task: Task, responses: Sequence[Response]
+    ) -> tuple[Score, ...] | Unscored:
         """One score for each response, or why there are none; ``name`` is that of the group in messages."""
         reason = ""
         for attempt in range(1, self._max_attempts + 1):
@@ -76,7 +79,7 @@ class GroupScoring:
         """Counts since the run began, under their names in metrics.jsonl."""
         return self._counts.metrics() | {"scoring/num_failed_attempts": self._num_failed_attempts}
 
-    async def _attempt(self, name: str, task: Task, responses: Sequence[str]) -> tuple[Score, ...]:
+    async def _attempt(self, name: str, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
         key = "timeouts.score_s, times scorer.max_concurrent,"
         async with deadline(self._backstop_s, call=f"scoring {name}", key=key):
             scored = await self._score(task, responses)

@@ -3,27 +3,37 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
 
 from forgeasync.actors.deadline import deadline
 from forgeasync.data.task import Task
-from forgeasync.scoring.score import Score
-from forgeasync.scoring.scorer import Scorer
+
+ItemT = TypeVar("ItemT", contravariant=True)
+ResultT = TypeVar("ResultT", covariant=True)
 
 
-class ResponseScoring:
-    """The scorer's own queue: groups in the order in which they arrive, ``num_workers`` responses at once.
+class Scorer(Protocol[ItemT, ResultT]):
+    """Judges what belongs to a task: the text of a response, a response, or all of a group. Thread-safe."""
+
+    def score(self, task: Task, response: ItemT, /) -> ResultT:
+        """What ``response`` is worth. What it raises is no fault of the response."""
+        ...
+
+
+class ResponseScoring(Generic[ItemT, ResultT]):
+    """A scorer's own queue: groups in the order in which they arrive, ``num_workers`` responses at once.
 
     A group waits here for the responses of groups before it. Its deadline starts with its first response, and
     by then all responses of those groups have begun: so queueing never counts, but for the last answers of
     the group before.
     """
 
-    def __init__(self, scorer: Scorer, *, num_workers: int, limit_s: float) -> None:
+    def __init__(self, scorer: Scorer[ItemT, ResultT], *, num_workers: int, limit_s: float) -> None:
         self._scorer = scorer
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="scoring")
 
-    async def score(self, task: Task, responses: Sequence[str]) -> tuple[Score, ...]:
+    async def score(self, task: Task, responses: Sequence[ItemT]) -> tuple[ResultT, ...]:
         """The score of each response.
 
         Raises:
@@ -33,7 +43,7 @@ class ResponseScoring:
         loop = asyncio.get_running_loop()
         begun = asyncio.Event()
 
-        def score_one(response: str) -> Score:
+        def score_one(response: ItemT) -> ResultT:
             loop.call_soon_threadsafe(begun.set)
             return self._scorer.score(task, response)
 

@@ -12,6 +12,7 @@ from forgeasync.actors.deadline import deadline
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor, GeneratorSetup, RefusedGroup
 from forgeasync.config.schema import SamplingSection, TimeoutSection
 from forgeasync.data.rollout import StoredRollout
+from forgeasync.environments.reward import Response
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.weights.fetcher import FetchReport
@@ -75,8 +76,8 @@ class GeneratorRouter:
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
-    ) -> tuple[str, ...]:
-        """The texts of responses to one prompt; a seed makes them reproducible.
+    ) -> tuple[Response, ...]:
+        """Responses to one prompt that are not trained on; a seed makes them reproducible.
 
         Raises:
             DeadlineExceeded: no answer within ``timeouts.generate_s``.

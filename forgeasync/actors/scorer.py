@@ -1,4 +1,4 @@
-"""The scorer actor: a thin shell around a scorer. Scores the responses of a group side by side."""
+"""The scorer actor: a thin shell around the rewards of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from forgeasync.actors.response_scoring import ResponseScoring
-from forgeasync.config.schema import DataSection
+from forgeasync.actors.reward_scoring import RunRewards
+from forgeasync.config.data_schema import NamedSource
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.scoring.score import Score, VerifierCounts
-from forgeasync.scoring.scorer import VerifiedScorer, build_scorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +29,19 @@ class ScorerActor(Actor):
 
     def __init__(self, log_dir: Path) -> None:
         redirect_process_output(log_dir / f"scorer-{current_rank().rank}.log")
-        self._scorer: VerifiedScorer | None = None
-        self._scoring: ResponseScoring | None = None
+        self._rewards: RunRewards | None = None
 
     @concurrent_endpoint
-    async def setup(self, data: DataSection, section: ScorerSection, limit_s: float, seed: int) -> str:
-        """Start what scores; ``limit_s`` is for one group. Returns a sentence on what isolates verifiers."""
-        self._scorer = build_scorer(data, section, seed=seed)
-        self._scoring = ResponseScoring(self._scorer, num_workers=section.num_workers, limit_s=limit_s)
-        return self._scorer.start()
+    async def setup(
+        self, sources: Sequence[NamedSource], section: ScorerSection, limit_s: float, seed: int
+    ) -> str:
+        """Start what scores; ``limit_s`` is for one group. Says what there is and what isolates verifiers."""
+        self._rewards = RunRewards(sources, section, limit_s=limit_s, seed=seed)
+        return self._rewards.start()
 
     @concurrent_endpoint
-    async def score(self, task: Task, responses: Sequence[str]) -> ScoredResponses:
+    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
         """The score of each response to one task."""
-        assert self._scoring is not None and self._scorer is not None
-        scores = await self._scoring.score(task, responses)
-        return ScoredResponses(scores=scores, counts=self._scorer.counts)
+        assert self._rewards is not None
+        scores = await self._rewards.score(task, responses)
+        return ScoredResponses(scores=scores, counts=self._rewards.counts)

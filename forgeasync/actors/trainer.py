@@ -67,7 +67,7 @@ class TrainerActor(Actor):
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
         # The model's folder has its tokenizer too.
-        self._places = TokenPlaces(checkpoint)
+        self._places = TokenPlaces(setup.checkpoint)
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":

@@ -14,6 +14,7 @@ from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
 from forgeasync.monitor import Monitor
+from forgeasync.scoring.score import Score
 
 
 class AsyncReplayBuffer(Monitor[ReplayBuffer]):
@@ -38,9 +39,15 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         """A group is sampled."""
         self.change(lambda buffer: buffer.finished(group))
 
-    async def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
+    async def scored(
+        self,
+        group_id: int,
+        rewards: Sequence[float],
+        kept: Sequence[int],
+        scores: Sequence[Score] | None = None,
+    ) -> tuple[Group, ...]:
         """A group is complete; returned if it is too old by now."""
-        return self.change(lambda buffer: buffer.scored(group_id, rewards, kept))
+        return self.change(lambda buffer: buffer.scored(group_id, rewards, kept, scores))
 
     async def failed(self, group_id: int, reason: DropReason) -> None:
         """A group will not come."""

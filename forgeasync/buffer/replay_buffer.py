@@ -37,6 +37,7 @@ from forgeasync.config.buffer_schema import (
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group
 from forgeasync.data.task import Task
+from forgeasync.scoring.score import Score, Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +58,12 @@ class _Entry:
         if self.sampled is None:
             return None
         return tuple(rollout.num_response_tokens for rollout in self.sampled.rollouts)
+
+
+def _steps(scores: Sequence[Score] | None) -> tuple[tuple[Step, ...], ...] | None:
+    """None where no rollout has rewards of steps."""
+    steps = tuple(score.steps for score in scores or ())
+    return steps if any(steps) else None
 
 
 class ReplayBuffer:
@@ -133,12 +140,19 @@ class ReplayBuffer:
         assert deadline >= entry.deadline, "what was known of it on the way was a lower bound"
         self._move_deadline(group.group_id, entry, deadline)
 
-    def scored(self, group_id: int, rewards: Sequence[float], kept: Sequence[int]) -> tuple[Group, ...]:
+    def scored(
+        self,
+        group_id: int,
+        rewards: Sequence[float],
+        kept: Sequence[int],
+        scores: Sequence[Score] | None = None,
+    ) -> tuple[Group, ...]:
         """A group is complete: the rollouts at ``kept`` train, with these rewards.
 
-        Returns the group if it is too old by now: its arrays can be freed.
+        ``scores`` are what the reward said of them. Returns the group if it is too old by now: its arrays
+        can be freed.
         """
-        assert kept and len(kept) == len(rewards)
+        assert kept and len(kept) == len(rewards) and (scores is None or len(scores) == len(kept))
         entry = self._entries[group_id]
         assert entry.sampled is not None and entry.group is None, "finished, and scored once"
         self._num_in_flight -= 1
@@ -146,6 +160,8 @@ class ReplayBuffer:
             entry.sampled,
             rollouts=tuple(entry.sampled.rollouts[index] for index in kept),
             rewards=tuple(rewards),
+            scores=None if scores is None else tuple(scores),
+            steps=_steps(scores),
         )
         if entry.is_expired:
             return self._lose(group_id, DropReason.STALE)

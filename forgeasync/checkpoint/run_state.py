@@ -1,8 +1,8 @@
 """What the controller of a run has to know to go on from a checkpoint, and whether it may.
 
 Of the config only what the past of the run follows from must stay as it was: the data and their order, random
-seeds, the model's shape and its adapters. Everything else may change on resuming: parallel layout and dtypes,
-learning rate and schedule, the loss, batch sizes, age limits and buffer, generators, max_steps.
+seeds, the model's shape and its adapters. Everything else may change on resuming: rewards, parallel layout
+and dtypes, learning rate and schedule, the loss, batch sizes, age limits and buffer, generators, max_steps.
 """
 
 from collections.abc import Iterator, Mapping
@@ -70,7 +70,10 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
         )
     current = config.model_dump(mode="json")
     for field, reason in UNCHANGEABLE.items():
-        for path, saved, now in differences({field: state.config.get(field)}, {field: current[field]}):
+        before, after = state.config.get(field), current[field]
+        if field == "data":
+            before, after = _without_rewards(before), _without_rewards(after)
+        for path, saved, now in differences({field: before}, {field: after}):
             yield Problem(field=path, value=now, remedy=f"must be {saved!r} as in {folder}: {reason}")
     if config.max_steps <= state.step:
         yield Problem(
@@ -78,6 +81,13 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
             value=config.max_steps,
             remedy=f"must be more than {state.step}, the steps that {folder} has behind it",
         )
+
+
+def _without_rewards(data: object) -> object:
+    """What of the section the place in the data's order follows from: another reward may go on."""
+    if isinstance(data, Mapping):
+        return {key: _without_rewards(value) for key, value in data.items() if key != "reward"}
+    return [_without_rewards(one) for one in data] if isinstance(data, list) else data
 
 
 def differences(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from forgeasync.config.algorithm_rules import check_algorithm
 from forgeasync.config.buffer_checks import check_accounting, check_buffer
+from forgeasync.config.data_checks import check_data, check_evaluation, check_response_length
 from forgeasync.config.division_checks import check_generator_fits_model, check_trainer_divides_model
 from forgeasync.config.interruption_checks import check_interruption
 from forgeasync.config.launch_checks import check_launcher
@@ -53,12 +54,7 @@ def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
 
 def _check_lengths(config: RunConfig) -> Iterator[Problem]:
     context = config.model.max_context_length
-    if config.sampling.max_response_tokens >= context:
-        yield Problem(
-            field="sampling.max_response_tokens",
-            value=config.sampling.max_response_tokens,
-            remedy=f"must be less than model.max_context_length = {context}, which counts the prompt too",
-        )
+    yield from check_response_length(config, config.sampling, "sampling")
     if context > config.trainer.tokens_per_row:
         yield Problem(
             field="trainer.tokens_per_row",
@@ -77,12 +73,6 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
             value=algorithm.groups_per_step,
             remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; "
             f"must be at least the {ranks} data-parallel ranks of trainer.parallel",
-        )
-    if config.evaluation.num_problems > config.data.num_held_out:
-        yield Problem(
-            field="evaluation.num_problems",
-            value=config.evaluation.num_problems,
-            remedy=f"must be at most data.num_held_out = {config.data.num_held_out}",
         )
 
 
@@ -197,6 +187,8 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_lora,
     check_launcher,
     check_scorer,
+    check_data,
+    check_evaluation,
     _check_warmup,
 )
 

@@ -94,6 +94,9 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             if _is_kind_alone(location, values):
                 return Problem(field=field, value=context["tag"], remedy=remedy)
             return Problem(field=f"{field}.kind", value=context["tag"], remedy=remedy)
+        case "key_of_section":
+            # A rule between the keys of one section: it names the key to change.
+            return Problem(field=f"{field}.{context['key']}", remedy=details["msg"])
         case "finite_number":
             return Problem(field=field, value=value, remedy="must be a finite number")
         case "too_long":
@@ -146,7 +149,9 @@ def _members(annotation: object) -> list[type[BaseModel]]:
     """The sections that a field may hold, by itself or as entries of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [member for part in get_args(annotation) for member in _members(part)]
+    found = [member for part in get_args(annotation) for member in _members(part)]
+    # A section that may stand alone or in a list is found twice.
+    return list(dict.fromkeys(found))
 
 
 def _candidates(location: tuple[str | int, ...], values: object) -> list[type[BaseModel]]:

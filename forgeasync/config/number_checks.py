@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from forgeasync.config.data_schema import MAX_TASKS
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.problems import Problem
-from forgeasync.config.schema import MAX_TASKS, OptimizerSection, RunConfig
+from forgeasync.config.schema import OptimizerSection, RunConfig
 from forgeasync.config.section import MAX_SEED
 
 

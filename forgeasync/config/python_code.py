@@ -75,7 +75,8 @@ def build_code(section: PythonCode, parameters: tuple[str, ...]) -> Callable[...
     Raises:
         ValueError: there is no such thing, or it cannot be called so; says which part is wrong.
     """
-    return _build(section.model_dump_json(), parameters)
+    # Of what a section has besides, nothing changes what is built.
+    return _build(section.model_dump_json(include=set(PythonCode.model_fields)), parameters)
 
 
 def load_code(section: PythonCode) -> Callable[..., object]:

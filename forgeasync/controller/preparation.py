@@ -1,6 +1,7 @@
 """Everything that can be wrong with a run's input, found out before any process starts."""
 
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from transformers import AutoTokenizer
 from forgeasync.checkpoint.room import check_room
 from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.config.checks import check_config, check_without_model
+from forgeasync.config.data_schema import named_sources
+from forgeasync.config.evaluation_schema import SamplingSection, named_sets
 from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
 from forgeasync.config.machine_checks import check_gpus
 from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
@@ -30,6 +33,7 @@ from forgeasync.data.task import Task
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.planning.memory.machine import available_host_bytes, check_memory
+from forgeasync.scoring.reward_trial import try_rewards
 from forgeasync.weights.transports.build import check_transport
 
 MADE_MODEL = "models/tiny_moe"
@@ -47,6 +51,8 @@ class Prepared:
     prompts: PromptEncoder
     train: list[Task]
     held_out: list[Task]
+    sets: Mapping[str, list[Task]]
+    """Problems of each evaluation set, by its name."""
     resumed: Resumed | None
     """The checkpoint to go on from; None: a new run."""
 
@@ -98,7 +104,11 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     except ConfigError as error:
         problems += error.problems
     try:
-        looked_at = look_at_data(config.data, seed=config.seed)
+        sets = named_sets(config.evaluation)
+        look = look_at_data(config.data, seed=config.seed, sets=sets)
+        looked_at = look.words
+        if not any(".reward" in problem.field for problem in problems):
+            problems += try_rewards((*named_sources(config.data), *sets), look.first_tasks)
     except ConfigError as error:
         problems += error.problems
     raise_if_any(problems)
@@ -143,6 +153,18 @@ def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts)
     return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
 
 
+def _check_lengths(
+    config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task], sampling: SamplingSection
+) -> None:
+    """Raise ValueError naming the first task that leaves no room for a full response."""
+    for task in tasks:
+        prompts.check_length(
+            task,
+            max_context_length=config.model.max_context_length,
+            max_response_tokens=sampling.max_response_tokens,
+        )
+
+
 def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     """Check everything and load what the controller itself needs: tokenizer and problems.
 
@@ -162,6 +184,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]
     )
+    sets = named_sets(config.evaluation)
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
     try:
@@ -171,18 +194,18 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
     raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
     try:
-        prompts = PromptEncoder(tokenizer, chat_template=config.data.chat_template)
-        source = build_source(config.data, seed=config.seed)
-        for task in (*source.train, *source.held_out):
-            prompts.check_length(
-                task,
-                max_context_length=config.model.max_context_length,
-                max_response_tokens=config.sampling.max_response_tokens,
-            )
+        prompts = PromptEncoder.of_section(tokenizer, config.data)
+        source = build_source(config.data, seed=config.seed, sets=sets)
+        _check_lengths(config, prompts, [*source.train, *source.held_out], config.sampling)
+        for one, of_set in zip(config.evaluation.sets, sets, strict=True):
+            _check_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    of_sources = (source.train, *source.sets.values())
+    first_tasks = {task.source: task for tasks in of_sources for task in reversed(tasks)}
+    raise_if_any(try_rewards((*named_sources(config.data), *sets), first_tasks))
     return Prepared(
         config=config,
         facts=facts,
@@ -190,5 +213,9 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         prompts=prompts,
         train=source.train,
         held_out=source.held_out[: config.evaluation.num_problems],
+        sets={
+            one.name: source.sets[of_set.name]
+            for one, of_set in zip(config.evaluation.sets, sets, strict=True)
+        },
         resumed=resumed,
     )

@@ -14,8 +14,10 @@ from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
 from forgeasync.observability.run_dir import RunDir
+from forgeasync.observability.scored_groups import ScoredGroups
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
+from forgeasync.scoring.score import Score
 from forgeasync.weights.fetcher import FetchReport
 
 
@@ -39,7 +41,7 @@ class RunRecorder:
         self._num_skipped_steps = 0
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
-        self._scored: list[float] = []
+        self._scored = ScoredGroups()
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
 
@@ -66,12 +68,12 @@ class RunRecorder:
         self.console.message(f"refused: {problem}")
 
     def _warn_of_unscored(self, held_out: HeldOutScores) -> None:
-        if held_out.num_unscored:
-            self.warn(f"{held_out.num_unscored} held-out problems were not scored; they count for nothing")
+        if num_unscored := held_out.num_unscored_in_all:
+            self.warn(f"{num_unscored} held-out problems were not scored; they count for nothing")
 
-    def record_scored(self, rewards: Sequence[float]) -> None:
-        """A group's rewards, before any filter; go into the next step's line."""
-        self._scored += rewards
+    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
+        """A group's scores and its responses' tokens, before any filter; go into the next step's line."""
+        self._scored.add(scores, lengths)
 
     def record_fetch(self, fetched: FetchReport) -> None:
         """A generator's fetch of a version; goes into the next step's line."""
@@ -123,8 +125,7 @@ class RunRecorder:
         metrics["trainer/num_skipped_steps"] = self._num_skipped_steps
         metrics |= record.buffer.metrics | record.counters | self._weight_metrics()
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
-        if self._scored:
-            metrics["reward/scored_mean"] = sum(self._scored) / len(self._scored)
+        metrics |= self._scored.metrics()
         metrics["accounting/weight_max"] = max(batch.weights)
         if self._checkpoint_s is not None:
             metrics["time/checkpoint_s"] = self._checkpoint_s
@@ -134,7 +135,7 @@ class RunRecorder:
         self.console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(num_dropped)
-        self._scored.clear()
+        self._scored = ScoredGroups()
         self._fetches.clear()
         self._swaps.clear()
 

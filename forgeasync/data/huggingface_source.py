@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any
 import datasets
 import numpy as np
 
+from forgeasync.config.data_schema import HuggingFaceSource
 from forgeasync.config.problems import ConfigError, Problem
-from forgeasync.config.schema import HuggingFaceSource
 from forgeasync.data.json_records import read_json_records
-from forgeasync.data.split import HELD_OUT_SEED, SplitSource
+from forgeasync.data.json_values import json_like
+from forgeasync.data.split import HELD_OUT_SEED, TrainingDraw
 from forgeasync.data.task import Task
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -30,6 +31,8 @@ class _Texts:
 
     question: str
     answer: str
+    record: dict[str, Any]
+    """All of it that JSON can hold."""
 
 
 def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> str:
@@ -111,6 +114,7 @@ def _texts(record: dict[str, Any], where: str, source: HuggingFaceSource) -> _Te
     return _Texts(
         question=read_field(record, source.question_field, field="source.question_field", where=where),
         answer=read_field(record, source.answer_field, field="source.answer_field", where=where),
+        record=json_like(record),
     )
 
 
@@ -162,14 +166,28 @@ def _broken_json(folder: Path) -> str | None:
     return None
 
 
+def _is_plain(feature: object) -> bool:
+    """Whether a column of ``datasets`` holds texts, numbers, and lists and mappings of them."""
+    match feature:
+        case datasets.Value(dtype=dtype):
+            return "binary" not in dtype
+        case datasets.ClassLabel():
+            return True
+        case datasets.List(feature=inner) | datasets.LargeList(feature=inner):
+            return _is_plain(inner)
+        case dict():
+            return all(map(_is_plain, feature.values()))
+    return False
+
+
 class _Table(Sequence[_Texts]):
     """Problems out of a data set on the disk."""
 
     def __init__(self, records: datasets.Dataset, source: HuggingFaceSource) -> None:
-        # Other columns may hold images or long solutions that are slow to decode.
+        # Other columns may hold images or sounds, which are slow to decode and nothing that JSON holds.
         roots = {source.question_field.split(".")[0], source.answer_field.split(".")[0]}
-        if roots <= set(records.column_names):
-            records = records.select_columns(sorted(roots))
+        plain = {name for name, feature in records.features.items() if _is_plain(feature)}
+        records = records.select_columns([name for name in records.column_names if name in plain | roots])
         self._records = records
         self._source = source
 
@@ -190,70 +208,77 @@ class _Table(Sequence[_Texts]):
             yield _texts(record, f"record {row}", self._source)
 
 
-def _tasks(problems: Sequence[_Texts], rows: Iterable[int], source: HuggingFaceSource) -> Iterator[Task]:
-    for row in map(int, rows):
-        texts = problems[row]
-        yield Task(
-            task_id=f"{source.split}/{row}",
-            prompt=texts.question + source.instruction,
-            answer=texts.answer,
-            source_index=row,
-            source=source.path,
-        )
+class HuggingFaceProblems:
+    """Problems of one data set; a text that stands in several records is one problem."""
 
+    def __init__(self, source: HuggingFaceSource, *, num_train: int, num_held_out: int, seed: int) -> None:
+        """Read the data set.
 
-def split_records(source: HuggingFaceSource, *, num_train: int, num_held_out: int, seed: int) -> SplitSource:
-    """Draw distinct held-out problems by a fixed seed, then distinct training problems by ``seed``.
+        Raises:
+            ConfigError: names the config field that asks for something the data set does not have, and the
+                line or record of what is wrong with it.
+        """
+        self._source = source
+        self._num_train = num_train
+        self._num_held_out = num_held_out
+        self._seed = seed
+        self._problems = _read(source)
+        size = len(self._problems)
+        if num_train + num_held_out > size:
+            raise _refusal(
+                "num_train + data.num_held_out",
+                num_train + num_held_out,
+                f"{num_train} + {num_held_out} problems wanted, but split {source.split!r} of "
+                f"{source.path!r} has {size}",
+            )
 
-    A text that is held out is never trained on, also where another record repeats it.
-
-    Raises:
-        ConfigError: names the config field that asks for something the data set does not have, and the
-            line or record of what is wrong with it.
-    """
-    problems = _read(source)
-    size = len(problems)
-    if num_train + num_held_out > size:
-        raise _refusal(
-            "num_train + data.num_held_out",
-            num_train + num_held_out,
-            f"{num_train} + {num_held_out} problems wanted, but split {source.split!r} of {source.path!r} "
-            f"has {size}",
-        )
-
-    held_out: dict[str, Task] = {}
-    for task in _tasks(problems, np.random.default_rng(HELD_OUT_SEED).permutation(size), source):
-        held_out.setdefault(task.prompt, task)
-        if len(held_out) == num_held_out:
-            break
-    else:
+    def held_out(self) -> list[Task]:
+        """Distinct problems by a fixed seed. Raises ConfigError if there are too few."""
+        held_out: dict[str, Task] = {}
+        for task in self._shuffled(HELD_OUT_SEED):
+            held_out.setdefault(task.prompt, task)
+            if len(held_out) == self._num_held_out:
+                return list(held_out.values())
         raise _refusal(
             "num_held_out",
-            num_held_out,
-            f"{source.path!r} has only {len(held_out)} distinct problems",
+            self._num_held_out,
+            f"{self._source.path!r} has only {len(held_out)} distinct problems",
         )
 
-    train: dict[str, Task] = {}
-    num_skipped = num_repeats = 0
-    for task in _tasks(problems, np.random.default_rng(seed).permutation(size), source):
-        if task.prompt in held_out:
-            num_skipped += 1
-        elif task.prompt in train:
-            # Published sets repeat problems (DAPO-Math-17k a hundredfold): chance must not weight them.
-            num_repeats += 1
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Distinct problems by the run's seed. Raises ConfigError if too few are left without ``never``."""
+        train: dict[str, Task] = {}
+        num_skipped = num_repeats = 0
+        for task in self._shuffled(self._seed):
+            if task.prompt in never:
+                num_skipped += 1
+            elif task.prompt in train:
+                # Published sets repeat problems (DAPO-Math-17k a hundredfold): chance must not weight them.
+                num_repeats += 1
+            else:
+                train[task.prompt] = task
+            if len(train) == self._num_train:
+                break
         else:
-            train[task.prompt] = task
-        if len(train) == num_train:
-            break
-    else:
-        raise _refusal(
-            "num_train",
-            num_train,
-            f"only {len(train)} of the {size} problems in {source.path!r} are distinct and not held out",
+            raise _refusal(
+                "num_train",
+                self._num_train,
+                f"only {len(train)} of the {len(self._problems)} problems in {self._source.path!r} are "
+                "distinct and not held out",
+            )
+        return TrainingDraw(
+            tasks=list(train.values()), num_skipped_held_out=num_skipped, num_skipped_repeats=num_repeats
         )
-    return SplitSource(
-        train=list(train.values()),
-        held_out=list(held_out.values()),
-        num_skipped_held_out=num_skipped,
-        num_skipped_repeats=num_repeats,
-    )
+
+    def _shuffled(self, seed: int) -> Iterator[Task]:
+        source = self._source
+        for row in map(int, np.random.default_rng(seed).permutation(len(self._problems))):
+            found = self._problems[row]
+            yield Task(
+                task_id=f"{source.split}/{row}",
+                prompt=found.question + source.instruction,
+                answer=found.answer,
+                source_index=row,
+                source=source.path,
+                record=found.record,
+            )

@@ -7,16 +7,17 @@ problems: seeds are hashed here before they reach it.
 import dataclasses
 import difflib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
+from forgeasync.config.data_schema import ReasoningGymSource
 from forgeasync.config.problems import ConfigError, Problem
-from forgeasync.config.schema import ReasoningGymSource
-from forgeasync.data.split import HELD_OUT_SEED, SplitSource
+from forgeasync.data.json_values import json_like
+from forgeasync.data.split import HELD_OUT_SEED, TrainingDraw
 from forgeasync.data.task import Task
 
 OWN_OPTIONS = frozenset({"seed", "size"})
@@ -98,12 +99,8 @@ class ReasoningGymProblems:
         """reasoning-gym's own score of ``answer``, usually 0 to 1; raises what its verifier raises."""
         return float(self._train.score_answer(answer, entry))
 
-    def split(self) -> SplitSource:
-        """Generate all problems of the run.
-
-        Held-out problems are distinct; training problems may repeat each other where the options leave
-        few distinct ones. Raises ConfigError if there are too few.
-        """
+    def held_out(self) -> list[Task]:
+        """Distinct problems by a fixed seed. Raises ConfigError if there are too few."""
         held_out: list[Task] = []
         held_out_prompts: set[str] = set()
         for task in self._candidates(held_out=True):
@@ -115,11 +112,18 @@ class ReasoningGymProblems:
         else:
             raise self._too_few("num_held_out", self._num_held_out, len(held_out))
         self._check_reproducible(held_out[:_NUM_REPRODUCED])
+        return held_out
 
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Problems by the run's seed; they may repeat each other where the options leave few distinct ones.
+
+        Raises:
+            ConfigError: too few are not among the texts in ``never``.
+        """
         train: list[Task] = []
         num_skipped = 0
         for task in self._candidates(held_out=False):
-            if task.prompt in held_out_prompts:
+            if task.prompt in never:
                 num_skipped += 1
             else:
                 train.append(task)
@@ -127,7 +131,7 @@ class ReasoningGymProblems:
                 break
         else:
             raise self._too_few("num_train", self._num_train, len(train))
-        return SplitSource(train=train, held_out=held_out, num_skipped_held_out=num_skipped)
+        return TrainingDraw(tasks=train, num_skipped_held_out=num_skipped)
 
     def _candidates(self, *, held_out: bool) -> Iterator[Task]:
         # The seed is part of the id: the same index under another seed is another problem.
@@ -143,6 +147,7 @@ class ReasoningGymProblems:
                 answer="" if answer is None else str(answer),
                 source_index=source_index,
                 source=self.source.task,
+                record=json_like(entry),
             )
 
     def _check_reproducible(self, tasks: list[Task]) -> None:

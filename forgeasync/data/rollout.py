@@ -12,7 +12,7 @@ from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.routing import RoutedExperts
 from forgeasync.data.task import Task
 from forgeasync.payload.reference import PayloadRef, group_num_bytes
-from forgeasync.scoring.score import Step
+from forgeasync.scoring.score import Score, Step
 
 
 class FinishReason(StrEnum):
@@ -92,6 +92,9 @@ class Group:
     task: Task
     rollouts: tuple[StoredRollout, ...]
     rewards: tuple[float, ...] | None = None
+    """What the rollouts train with: their scores' values, and what filters made of them."""
+    scores: tuple[Score, ...] | None = None
+    """What the reward said of each rollout; None where nothing but ``rewards`` is known."""
     steps: tuple[tuple[Step, ...], ...] | None = None
     """Rewards of each rollout's steps; None where the scorer gave none."""
 

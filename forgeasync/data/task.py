@@ -1,7 +1,8 @@
 """A problem to solve, and where problems come from."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,7 +11,7 @@ class Task:
 
     ``task_id`` is unique within a source and stable across runs; ``prompt`` is the text before any
     chat template; ``answer`` is the reference; ``source_index`` finds the problem again in its source, whose
-    name is ``source``.
+    name is ``source``; ``record`` has all columns of its record that JSON can hold (``json_values``).
     """
 
     task_id: str
@@ -18,6 +19,7 @@ class Task:
     answer: str
     source_index: int
     source: str
+    record: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 class TaskSource(Protocol):

@@ -7,8 +7,12 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `step`                               | optimizer steps done; 0 only for the evaluation before training   |
 | `policy_version`                     | version of the weights that this step made                        |
 | `reward/mean`, `reward/std`          | over the rollouts of the batch (population standard deviation)    |
+| `reward/<part>` *                    | mean of a part of the scores, by its name, over the rollouts of   |
+|                                      | the batch whose reward says it; see docs/rewards.md               |
 | `eval/accuracy` *                    | share of held-out problems solved; only where a step evaluated    |
 | `eval/score_mean` *                  | mean score of the same responses, partial credit included         |
+| `eval/reward/<part>` *               | mean of a part of these scores, by its name                       |
+| `eval/<set>/<...>` *                 | the same metrics of a set of `evaluation.sets`                    |
 | `eval/num_unscored` *                | held-out responses that could not be scored: they are left out of |
 |                                      | both; where all are, neither is there                             |
 | `time/elapsed_s`                     | since the first training step started, excluding nothing          |
@@ -34,9 +38,16 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`          |
 | `dropped/<reason>` *                 | groups lost during the step, by reason                            |
 | `reward/scored_mean` *               | over all rollouts scored during the step, before any filter       |
+| `group/all_correct_share` *          | groups scored during the step all of whose responses are correct; |
+| `group/all_wrong_share` *            | none of them: neither teaches a group-relative advantage anything |
+| `response/length_mean_correct` *     | tokens of the responses scored during the step that are correct;  |
+| `response/length_mean_wrong` *       | and of the others                                                 |
+| `response/no_answer_share` *         | of these, responses that state no answer, where the reward tells  |
 | `scoring/num_timeouts`, `_crashes`,  | answers so far that scored 0 since they could not be verified: in |
 | `_errors`, `_oversized`              | `scorer.answer_limit_s`, without the death of the process, without |
 |                                      | an exception of the verifier, or for their length                 |
+| `scoring/num_killed_rewards`         | processes of own rewards so far that were killed over a call that |
+|                                      | did not end                                                       |
 | `scoring/num_failed_attempts`        | to score a group so far; each group has `scorer.max_attempts`     |
 | `filtered/num_groups_<reason>`       | groups that filters dropped so far                                |
 | `filtered/num_rollouts`              | rollouts that filters left out so far                             |
@@ -110,8 +121,9 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from forgeasync.buffer.decisions import Batch
-from forgeasync.data.rollout import FinishReason, Group, StoredRollout
+from forgeasync.data.rollout import FinishReason, Group
 from forgeasync.observability.held_out import HeldOutScores
+from forgeasync.observability.scored_groups import part_means
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -197,7 +209,12 @@ def _rewards(group: Group) -> tuple[float, ...]:
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
     rewards_N = np.array([reward for group in groups for reward in _rewards(group)], dtype=np.float64)
-    return {"reward/mean": float(rewards_N.mean()), "reward/std": float(rewards_N.std())}
+    parts = part_means([score for group in groups for score in group.scores or ()])
+    return {
+        "reward/mean": float(rewards_N.mean()),
+        "reward/std": float(rewards_N.std()),
+        **{f"reward/{name}": mean for name, mean in parts.items()},
+    }
 
 
 def _rollout_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[str, float | int]:
@@ -355,11 +372,7 @@ class RolloutWriter:
 
         Raises ValueError where a group has no rewards.
         """
-        scored = [
-            (group, rollout, reward)
-            for group in groups
-            for rollout, reward in zip(group.rollouts, _rewards(group), strict=True)
-        ]
+        scored = [(group, index) for group in groups for index in range(len(_rewards(group)))]
         picked = random.Random(step).sample(range(len(scored)), min(self._per_step, len(scored)))
         for index in sorted(picked):
             self._lines.append(_rollout_record(step, *scored[index]))
@@ -378,14 +391,15 @@ class RolloutWriter:
 def batch_records(step: int, batch: Batch) -> list[dict[str, object]]:
     """Every rollout of a batch as in rollouts.jsonl, with its group's ``weight`` besides."""
     return [
-        _rollout_record(step, group, rollout, reward) | {"weight": weight}
+        _rollout_record(step, group, index) | {"weight": weight}
         for group, weight in zip(batch.groups, batch.weights, strict=True)
-        for rollout, reward in zip(group.rollouts, _rewards(group), strict=True)
+        for index in range(len(_rewards(group)))
     ]
 
 
-def _rollout_record(step: int, group: Group, rollout: StoredRollout, reward: float) -> dict[str, object]:
-    return {
+def _rollout_record(step: int, group: Group, index: int) -> dict[str, object]:
+    rollout, reward = group.rollouts[index], _rewards(group)[index]
+    record: dict[str, object] = {
         "step": step,
         "group_id": group.group_id,
         "task_id": group.task.task_id,
@@ -398,3 +412,13 @@ def _rollout_record(step: int, group: Group, rollout: StoredRollout, reward: flo
         "response_tokens": rollout.num_response_tokens,
         "finish_reason": rollout.finish_reason.value,
     }
+    if group.scores is not None:
+        score = group.scores[index]
+        record |= {
+            "is_correct": score.is_correct,
+            "has_answer": score.has_answer,
+            "parts": dict(score.parts),
+            "penalties": dict(score.penalties),
+            "steps": [[step.end, step.value] for step in score.steps],
+        }
+    return record

@@ -118,14 +118,21 @@ def _process_1_is_bubblewrap() -> bool:
         return comm.read().strip() == "bwrap"
 
 
+_SCORED = ("value", "is_correct", "has_answer")
+"""What a verdict says of an answer."""
+
+
+def _verdict(score: Score) -> dict[str, Any]:
+    return {"value": score.value, "is_correct": score.is_correct, "has_answer": score.has_answer}
+
+
 def _checked(said: bytes) -> tuple[dict[str, Any], bool]:
     """A verdict in a form of the protocol, whatever was said, and whether the fork wants to end."""
     try:
         verdict = json.loads(said)
         if "error" in verdict:
             return {"error": str(verdict["error"])[:MAX_REASON_CHARS]}, True
-        score = Score(value=verdict["value"], is_correct=verdict["is_correct"])
-        return {"value": float(score.value), "is_correct": score.is_correct}, bool(verdict["retire"])
+        return _verdict(Score(**{name: verdict[name] for name in _SCORED})), bool(verdict["retire"])
     except Exception as error:  # an answer may forge anything
         return {"error": reason(error)}, True
 
@@ -159,7 +166,7 @@ def _serve(
         verdict: dict[str, Any]
         try:
             score = verifier.score(loaded, content.decode(errors="surrogatepass"))
-            verdict = {"value": float(score.value), "is_correct": score.is_correct}
+            verdict = _verdict(score)
             # Memory that stays allocated would starve later, harmless answers.
             verdict["retire"] = statm() - before > limits.answer_memory_bytes // 2
         except Exception as error:  # whatever untrusted text provokes is reported, and counted there

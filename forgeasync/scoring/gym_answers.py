@@ -8,9 +8,9 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from forgeasync.config.schema import AnswerPart
+from forgeasync.config.data_schema import AnswerPart
 from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
-from forgeasync.scoring.score import NO_SCORE, Score
+from forgeasync.scoring.score import NO_ANSWER, Score
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice
 
 SOLVED = 1.0
@@ -68,12 +68,12 @@ class GymVerifier:
             self._problems.score_answer(str(entry["answer"]), entry)
 
     def score(self, entry: dict[str, Any], response: str) -> Score:
-        """The verifier's score; 0.0 for a response without an answer. Raises what the verifier raises."""
+        """The verifier's score; ``NO_ANSWER`` without an answer. Raises what the verifier raises."""
         answer = answer_after(response, self._source.answer_prefix)
         if answer is not None and self._source.answer_part is AnswerPart.LAST_NUMBER:
             answer = last_number(answer)
         if answer is None:
-            return NO_SCORE
+            return NO_ANSWER
         value = self._problems.score_answer(answer, entry)
         if not abs(value) <= MAX_ABS_SCORE:
             raise ValueError(f"the verifier of {self._source.task} gave {value!r}, which is not from -1 to 1")

@@ -62,8 +62,8 @@ def _parse_reference(answer: str) -> list[Any]:
     return _parse_boxed(content)
 
 
-def is_correct(response: str, answer: str) -> bool:
-    """Whether the final answer of ``response`` equals ``answer``; runs without any limit."""
+def judge(response: str, answer: str) -> Score:
+    """1.0, and correct, where the final answer of ``response`` equals ``answer``; else 0.0. Has no limit."""
     boxed = last_boxed(response)
     if boxed is None:
         # The tail holds the final answer, and math-verify's patterns backtrack badly on long text.
@@ -71,7 +71,8 @@ def is_correct(response: str, answer: str) -> bool:
         found = parse(tail, parsing_timeout=None)
     else:
         found = _parse_boxed(boxed)
-    return bool(verify(_parse_reference(answer), found, timeout_seconds=None))
+    is_correct = bool(verify(_parse_reference(answer), found, timeout_seconds=None))
+    return Score(float(is_correct), is_correct, has_answer=bool(found))
 
 
 _WARM_UP = (
@@ -92,7 +93,7 @@ class MathVerifier:
         # Builds math-verify's patterns and parser tables, and imports what sympy imports late, so that no
         # answer pays for them.
         for response, answer in _WARM_UP:
-            is_correct(response, answer)
+            judge(response, answer)
 
     def load(self, problem: MathProblem) -> str:
         """The reference: nothing has to be prepared."""
@@ -100,5 +101,4 @@ class MathVerifier:
 
     def score(self, answer: str, response: str) -> Score:
         """1.0, and correct, where the final answer of ``response`` equals ``answer``; else 0.0."""
-        correct = is_correct(response, answer)
-        return Score(value=float(correct), is_correct=correct)
+        return judge(response, answer)

@@ -1,8 +1,7 @@
-"""From a response to its score, by the verifier that belongs to the problem's source."""
+"""From a response to its score, by a verifier of ours."""
 
-from typing import Protocol
-
-from forgeasync.config.schema import DataSection, HuggingFaceSource, ReasoningGymSource
+from forgeasync.config.data_schema import NamedSource, ReasoningGymSource
+from forgeasync.config.reward_schema import MathReward, ReasoningGymReward
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.data.task import Task
 from forgeasync.scoring.score import Score, VerifierCounts
@@ -17,21 +16,8 @@ from forgeasync.scoring.verifier import (
 from forgeasync.scoring.verifier_pool import VerifierPool
 
 
-class Scorer(Protocol):
-    """Judges responses. Thread-safe."""
-
-    def score(self, task: Task, response: str) -> Score:
-        """The score of ``response``. What it raises is no fault of the response."""
-        ...
-
-    @property
-    def counts(self) -> VerifierCounts:
-        """Responses so far that could not be verified."""
-        ...
-
-
 class VerifiedScorer:
-    """Has guarded processes verify responses; see ``forgeasync.scoring.verifier_pool``."""
+    """Has guarded processes verify responses; see ``forgeasync.scoring.verifier_pool``. Thread-safe."""
 
     def __init__(self, choice: VerifierChoice, section: ScorerSection) -> None:
         """Starts nothing."""
@@ -43,7 +29,7 @@ class VerifiedScorer:
         return self._pool.start()
 
     def score(self, task: Task, response: str) -> Score:
-        """See ``VerifierPool.score``."""
+        """See ``VerifierPool.score``. What it raises is no fault of the response."""
         problem: Problem
         if self._is_gym:
             problem = GymProblem(task_id=task.task_id, source_index=task.source_index, prompt=task.prompt)
@@ -53,6 +39,7 @@ class VerifiedScorer:
 
     @property
     def counts(self) -> VerifierCounts:
+        """Responses so far that could not be verified."""
         return self._pool.counts
 
     def close(self) -> None:
@@ -60,17 +47,13 @@ class VerifiedScorer:
         self._pool.close()
 
 
-def build_scorer(data: DataSection, section: ScorerSection, *, seed: int) -> VerifiedScorer:
-    """The scorer for the problems that ``build_source`` makes of the same arguments, in any process.
-
-    Generates no problem, imports no verifier and starts no process: ``start`` does, and raises ValueError
-    naming the config field as ``build_source`` does.
-    """
-    match data.source:
-        case ReasoningGymSource():
-            choice = GymVerifierChoice(
-                source=data.source, num_train=data.num_train, num_held_out=data.num_held_out, seed=seed
-            )
-            return VerifiedScorer(choice, section)
-        case HuggingFaceSource():
-            return VerifiedScorer(MathVerifierChoice(), section)
+def verifier_choice(
+    reward: ReasoningGymReward | MathReward, source: NamedSource, *, seed: int
+) -> VerifierChoice:
+    """The verifier of a source's problems that ``build_source`` makes with the same seed, in any process."""
+    if isinstance(reward, MathReward):
+        return MathVerifierChoice()
+    assert isinstance(source.source, ReasoningGymSource), "checked before a run starts"
+    return GymVerifierChoice(
+        source=source.source, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
+    )

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from forgeasync.config.schema import ReasoningGymSource
+from forgeasync.config.data_schema import ReasoningGymSource
 from forgeasync.scoring.score import Score
 
 

@@ -121,7 +121,7 @@ class VerifierPool:
 
     def _judged(self, verdict: dict[str, Any]) -> Score:
         if "value" in verdict:
-            return Score(value=verdict["value"], is_correct=verdict["is_correct"])
+            return Score(verdict["value"], verdict["is_correct"], has_answer=verdict["has_answer"])
         if "timeout" in verdict:
             return self._lost(_Lost.TIMEOUT, f"not done in {self._limits.time_s:g} s")
         if "crash" in verdict:

@@ -142,7 +142,7 @@ class VerifierProcess:
             start_new_session=True,
         )
         # Runs at exit too, and when this object is garbage.
-        self._stop = weakref.finalize(self, _stop_process, self._process, scratch)
+        self._stop = weakref.finalize(self, stop_process, self._process, scratch)
         return scratch
 
     def _exchange(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any] | None:
@@ -150,7 +150,7 @@ class VerifierProcess:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         # The kill ends a blocked write as well as a blocked read.
-        timer = threading.Timer(limit_s, _kill_group, [process])
+        timer = threading.Timer(limit_s, kill_group, [process])
         timer.daemon = True
         timer.start()
         line = b""
@@ -166,15 +166,17 @@ class VerifierProcess:
         return json.loads(line)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session, and all that it has started there."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _stop_process(process: subprocess.Popen[bytes], scratch: str | None) -> None:
+def stop_process(process: subprocess.Popen[bytes], scratch: str | None) -> None:
+    """Kill a process, wait for its end, and remove its folder."""
     assert process.stdin is not None and process.stdout is not None
-    _kill_group(process)
+    kill_group(process)
     process.wait()
     with suppress(BrokenPipeError):  # a request that it never read is still buffered
         process.stdin.close()

@@ -5,8 +5,8 @@ verifier and generates problems, once for all answers; answers are read in forks
 
     {"setup": {...}}        ->  {"ready": [<layers>]}      or {"refused": "<reason>"}
     {"problem": {...}}      ->  {"loaded": true}           or {"refused": "<reason>"}
-    {"answer": "<text>"}    ->  {"value": 1.0, "is_correct": true}, {"error": "<reason>"}, {"timeout": true}
-                                or {"crash": <exit status>}
+    {"answer": "<text>"}    ->  {"value": 1.0, "is_correct": true, "has_answer": true},
+                                {"error": "<reason>"}, {"timeout": true} or {"crash": <exit status>}
 """
 
 import gc

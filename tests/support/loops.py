@@ -25,8 +25,9 @@ from forgeasync.config.schema import RunConfig, SamplingSection, TimeoutSection
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.starting import Roles
 from forgeasync.controller.step_record import StepRecord
-from forgeasync.data.rollout import StoredRollout
+from forgeasync.data.rollout import FinishReason, StoredRollout
 from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
 from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import SwapReport
@@ -124,6 +125,8 @@ class Generators:
         self.cancelled: list[int] = []
         self.freed: list[StoredRollout] = []
         self.seeds: list[int | None] = []
+        self.sampled_as: list[SamplingSection] = []
+        """Of responses that are not trained on."""
         self._landed = [0] * num_replicas
         self._rng = np.random.default_rng(0)
 
@@ -151,10 +154,11 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[str, ...]:
+    ) -> tuple[Response, ...]:
         """The prompt's only token is the reward in tenths."""
         self.seeds.append(seed)
-        return (str(prompt_ids_P.item() / 10),) * num_samples
+        self.sampled_as.append(sampling)
+        return (Response(str(prompt_ids_P.item() / 10), 3, FinishReason.STOP),) * num_samples
 
     async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
         number = self.num_fetches[replica]
@@ -190,9 +194,10 @@ class Generators:
         return [EngineStats(num_generated_tokens=0, busy_s=0.0)] * self.num_replicas
 
 
-async def score_by_text(task: Task, responses: Sequence[str]) -> ScoredResponses:
+async def score_by_text(task: Task, responses: Sequence[Response]) -> ScoredResponses:
     """Reads the reward out of a response; 1 and more are correct."""
-    scores = tuple(Score(value=float(text), is_correct=float(text) >= 1.0) for text in responses)
+    values = [float(response.text) for response in responses]
+    scores = tuple(Score(value, value >= 1.0) for value in values)
     return ScoredResponses(scores=scores, counts=VerifierCounts())
 
 
@@ -277,8 +282,8 @@ class Recorder:
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         self.accuracies.append(held_out.accuracy)
 
-    def record_scored(self, rewards: Sequence[float]) -> None:
-        self.rewards += rewards
+    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
+        self.rewards += [score.value for score in scores]
 
     def record_fetch(self, fetched: FetchReport) -> None:
         self.fetches.append(fetched)
@@ -348,7 +353,9 @@ def make_config(folder: Path, *overrides: str) -> RunConfig:
     return load_config([file], [f"max_steps={MAX_STEPS}", *overrides])
 
 
-def make_prepared(config: RunConfig, held_out: Sequence[Task] = ()) -> Prepared:
+def make_prepared(
+    config: RunConfig, held_out: Sequence[Task] = (), sets: Mapping[str, list[Task]] | None = None
+) -> Prepared:
     """64 problems of a model that is not there."""
     return Prepared(
         config=config,
@@ -357,6 +364,7 @@ def make_prepared(config: RunConfig, held_out: Sequence[Task] = ()) -> Prepared:
         prompts=Prompts(),
         train=[make_problem(index) for index in range(64)],
         held_out=list(held_out),
+        sets=sets or {},
         resumed=None,
     )
 
@@ -368,11 +376,12 @@ def make_run(
     trainer: Trainer | None = None,
     recorder: Recorder | None = None,
     held_out: Sequence[Task] = (),
+    sets: Mapping[str, list[Task]] | None = None,
 ) -> GrpoRun:
     """A run whose loops are the real ones."""
     return GrpoRun(
         config,
-        make_prepared(config, held_out),
+        make_prepared(config, held_out, sets),
         Roles(
             trainer=trainer or Trainer(),
             generators=generators or Generators(),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer_schema import PayloadSection
+from forgeasync.config.data_schema import ReasoningGymSource
 from forgeasync.config.schema import (
     DataSection,
     EvaluationSection,
@@ -11,7 +12,6 @@ from forgeasync.config.schema import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
-    ReasoningGymSource,
     RunConfig,
     SamplingSection,
     TrainerSection,

@@ -1,0 +1,166 @@
+"""The rewards of a run inside the scorer: which of them score a task, and what becomes of their scores."""
+
+import asyncio
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from forgeasync.actors.response_scoring import ResponseScoring
+from forgeasync.config.data_schema import NamedSource
+from forgeasync.config.reward_schema import PythonReward, RewardSection, ScoredUnit
+from forgeasync.config.scorer_schema import ScorerSection
+from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
+from forgeasync.scoring.reward_pool import RewardPool
+from forgeasync.scoring.score import Score, VerifierCounts
+from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
+from forgeasync.scoring.verifier import CHOICE_CODEC
+from forgeasync.scoring.weighted import weighted_score
+
+
+class _OneReward(Protocol):
+    """One reward with its processes."""
+
+    def start(self) -> str: ...
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]: ...
+
+    @property
+    def counts(self) -> VerifierCounts: ...
+
+    def close(self) -> None: ...
+
+
+class _Verified:
+    """A verifier of ours, which sees texts only."""
+
+    def __init__(self, scorer: VerifiedScorer, *, num_workers: int, limit_s: float) -> None:
+        self._scorer = scorer
+        self._scoring = ResponseScoring[str, Score](scorer, num_workers=num_workers, limit_s=limit_s)
+        self.start = scorer.start
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+        return await self._scoring.score(task, [response.text for response in responses])
+
+    @property
+    def counts(self) -> VerifierCounts:
+        return self._scorer.counts
+
+    def close(self) -> None:
+        self._scoring.close()
+        self._scorer.close()
+
+
+class _Own:
+    """A user's own reward."""
+
+    def __init__(self, section: PythonReward, *, num_workers: int, limit_s: float) -> None:
+        self._section = section
+        self._limit_s = limit_s
+        self._pool = RewardPool(section, num_workers)
+        self._scoring: ResponseScoring[Sequence[tuple[int, Response]], tuple[Score, ...]] | None = None
+
+    def start(self) -> str:
+        words = self._pool.start()
+        self._scoring = ResponseScoring(
+            _Rollouts(self._pool), num_workers=self._pool.num_places, limit_s=self._limit_s
+        )
+        return words
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+        assert self._scoring is not None, "started"
+        numbered = list(enumerate(responses))
+        is_whole = self._section.scores is ScoredUnit.GROUP
+        calls = await self._scoring.score(task, [numbered] if is_whole else [[one] for one in numbered])
+        return tuple(score for scores in calls for score in scores)
+
+    @property
+    def counts(self) -> VerifierCounts:
+        return VerifierCounts(num_killed_rewards=self._pool.num_killed)
+
+    def close(self) -> None:
+        self._pool.close()
+        if self._scoring is not None:
+            self._scoring.close()
+
+
+class _Rollouts:
+    """Calls of a reward whose errors name the rollouts."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+
+    def score(self, task: Task, rollouts: Sequence[tuple[int, Response]], /) -> tuple[Score, ...]:
+        first, last = rollouts[0][0], rollouts[-1][0]
+        name = f"rollout {first}" if first == last else f"rollouts {first} to {last}"
+        return self._pool.score(task, [response for _, response in rollouts], name)
+
+
+class RunRewards:
+    """All rewards of a run; a task is scored by those of its source."""
+
+    def __init__(
+        self, sources: Sequence[NamedSource], section: ScorerSection, *, limit_s: float, seed: int
+    ) -> None:
+        """Starts nothing. ``limit_s`` is for one group and one reward; problems were made with ``seed``."""
+        self._section = section
+        self._limit_s = limit_s
+        # Sources with the same verifier share its processes.
+        self._by_setup: dict[bytes, _OneReward] = {}
+        self._of_source: dict[str, tuple[tuple[RewardSection, ...], tuple[_OneReward, ...]]] = {}
+        for source in sources:
+            members = tuple(self._member(reward, source, seed) for reward in source.rewards)
+            self._of_source[source.name] = (source.rewards, members)
+
+    def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> _OneReward:
+        sizes = {"num_workers": self._section.num_workers, "limit_s": self._limit_s}
+        build: Callable[[], _OneReward]
+        if isinstance(reward, PythonReward):
+            setup = reward.model_dump_json().encode()
+            build = functools.partial(_Own, reward, **sizes)
+        else:
+            choice = verifier_choice(reward, source, seed=seed)
+            setup = CHOICE_CODEC.dump_json(choice)
+            build = functools.partial(_Verified, VerifiedScorer(choice, self._section), **sizes)
+        if setup not in self._by_setup:
+            self._by_setup[setup] = build()
+        return self._by_setup[setup]
+
+    def start(self) -> str:
+        """Start the processes of all rewards; returns what they are and what isolates them.
+
+        Raises:
+            ValueError: a reward is impossible, with the config field or the reason.
+            VerifierFailure, RewardFailure: its process does not start.
+        """
+        return "; ".join(dict.fromkeys(member.start() for member in self._by_setup.values()))
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+        """The score of each response to one task.
+
+        Raises:
+            DeadlineExceeded: it took longer than ``timeouts.score_s``.
+            RewardFailure: a reward of a user's own has not scored; names it, the task and the rollout.
+            ValueError: the rewards of a list cannot be put together; names the task and the rollout.
+        """
+        rewards, members = self._of_source[task.source]
+        of_rewards = await asyncio.gather(*(member.score(task, responses) for member in members))
+        scores = []
+        for index, of_response in enumerate(zip(*of_rewards, strict=True)):
+            try:
+                scores.append(weighted_score(rewards, of_response))
+            except ValueError as error:
+                raise ValueError(f"task {task.task_id}, rollout {index}: {error}") from None
+        return tuple(scores)
+
+    @property
+    def counts(self) -> VerifierCounts:
+        """What could not be verified so far, in all."""
+        counts = (member.counts for member in self._by_setup.values())
+        return functools.reduce(operator.add, counts, VerifierCounts())
+
+    def close(self) -> None:
+        """Stop all processes."""
+        for member in self._by_setup.values():
+            member.close()

@@ -1,0 +1,235 @@
+"""One process that runs a user's own reward, as its parent sees it: calls, their limit, replacement."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from forgeasync.config.reward_schema import PythonReward
+from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
+from forgeasync.scoring.reward_worker import decode_score, encode_responses
+from forgeasync.scoring.sandbox import python_path
+from forgeasync.scoring.score import Score
+from forgeasync.scoring.verifier_process import kill_group, stop_process
+
+STARTUP_LIMIT_S = 120.0
+"""A process whose reward is not imported and built by then is taken for stuck."""
+
+GRACE_S = 1.0
+"""A coroutine is cut off in its process; the parent's kill comes this much later, where that cannot be."""
+
+
+class RewardFailure(RuntimeError):
+    """A reward has not scored; the message says why, and no response is to blame."""
+
+
+class RewardTimeout(RewardFailure):
+    """A call took longer than its limit."""
+
+
+class ProcessKilled(RuntimeError):
+    """The process was killed since another call of it did not end."""
+
+
+class _Running:
+    """One process, the calls that it works on, and the thread that hands its replies out."""
+
+    def __init__(self, section: PythonReward) -> None:
+        """Raises as ``RewardProcess.start``."""
+        self._process = process = subprocess.Popen(
+            # Unlike a verifier's process it has the environment of the run: its code is the user's.
+            [sys.executable, "-m", "forgeasync.scoring.reward_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": python_path()},
+            # A process group of its own, to be killed as one; Ctrl-C does not reach it.
+            start_new_session=True,
+        )
+        # Runs at exit too, and when this object is garbage.
+        self.stop = weakref.finalize(self, stop_process, process, None)
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._pending: dict[int, Future[dict[str, Any]]] = {}
+        self._is_killed = False
+        try:
+            self.is_async = self._build(section)
+        except BaseException:
+            self.stop()
+            raise
+        reader = threading.Thread(
+            target=_read_replies, args=[weakref.ref(self), process.stdout], name="reward replies", daemon=True
+        )
+        reader.start()
+
+    def _build(self, section: PythonReward) -> bool:
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            kill_group(process)
+
+        timer = threading.Timer(STARTUP_LIMIT_S, give_up)
+        timer.daemon = True
+        timer.start()
+        line = b""
+        with suppress(BrokenPipeError):  # it has died: there is no reply
+            process.stdin.write(_line({"reward": section.model_dump(mode="json")}))
+            process.stdin.flush()
+            line = process.stdout.readline()
+        timer.cancel()
+        if is_late.is_set():
+            raise RewardTimeout(f"was not imported and built within {STARTUP_LIMIT_S:g} s")
+        if not line.endswith(b"\n"):
+            status = process.wait()
+            raise ValueError(f"ended its process (exit status {status}) while it was imported and built")
+        reply = json.loads(line)
+        if "refused" in reply:
+            raise ValueError(reply["refused"])
+        return reply["is_async"]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._is_killed or self._process.poll() is not None
+
+    def request(self, request: dict[str, Any]) -> tuple[int, Future[dict[str, Any]]]:
+        """Begin a call; its number, and where its reply will be."""
+        future: Future[dict[str, Any]] = Future()
+        assert self._process.stdin is not None
+        with self._lock:
+            number = self._num_calls
+            self._num_calls += 1
+            if self._is_killed:
+                future.set_exception(ProcessKilled())
+                return number, future
+            self._pending[number] = future
+            with suppress(BrokenPipeError):  # the reader finds that it has ended
+                self._process.stdin.write(_line({"call": number, **request}))
+                self._process.stdin.flush()
+        return number, future
+
+    def kill(self, number: int) -> bool:
+        """End it over a call that does not end; the others of it are told. Whether it was not ended yet."""
+        with self._lock:
+            self._pending.pop(number, None)
+            was_killed, self._is_killed = self._is_killed, True
+        kill_group(self._process)
+        return not was_killed
+
+    def reply(self, reply: dict[str, Any]) -> None:
+        """Hand a reply to who waits for it."""
+        with self._lock:
+            future = self._pending.pop(reply["call"], None)
+        if future is not None:
+            future.set_result(reply)
+
+    def end(self) -> None:
+        """There will be no more replies."""
+        status = self._process.wait()
+        with self._lock:
+            left, self._pending = list(self._pending.values()), {}
+            error = RewardFailure(f"ended its process (exit status {status})")
+            is_killed, self._is_killed = self._is_killed, True
+        for future in left:
+            future.set_exception(ProcessKilled() if is_killed else error)
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _read_replies(running_ref: weakref.ref[_Running], replies: BinaryIO) -> None:
+    """Until the process ends; holds no reference meanwhile, so that an object that is dropped ends it."""
+    with suppress(ValueError):  # closed by ``stop``
+        for line in replies:
+            running = running_ref()
+            if running is not None:
+                running.reply(json.loads(line))
+            del running
+    running = running_ref()
+    if running is not None:
+        running.end()
+
+
+class RewardProcess:
+    """Runs calls of one reward; thread-safe. The process starts when needed, and again after its end."""
+
+    def __init__(self, section: PythonReward) -> None:
+        self._section = section
+        self._running: _Running | None = None
+        self._starting = threading.Lock()
+        self.num_killed = 0
+        """Processes so far that were killed because a call did not end."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of what runs now."""
+        return None if self._running is None else self._running.pid
+
+    def start(self) -> bool:
+        """Have the process ready; returns whether its calls can run side by side.
+
+        Raises:
+            ValueError: the reward cannot be imported or built; says why.
+            RewardTimeout: that took longer than ``STARTUP_LIMIT_S``.
+        """
+        return self._started().is_async
+
+    def call(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+        """The scores of responses to one task; blocks until they are there.
+
+        Raises:
+            RewardTimeout: they were not there in time; a process that this blocked is gone.
+            RewardFailure: the reward raised, returned what is no score, or ended its process.
+            ProcessKilled: another call has not ended.
+        """
+        try:
+            running = self._started()
+        except ValueError as error:
+            # It could be built when the run began.
+            raise RewardFailure(f"cannot be built any more: {error}") from error
+        request = {"task": dataclasses.asdict(task), "responses": encode_responses(responses)}
+        number, future = running.request(request)
+        limit_s = self._section.limit_s
+        too_long = f"took longer than {limit_s:g} s (limit_s)"
+        try:
+            reply = future.result(limit_s + (GRACE_S if running.is_async else 0.0))
+        except TimeoutError:
+            reply = {"blocked": True}
+        if "blocked" in reply:
+            self.num_killed += running.kill(number)
+            raise RewardTimeout(f"{too_long}; its process was killed")
+        if "timeout" in reply:
+            raise RewardTimeout(too_long)
+        if "error" in reply:
+            raise RewardFailure(reply["error"])
+        return tuple(decode_score(score) for score in reply["scores"])
+
+    def stop(self) -> None:
+        """End the process; ``start`` starts another one."""
+        with self._starting:
+            if self._running is not None:
+                self._running.stop()
+                self._running = None
+
+    def _started(self) -> _Running:
+        with self._starting:
+            if self._running is not None and self._running.has_ended:
+                self._running.stop()
+                self._running = None
+            if self._running is None:
+                self._running = _Running(self._section)
+            return self._running

@@ -1,0 +1,194 @@
+"""The process that runs a user's own reward: one JSON request a line on stdin, one reply a line on stdout.
+
+Started by ``forgeasync.scoring.reward_process`` as ``python -m forgeasync.scoring.reward_worker``. The reward
+is built once. Calls of a coroutine function run side by side in this process's event loop, each under
+``limit_s``. A call that keeps the loop busy cannot be cut off there: the process says which one it is, and
+the parent kills it.
+
+    {"reward": {...}}                                    ->  {"is_async": true} or {"refused": "<reason>"}
+    {"call": 7, "task": {...}, "responses": [...]}     ->  {"call": 7, "scores": [...]},
+                                                         {"call": 7, "error": "<reason>"}
+                                                         {"call": 7, "timeout": true}
+                                                         or {"call": 7, "blocked": true}
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from forgeasync.config.python_code import build_code
+from forgeasync.config.reward_schema import PythonReward, ScoredUnit
+from forgeasync.data.rollout import FinishReason
+from forgeasync.data.task import Task
+from forgeasync.environments.reward import Response
+from forgeasync.scoring.score import Score, Step
+
+CORRECT_FROM = 1.0
+"""A reward that returns a bare number calls the response correct from here on."""
+
+MAX_REASON_CHARS = 2000
+
+BLOCKED_AFTER_S = 0.3
+"""A call this long past its limit means that some call keeps the event loop busy."""
+
+_PARAMETERS = {ScoredUnit.RESPONSE: ("task", "response"), ScoredUnit.GROUP: ("task", "responses")}
+
+
+def encode_score(score: Score) -> dict[str, Any]:
+    """A score as it travels in a reply."""
+    return dataclasses.asdict(score)
+
+
+def decode_score(value: dict[str, Any]) -> Score:
+    """The score of a reply; raises ValueError as ``Score`` does."""
+    return Score(**{**value, "steps": tuple(Step(**step) for step in value["steps"])})
+
+
+def encode_responses(responses: Sequence[Response]) -> list[dict[str, Any]]:
+    """Responses as they travel in a request."""
+    return [dataclasses.asdict(response) for response in responses]
+
+
+def as_score(verdict: object) -> Score:
+    """What a reward returned for one response as a score; raises ValueError with what would be right."""
+    if isinstance(verdict, Score):
+        return verdict
+    try:
+        score = Score(verdict, False)
+    except ValueError as error:
+        raise ValueError(f"must return a float or a Score: {error}") from None
+    return dataclasses.replace(score, is_correct=score.value >= CORRECT_FROM)
+
+
+def as_scores(verdicts: object, num_responses: int) -> list[Score]:
+    """What a reward returned for a group; raises ValueError naming the response."""
+    if isinstance(verdicts, str | bytes | Score) or not hasattr(verdicts, "__len__"):
+        raise ValueError(f"must return a list of {num_responses} floats or Scores, not {verdicts!r}"[:200])
+    found = list(verdicts)
+    if len(found) != num_responses:
+        raise ValueError(f"must return {num_responses} floats or Scores, one a response, not {len(found)}")
+    scores = []
+    for index, verdict in enumerate(found):
+        try:
+            scores.append(as_score(verdict))
+        except ValueError as error:
+            raise ValueError(f"response {index} of the group: {error}") from None
+    return scores
+
+
+def _reason(error: BaseException) -> str:
+    """An exception in one line, with the place in the user's code that it comes from."""
+    frames = [] if error.__traceback__ is None else inspect.getinnerframes(error.__traceback__)
+    of_user = [frame for frame in frames if frame.filename != __file__]
+    place = f" ({of_user[-1].filename}:{of_user[-1].lineno})" if of_user else ""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}{place}"[:MAX_REASON_CHARS]
+
+
+class _Calls:
+    """Runs the calls of one reward on an event loop and writes their replies."""
+
+    def __init__(self, section: PythonReward, reward: Callable[..., Any], replies: BinaryIO) -> None:
+        self._section = section
+        self._reward = reward
+        self._replies = replies
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._deadlines_s: dict[int, float] = {}
+
+    async def serve(self) -> None:
+        """Answer requests until stdin ends, which ends the process."""
+        loop = asyncio.get_running_loop()
+        for target in (self._read, self._watch):
+            threading.Thread(target=target, args=[loop], daemon=True).start()
+        await asyncio.Event().wait()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        def start(request: dict[str, Any]) -> None:
+            self._tasks[request["call"]] = loop.create_task(self._run(request))
+
+        for line in sys.stdin.buffer:
+            request = json.loads(line)
+            self._deadlines_s[request["call"]] = time.monotonic() + self._section.limit_s
+            loop.call_soon_threadsafe(start, request)
+        # Nobody waits for what still runs, and it may never end.
+        os._exit(0)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say which call keeps others from their end, or its own task from being cut off."""
+        while True:
+            time.sleep(BLOCKED_AFTER_S / 3)
+            overdue_s = time.monotonic() - BLOCKED_AFTER_S
+            late = [call for call, deadline_s in list(self._deadlines_s.items()) if deadline_s < overdue_s]
+            if late:
+                current = asyncio.current_task(loop)
+                busy = [call for call, task in list(self._tasks.items()) if task is current]
+                write(self._replies, {"call": (busy or late)[0], "blocked": True})
+                return
+
+    async def _run(self, request: dict[str, Any]) -> None:
+        """One call; whatever becomes of it is the reply."""
+        reply: dict[str, Any] = {"call": request["call"]}
+        try:
+            async with asyncio.timeout(self._section.limit_s) as limit:
+                scores = await self._scores(request)
+            reply["scores"] = [encode_score(score) for score in scores]
+        except TimeoutError as error:
+            # A reward can time out by itself too, in a request to a server.
+            reply |= {"timeout": True} if limit.expired() else {"error": _reason(error)}
+        except BaseException as error:  # SystemExit too: a reward's exception is for the user to see
+            reply["error"] = _reason(error)
+        del self._deadlines_s[request["call"]], self._tasks[request["call"]]
+        write(self._replies, reply)
+
+    async def _scores(self, request: dict[str, Any]) -> list[Score]:
+        task = Task(**request["task"])
+        responses = [
+            Response(one["text"], one["num_tokens"], FinishReason(one["finish_reason"]))
+            for one in request["responses"]
+        ]
+        if self._section.scores is ScoredUnit.GROUP:
+            return as_scores(await self._call(task, responses), len(responses))
+        (response,) = responses
+        return [as_score(await self._call(task, response))]
+
+    async def _call(self, task: Task, what: object) -> object:
+        result = self._reward(task, what)
+        return await result if inspect.isawaitable(result) else result
+
+
+def write(replies: BinaryIO, reply: dict[str, Any]) -> None:
+    """One reply."""
+    replies.write(json.dumps(reply).encode() + b"\n")
+    replies.flush()
+
+
+def is_coroutine_function(reward: Callable[..., object]) -> bool:
+    """Whether calls of a reward can run side by side on one event loop."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+
+
+def serve() -> None:
+    """Build the reward of the first request, and answer requests until stdin ends."""
+    # Replies get a private descriptor, so that nothing a reward prints can end up among them.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    section = PythonReward.model_validate(json.loads(sys.stdin.buffer.readline())["reward"])
+    try:
+        reward = build_code(section, _PARAMETERS[section.scores])
+    except BaseException as error:  # a user's module can also exit while it is imported
+        reason = str(error) if isinstance(error, ValueError) else f"raised {_reason(error)}"
+        write(replies, {"refused": reason[:MAX_REASON_CHARS]})
+        return
+    write(replies, {"is_async": is_coroutine_function(reward)})
+    asyncio.run(_Calls(section, reward, replies).serve())
+
+
+if __name__ == "__main__":
+    serve()

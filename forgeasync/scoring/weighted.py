@@ -1,0 +1,47 @@
+"""Several rewards as one: the weighted sum of their values."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from forgeasync.config.reward_schema import RewardSection, name_of
+from forgeasync.scoring.score import Score
+
+
+def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:
+    """One score of what several rewards say of one response.
+
+    The value is the sum of their values times their weights. Parts are their values by name, without the
+    weights, and their own parts as ``<name>/<part>``; penalties of one name add up. Whether the response is
+    correct and has an answer, the first says. One reward alone keeps its parts and steps as they are.
+
+    Raises:
+        ValueError: one of several rewards scores steps, or the sum is too large.
+    """
+    if len(rewards) == 1:
+        ((reward, score),) = zip(rewards, scores, strict=True)
+        return score if reward.weight == 1.0 else _scaled(score, reward.weight)
+    parts: dict[str, float] = {}
+    penalties: dict[str, float] = {}
+    for reward, score in zip(rewards, scores, strict=True):
+        name = name_of(reward)
+        if score.steps:
+            raise ValueError(
+                f"reward {name!r} scores the steps of a response, which only a reward without others can: "
+                "advantages of steps would leave the others out"
+            )
+        parts |= {name: score.value} | {f"{name}/{part}": value for part, value in score.parts.items()}
+        for fault, penalty in score.penalties.items():
+            penalties[fault] = penalties.get(fault, 0.0) + penalty
+    return Score(
+        math.fsum(reward.weight * score.value for reward, score in zip(rewards, scores, strict=True)),
+        scores[0].is_correct,
+        parts=parts,
+        penalties=penalties,
+        has_answer=scores[0].has_answer,
+    )
+
+
+def _scaled(score: Score, weight: float) -> Score:
+    steps = tuple(dataclasses.replace(step, value=step.value * weight) for step in score.steps)
+    return dataclasses.replace(score, value=score.value * weight, steps=steps)
