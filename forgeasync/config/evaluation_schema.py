@@ -1,5 +1,7 @@
 """The sections on sampling and on evaluation, whose sets can be sampled in ways of their own."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from forgeasync.config.data_schema import NamedSource, NumTasks, Rewards, SourceSection, rewards_of
@@ -21,6 +23,8 @@ class SamplingSection(Section):
     min_p: float = Field(default=0.0, ge=0.0, le=0.99)
     max_response_tokens: Count
     """A response is cut here and counted as truncated."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """A response ends with the token that completes one of these texts, which its own text leaves out."""
 
     @property
     def cuts_vocabulary(self) -> bool:

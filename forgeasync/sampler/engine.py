@@ -226,8 +226,9 @@ class SamplerEngine:
                 max_tokens=num_left,
                 logprobs=0,
                 seed=part_seed(seed, sample=index, part=attempt),
-                # Texts are decoded once, from all parts.
-                detokenize=False,
+                # Texts are decoded once, from all parts; here only to look for texts that end a response.
+                detokenize=bool(sampling.stop),
+                stop=list(sampling.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={GROUP_ARGUMENT: group_id},
             )
@@ -241,7 +242,7 @@ class SamplerEngine:
                 num_left -= len(part.token_ids)
             if part.finish_reason != ABORTED:
                 break
-        return self._joiner.join(prompt_ids_P, parts)
+        return self._joiner.join(prompt_ids_P, parts, stop=sampling.stop)
 
     async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
         async with self._gate.inside():

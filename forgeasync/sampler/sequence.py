@@ -32,29 +32,42 @@ class SequenceJoiner:
     num_experts: int
     num_dense_layers: int
 
-    def join(self, prompt_ids_P: np.ndarray, parts: Sequence[CompletionOutput]) -> Rollout:
-        """The rollout of a sequence; every part has tokens and only the last ended by itself."""
+    def join(
+        self, prompt_ids_P: np.ndarray, parts: Sequence[CompletionOutput], *, stop: Sequence[str] = ()
+    ) -> Rollout:
+        """The rollout of a sequence; every part has tokens and only the last ended by itself.
+
+        It ends with the token that completes one of the texts in ``stop``: vLLM has looked for them in every
+        part by itself, not where one part ends and the next begins.
+        """
         assert all(part.token_ids for part in parts) and parts[-1].finish_reason != ABORTED
         response_ids = [token for part in parts for token in part.token_ids]
         finish_reason = FinishReason(parts[-1].finish_reason)
+        # vLLM gives the text as the reason where one has ended the part.
+        has_end_token = finish_reason is FinishReason.STOP and not isinstance(parts[-1].stop_reason, str)
+        text, num_tokens = self._text(prompt_ids_P.tolist(), response_ids, has_end_token, stop)
+        if num_tokens < len(response_ids):
+            finish_reason = FinishReason.STOP
         return Rollout(
             prompt_ids_P=prompt_ids_P.astype(np.int32),
-            response_ids_T=np.asarray(response_ids, np.int32),
-            logprobs_T=np.concatenate([_logprobs(part) for part in parts]),
-            version_spans=_spans(parts),
-            text=self._text(prompt_ids_P.tolist(), response_ids, finish_reason),
+            response_ids_T=np.asarray(response_ids[:num_tokens], np.int32),
+            logprobs_T=np.concatenate([_logprobs(part) for part in parts])[:num_tokens],
+            version_spans=_spans(parts, num_tokens),
+            text=text,
             finish_reason=finish_reason,
-            routed_experts=self._routing(parts, num_prompt_tokens=len(prompt_ids_P)),
-            kept_tokens=self._kept_tokens(parts),
+            routed_experts=self._routing(parts, num_tokens=len(prompt_ids_P) + num_tokens),
+            kept_tokens=self._kept_tokens(parts, num_tokens),
         )
 
-    def _text(self, prompt_ids: list[int], response_ids: list[int], finish_reason: FinishReason) -> str:
-        """As vLLM decodes a response that it made in one part."""
+    def _text(
+        self, prompt_ids: list[int], response_ids: list[int], has_end_token: bool, stop: Sequence[str]
+    ) -> tuple[str, int]:
+        """As vLLM decodes a response that it made in one part, and how many tokens there are to its end."""
         request = EngineCoreRequest(
             request_id="",
             prompt_token_ids=prompt_ids,
             mm_features=None,
-            sampling_params=SamplingParams(),
+            sampling_params=SamplingParams(stop=list(stop)),
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
@@ -62,29 +75,30 @@ class SequenceJoiner:
             data_parallel_rank=None,
         )
         detokenizer = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
-        detokenizer.update(response_ids, finish_reason is FinishReason.STOP)
-        return detokenizer.get_next_output_text(finished=True, delta=False)
+        # Of several texts in ``stop`` the one that is completed first counts; what comes after it is dropped.
+        detokenizer.update(response_ids, has_end_token)
+        text = detokenizer.get_next_output_text(finished=True, delta=False)
+        return text, detokenizer.num_output_tokens()
 
-    def _routing(self, parts: Sequence[CompletionOutput], *, num_prompt_tokens: int) -> RoutedExperts | None:
+    def _routing(self, parts: Sequence[CompletionOutput], *, num_tokens: int) -> RoutedExperts | None:
         """Each part has rows of all its inputs, which are all its tokens but the last."""
         if any(part.routed_experts is None for part in parts):
             return None
         rows: list[np.ndarray] = []
-        num_tokens, num_rows = num_prompt_tokens, 0
+        num_rows = 0
         for part in parts:
-            num_tokens += len(part.token_ids)
             # vLLM has zeros for layers without experts.
             rows.append(part.routed_experts[num_rows:, self.num_dense_layers :])
             num_rows += len(rows[-1])
         return RoutedExperts.from_rows(
-            np.concatenate(rows), num_tokens=num_tokens, num_experts=self.num_experts
+            np.concatenate(rows)[: num_tokens - 1], num_tokens=num_tokens, num_experts=self.num_experts
         )
 
-    def _kept_tokens(self, parts: Sequence[CompletionOutput]) -> KeptTokens | None:
+    def _kept_tokens(self, parts: Sequence[CompletionOutput], num_tokens: int) -> KeptTokens | None:
         if any(part.sampling_mask is None for part in parts):
             return None
         rows = [row for part in parts for row in part.sampling_mask.token_ids]
-        return KeptTokens.from_rows(rows, vocab_size=self.vocab_size)
+        return KeptTokens.from_rows(rows[:num_tokens], vocab_size=self.vocab_size)
 
 
 def _logprobs(part: CompletionOutput) -> np.ndarray:
@@ -95,7 +109,8 @@ def _logprobs(part: CompletionOutput) -> np.ndarray:
     )
 
 
-def _spans(parts: Sequence[CompletionOutput]) -> tuple[VersionSpan, ...]:
+def _spans(parts: Sequence[CompletionOutput], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Of the first ``num_tokens`` tokens."""
     spans: list[VersionSpan] = []
     offset = 0
     for part in parts:
@@ -106,7 +121,11 @@ def _spans(parts: Sequence[CompletionOutput]) -> tuple[VersionSpan, ...]:
                 start = spans.pop().start
             spans.append(VersionSpan(version=version, start=start, end=offset + span.end))
         offset += len(part.token_ids)
-    return tuple(spans)
+    return tuple(
+        VersionSpan(version=span.version, start=span.start, end=min(span.end, num_tokens))
+        for span in spans
+        if span.start < num_tokens
+    )
 
 
 def part_seed(seed: int | None, *, sample: int, part: int) -> int | None:
