@@ -48,6 +48,9 @@ from tests.support.processes import alone_in_this_process
 
 HOST = "here"
 
+NUM_ROWS = SEGMENT_BYTES // 2048 + 40
+"""Rows of 2048 bytes."""
+
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
@@ -57,9 +60,12 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def make_weights(version: int) -> dict[str, torch.Tensor]:
-    """Bits of all kinds, also those of nan, inf and subnormal numbers; more than one segment."""
-    rng = np.random.default_rng(version)
-    bits = rng.integers(0, 2**32, size=(SEGMENT_BYTES // 4 // 512 + 40, 512), dtype=np.uint32)
+    """Bits of all kinds, also those of nan, inf and subnormal numbers; more than one segment.
+
+    Versions differ in some rows in the middle and in the norm.
+    """
+    bits = np.random.default_rng(0).integers(0, 2**32, size=(NUM_ROWS, 512), dtype=np.uint32)
+    bits[400 * version : 400 * version + 10] ^= 1
     return {"big": torch.from_numpy(bits.view(np.float32)), "norm": torch.full((7,), float(version))}
 
 
@@ -82,7 +88,7 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
         transports=connect_transports(
             section, layout, [pickle.loads(pickle.dumps(source))], generator_host=HOST
         ),
-        delta=False,
+        delta=True,
     )
     landed = []
     for version in range(1, num_versions + 1):
@@ -97,6 +103,8 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
         )
         report = await fetcher.fetch(manifest)
         assert report.is_complete and report.num_bad_blocks == 0
+        # Later reads are asked for ranges that start in the middle of the buffer.
+        assert (report.num_bytes_moved == publisher.layout.num_bytes) is (version == 1)
         found = whole_tensors(layout, landing_images(landing, layout))
         landed.append({name: tensor.clone() for name, tensor in found})
     return landed
