@@ -173,7 +173,7 @@ def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]
     """The section class at a location; of several kinds, the one that the file names."""
     candidates = _candidates(location, values)
     text = _value(location, values)
-    if isinstance(text, str):
+    if isinstance(text, str) and len(candidates) > 1:
         # Given by its kind alone.
         candidates.sort(key=lambda member: text not in get_args(member.model_fields["kind"].annotation))
     return candidates[0]
