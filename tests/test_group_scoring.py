@@ -418,5 +418,5 @@ class TestEvaluation:
 
 @pytest.mark.parametrize("penalty", [-0.1, math.nan, math.inf, True, "1"])
 def test_a_penalty_that_is_no_finite_number_from_0_is_refused(penalty: object) -> None:
-    with pytest.raises(ValueError, match="penalties.*'format'|'format' in penalties"):
+    with pytest.raises(ValueError, match=r"penalties.*'format'|'format' in penalties"):
         Score(value=1.0, is_correct=True, penalties={"tools": 0.5, "format": penalty})
