@@ -34,7 +34,7 @@ class GroupFiltering:
         """
         facts = GroupFacts(
             rewards=tuple(rewards),
-            lengths=tuple(rollout.num_response_tokens for rollout in group.rollouts),
+            lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
             is_truncated=tuple(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts),
         )
         filtered = self._filter(facts, np.random.default_rng([self._seed, group.draw_id]))

@@ -99,17 +99,26 @@ def training_sequence(
         prompt_ids_P=trace.prompt_ids_P,
         response_ids_T=trace.response_ids_T,
         behavior_logprobs_T=trace.logprobs_T,
-        ages_T=_ages(item.rollout, trained_version),
+        ages_T=_ages(item.rollout, trace.is_sampled_T, trained_version),
         advantage=item.advantage,
         weight=item.weight,
         expert_ids_SMK=expert_ids_SMK,
         kept_tokens=trace.kept_tokens if keep_sampling_mask else None,
+        is_sampled_T=trace.is_sampled_T,
     )
 
 
-def _ages(rollout: StoredRollout, trained_version: int) -> np.ndarray:
-    ages_T = np.full(rollout.num_response_tokens, -1, np.int32)
+NO_AGE = -1
+"""Of tokens that no version has sampled."""
+
+
+def _ages(rollout: StoredRollout, is_sampled_T: np.ndarray | None, trained_version: int) -> np.ndarray:
+    ages_T = np.full(rollout.num_response_tokens, NO_AGE, np.int32)
     for span in rollout.version_spans:
+        assert span.version <= trained_version, "no token is newer than the weights it trains"
         ages_T[span.start : span.end] = trained_version - span.version
-    assert (ages_T >= 0).all(), "every token has a version no newer than the weights it trains"
+    has_age_T = ages_T != NO_AGE
+    assert (has_age_T if is_sampled_T is None else has_age_T == is_sampled_T).all(), (
+        "exactly the sampled tokens have a version"
+    )
     return ages_T
