@@ -9,7 +9,8 @@ Four loops share one replay buffer, and none waits for another beyond it:
     train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
     serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
-The serving loops are in apps/serving.py, resuming from checkpoints in apps/resume.py. With
+With an environment the collecting loop runs episodes, which come back sampled and scored: then nothing is left
+for the scoring loop. The serving loops are in apps/serving.py, resuming from checkpoints in apps/resume.py. With
 max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run one
 after the other. With k > 0 generation runs ahead by at most k versions.
 """
@@ -29,6 +30,7 @@ from apps.resume import open_files
 from apps.serving import WeightServing
 from apps.starting import Roles, start_roles
 from apps.stopping import run_main, telling
+from forgeasync.actors.environment import EpisodeGroup
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
@@ -53,6 +55,7 @@ from forgeasync.observability.run_log import RunLog
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget, largest_excess
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.scoring.score import Score
 from forgeasync.trainer.batch import deal_items, training_items
 from forgeasync.trainer.step_result import StepResult
 
@@ -79,6 +82,7 @@ class GrpoRun:
         self.trainer = roles.trainer
         self.generators = roles.generators
         self.scorer = roles.scorer
+        self.episodes = roles.episodes
         self.buffer = roles.buffer
         self.recorder = recorder
         self.checkpoints = checkpoints
@@ -131,20 +135,25 @@ class GrpoRun:
         await self.buffer.submit.call_one([self.order.next() for _ in range(num_prompts)])
 
     async def sample(self, start: Start) -> None:
-        """Have a generator sample one group, and hand it to the scoring loop."""
-        answer = await self.generators.sample_group(
-            start.group_id,
-            self.prepared.prompts.encode(start.task.prompt),
-            num_samples=self.config.algorithm.group_size,
-            sampling=self.config.sampling,
-            seed=sampling_seed(self.config.seed, start.draw_id),
-        )
+        """Have one group sampled, and hand it to the scoring loop unless an environment has scored it."""
+        seed = sampling_seed(self.config.seed, start.draw_id)
+        if self.episodes is not None:
+            answer = await self.episodes.sample(start.group_id, start.task, seed=seed)
+        else:
+            answer = await self.generators.sample_group(
+                start.group_id,
+                self.prepared.prompts.encode(start.task.prompt),
+                num_samples=self.config.algorithm.group_size,
+                sampling=self.config.sampling,
+                seed=seed,
+            )
         if isinstance(answer, RefusedGroup):
             await self.give_up(start.group_id, answer.reason, answer.problem)
         elif isinstance(answer, CancelledGroup):
             await self.give_up(start.group_id, DropReason.CANCELLED)
         else:
-            group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=answer)
+            rollouts = answer.rollouts if isinstance(answer, EpisodeGroup) else answer
+            group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
             if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
                 problem = (
                     f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
@@ -154,7 +163,11 @@ class GrpoRun:
                 await self.give_up(group.group_id, DropReason.OVERSIZED, problem)
                 return
             await self.buffer.finished.call_one(group)
-            await self.sampled.put(group)
+            if isinstance(answer, EpisodeGroup):
+                self.recorder.record_episodes(answer.results)
+                await self.complete(group, [result.score for result in answer.results])
+            else:
+                await self.sampled.put(group)
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
         """A group will not come: the buffer says what takes its place. ``problem`` is what was wrong with it.
@@ -172,17 +185,21 @@ class GrpoRun:
         """Have sampled groups scored side by side; the buffer bounds how many there are."""
         async with asyncio.TaskGroup() as groups:
             while True:
-                groups.create_task(self.complete(await self.sampled.get()))
+                groups.create_task(self.have_scored(await self.sampled.get()))
 
-    async def complete(self, group: Group) -> None:
-        """Score a group, filter it and complete it in the buffer."""
+    async def have_scored(self, group: Group) -> None:
+        """Have the scorer score a group, and complete it."""
         scores = await self.scorer.score(
             f"group {group.group_id}", group.task, [rollout.text for rollout in group.rollouts]
         )
         if isinstance(scores, Unscored):
             await self.generators.free_payloads(group.rollouts)
             await self.give_up(group.group_id, DropReason.UNSCORED, scores.reason)
-            return
+        else:
+            await self.complete(group, scores)
+
+    async def complete(self, group: Group, scores: Sequence[Score]) -> None:
+        """Filter a scored group and complete it in the buffer."""
         rewards = tuple(score.value for score in scores)
         self.recorder.record_scored(rewards)
         filtered = self.filtering.apply(group, rewards)
@@ -318,6 +335,7 @@ class GrpoRun:
             problems,
             generators=self.generators,
             scorer=self.scorer,
+            episodes=self.episodes,
             prompts=self.prepared.prompts,
             config=self.config,
             on_answered=console.part_done,

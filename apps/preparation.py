@@ -23,6 +23,7 @@ from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_sha
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task
+from forgeasync.environments.build import check_environment
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.planning.memory.machine import available_host_bytes, check_memory
@@ -49,7 +50,7 @@ class Prepared:
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     """Check the config against itself, its model's shape and what runs before it have left.
 
-    A loss of one's own is called on a few made-up tokens.
+    A loss of one's own is called on a few made-up tokens, and an environment is built.
 
     Raises:
         ConfigError: lists every problem.
@@ -62,6 +63,8 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
         problem.field.startswith("algorithm.objective") for problem in own
     ):
         others += check_own_objective(objective)
+    if config.environment is not None:
+        others += check_environment(config.environment)
     try:
         raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)
@@ -172,7 +175,9 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     try:
         prompts = PromptEncoder(tokenizer, chat_template=config.data.chat_template)
         source = build_source(config.data, seed=config.seed)
-        for task in (*source.train, *source.held_out):
+        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
+        single_turn = () if config.environment is not None else (*source.train, *source.held_out)
+        for task in single_turn:
             prompts.check_length(
                 task,
                 max_context_length=config.model.max_context_length,

@@ -11,6 +11,7 @@ from forgeasync.config.filter_schema import (
 )
 from forgeasync.config.problems import Problem
 from forgeasync.config.schema import AdvantageName, RunConfig
+from forgeasync.config.sizes import longest_response
 
 
 def check_groups(config: RunConfig) -> Iterator[Problem]:
@@ -19,7 +20,7 @@ def check_groups(config: RunConfig) -> Iterator[Problem]:
         config.algorithm.filters,
         field="algorithm.filters",
         group_size=config.algorithm.group_size,
-        max_response_tokens=config.sampling.max_response_tokens,
+        max_response_tokens=longest_response(config),
     )
     yield from _check_pass_at_k(config)
 
@@ -55,9 +56,9 @@ def _check_penalty(
         yield Problem(
             field=f"{field}.max_length",
             value=section.max_length,
-            remedy=f"the penalty starts after {start} tokens, but responses are cut at "
-            f"sampling.max_response_tokens = {max_response_tokens}; max_length * (1 - buffer_share) must "
-            "be less",
+            remedy=f"the penalty starts after {start} tokens, but responses have at most {max_response_tokens} "
+            "(sampling.max_response_tokens; with an environment model.max_context_length); "
+            "max_length * (1 - buffer_share) must be less",
         )
 
 

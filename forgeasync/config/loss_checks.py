@@ -20,6 +20,7 @@ from forgeasync.config.loss_schema import (
 from forgeasync.config.problems import Problem
 from forgeasync.config.python_factory import load_factory
 from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import longest_response
 
 RATIO_INSIDE = {
     "ppo_clip": "its loss has the ratio current / behavior in it already",
@@ -91,12 +92,14 @@ def _check_aggregation(config: RunConfig) -> Iterator[Problem]:
             remedy="with objective 'gspo' must be 'sequence_mean_of_token_mean': every token has its "
             "sequence's whole loss, so that any other would weigh sequences by their length",
         )
-    longest = config.sampling.max_response_tokens
+    longest = longest_response(config)
     if isinstance(algorithm.aggregation, ConstantLength) and algorithm.aggregation.length < longest:
         yield Problem(
             field="algorithm.aggregation.length",
             value=algorithm.aggregation.length,
-            remedy=f"must be at least sampling.max_response_tokens = {longest}",
+            remedy=f"must be at least sampling.max_response_tokens = {longest}"
+            if config.environment is None
+            else f"must be at least model.max_context_length = {longest}: the turns of an episode can fill it",
         )
 
 

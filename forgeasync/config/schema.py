@@ -14,6 +14,7 @@ from forgeasync.config.buffer_schema import AccountingSection, BufferSection, Pa
 from forgeasync.config.filter_schema import FilterSection
 from forgeasync.config.launch_schema import LauncherSection, LocalLauncher
 from forgeasync.config.loss_schema import LossSection
+from forgeasync.config.python_code import PythonCode
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.config.section import (
     Count,
@@ -115,7 +116,7 @@ class SamplingSection(Section):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=0.99)
     max_response_tokens: Count
-    """A response is cut here and counted as truncated."""
+    """A response is cut here and counted as truncated; with an environment, each turn of the model."""
 
     @property
     def cuts_vocabulary(self) -> bool:
@@ -382,6 +383,9 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     scorer: ScorerSection = ScorerSection()
+    environment: PythonCode | None = None
+    """What the model works in: a class derived from ``Environment`` or an async function (task, agent). It
+    scores its episodes itself. null: one prompt and one response, scored by the data's verifier."""
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()

@@ -1,9 +1,9 @@
 """A group's arrays as payloads: what is written once where it was sampled and read once where it is trained.
 
 The rollouts of a group share their prompt, and nearly always its routing record too: each distinct prompt
-with its record is one payload, which the rollouts refer to by index. Records differ where weights were swapped
-in between two rollouts' first steps, or where batching rounded a gate differently; prompts differ where an
-environment begins the episodes of a task differently.
+with its record is one payload, which the rollouts refer to by index. Records differ where weights were
+swapped in between two rollouts' first steps, or where batching rounded a gate differently; prompts differ
+where an environment begins the episodes of a task differently.
 
 Shape suffixes: P prompt tokens, T response tokens, S = P + T, R recorded tokens, M MoE layers, K top-k.
 """

@@ -232,9 +232,9 @@ class SamplerEngine:
         return EngineSequence(trajectory=self._reader.new_trajectory(), index=index)
 
     def open_group(self, group_id: int | None) -> tuple[int, RunningGroup]:
-        """A group that is sampled turn by turn until ``close_group``: the number of its requests, and its state.
+        """A group that is sampled turn by turn until ``close_group``: its number in the engine and its state.
 
-        By its number a group can be cancelled, and updates report its progress unless ``group_id`` is None.
+        By this number it can be cancelled, and updates report its progress unless ``group_id`` is None.
 
         Raises:
             ValueError: another group of this id is being sampled.

@@ -27,9 +27,9 @@ class TrainingSequence:
 
     int32 ids; float32 ``behavior_logprobs_T``; int32 ``ages_T``: policy versions between sampling and
     this optimizer step. ``expert_ids_SMK``: int16 [P + T, M, K] to replay, ``NO_RECORD`` where the trainer
-    is to choose; None: it chooses for all. ``kept_tokens`` None: all tokens were kept. ``is_sampled_T``: bool,
-    False for response tokens that are no targets; None: all are. What such a token has in the other arrays
-    is not read.
+    is to choose; None: it chooses for all. ``kept_tokens`` None: all tokens were kept. ``is_sampled_T``:
+    bool, False for response tokens that are no targets; None: all are. What such a token has in the other
+    arrays is not read.
     """
 
     prompt_ids_P: np.ndarray
