@@ -9,10 +9,10 @@ Four loops share one replay buffer, and none waits for another beyond it:
     train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
     serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
-With an environment the collecting loop runs episodes, which come back sampled and scored: then nothing is left
-for the scoring loop. The serving loops are in apps/serving.py, resuming from checkpoints in apps/resume.py. With
-max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run one
-after the other. With k > 0 generation runs ahead by at most k versions.
+With an environment the collecting loop runs episodes, which come back sampled and scored: nothing is left for
+the scoring loop then. The serving loops are in apps/serving.py, resuming from checkpoints in apps/resume.py.
+With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run
+one after the other. With k > 0 generation runs ahead by at most k versions.
 """
 
 import asyncio

@@ -99,7 +99,7 @@ def _check_aggregation(config: RunConfig) -> Iterator[Problem]:
             value=algorithm.aggregation.length,
             remedy=f"must be at least sampling.max_response_tokens = {longest}"
             if config.environment is None
-            else f"must be at least model.max_context_length = {longest}: the turns of an episode can fill it",
+            else f"must be at least model.max_context_length = {longest}: an episode can fill it",
         )
 
 

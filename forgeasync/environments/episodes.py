@@ -103,9 +103,7 @@ class Episodes:
         start_s = time.perf_counter()
         score, is_truncated = await self._score(task, agent, where)
         if not agent.num_turns:
-            raise EpisodeFailed(
-                f"{where}: ended without a turn of the model; call agent.respond at least once"
-            )
+            raise EpisodeFailed(f"{where}: ended without a turn of the model; await agent.respond(...)")
         return EpisodeResult(
             score=score,
             num_turns=agent.num_turns,
