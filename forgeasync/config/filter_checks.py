@@ -57,8 +57,8 @@ def _check_penalty(
             field=f"{field}.max_length",
             value=section.max_length,
             remedy=f"the penalty starts after {start} tokens, but responses have at most "
-            f"{max_response_tokens} (sampling.max_response_tokens; with an environment model.max_context_length); "
-            "max_length * (1 - buffer_share) must be less",
+            f"{max_response_tokens} (sampling.max_response_tokens; with an environment "
+            "model.max_context_length); max_length * (1 - buffer_share) must be less",
         )
 
 

@@ -42,7 +42,7 @@ class TokenTrace:
     logprobs_T: np.ndarray
     routed_experts: RoutedExperts | None
     kept_tokens: KeptTokens | None
-    is_sampled_T: np.ndarray | None
+    is_sampled_T: np.ndarray | None = None
 
 
 def encode_group(rollouts: Sequence[Rollout]) -> GroupPayload:

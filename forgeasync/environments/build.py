@@ -48,7 +48,7 @@ def build_environment(section: PythonCode) -> Environment:
             )
         _check_parameters(built.rollout)
         return built
-    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(built, "func", built))):
+    if not inspect.iscoroutinefunction(built):
         raise ValueError(
             f"is neither an Environment nor an async function of ({', '.join(PARAMETERS)}); derive from "
             "forgeasync.environments.environment.Environment"
@@ -61,9 +61,7 @@ def _check_parameters(rollout: Callable[..., object]) -> None:
     try:
         signature.bind(*PARAMETERS)
     except TypeError as error:
-        raise ValueError(
-            f"its rollout takes {signature}; must take (self, {', '.join(PARAMETERS)})"
-        ) from error
+        raise ValueError(f"its rollout takes {signature}; must take ({', '.join(PARAMETERS)})") from error
 
 
 def check_environment(section: PythonCode) -> Iterator[Problem]:

@@ -128,8 +128,8 @@ class MessageRenderer:
         if head.rstrip() != before.rstrip():
             now, then = _from_difference(head, before), _from_difference(before, head)
             raise ValueError(
-                f"the chat template does not only append: before messages[{last}] it now renders {_show(now)} "
-                f"where it had {_show(then)}"
+                f"the chat template does not only append: before messages[{last}] it now renders "
+                f"{_show(now)} where it had {_show(then)}"
             )
         written = after
         for index, mark in marks.items():
