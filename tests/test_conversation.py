@@ -102,6 +102,14 @@ def test_another_token_that_ended_a_turn_stays_beside_the_templates_own() -> Non
     assert "assistant\na!<|im_end|>\n<|im_start|>user\ny" in tokenizer.decode(model.ids)
 
 
+def test_a_turn_that_was_cut_has_not_sampled_its_end() -> None:
+    """Even where its last token is what the template ends turns with."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
+    model = ScriptedModel(tokenizer, ["a\n", "b"], cut=True)
+    asyncio.run(converse(make_agent(model, tokenizer), [[user("x")], [user("y")]]))
+    assert tokenizer.decode(model.ids) == "x\na\n\ny\nb"
+
+
 @pytest.mark.parametrize(
     ("template", "answer", "problem"),
     [
