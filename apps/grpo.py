@@ -165,7 +165,7 @@ class GrpoRun:
             await self.buffer.finished.call_one(group)
             if isinstance(answer, EpisodeGroup):
                 self.recorder.record_episodes(answer.results)
-                await self.complete(group, [result.score for result in answer.results])
+                await self.accept(group, [result.score for result in answer.results])
             else:
                 await self.sampled.put(group)
 
@@ -185,10 +185,10 @@ class GrpoRun:
         """Have sampled groups scored side by side; the buffer bounds how many there are."""
         async with asyncio.TaskGroup() as groups:
             while True:
-                groups.create_task(self.have_scored(await self.sampled.get()))
+                groups.create_task(self.complete(await self.sampled.get()))
 
-    async def have_scored(self, group: Group) -> None:
-        """Have the scorer score a group, and complete it."""
+    async def complete(self, group: Group) -> None:
+        """Have the scorer score a group, and accept it."""
         scores = await self.scorer.score(
             f"group {group.group_id}", group.task, [rollout.text for rollout in group.rollouts]
         )
@@ -196,9 +196,9 @@ class GrpoRun:
             await self.generators.free_payloads(group.rollouts)
             await self.give_up(group.group_id, DropReason.UNSCORED, scores.reason)
         else:
-            await self.complete(group, scores)
+            await self.accept(group, scores)
 
-    async def complete(self, group: Group, scores: Sequence[Score]) -> None:
+    async def accept(self, group: Group, scores: Sequence[Score]) -> None:
         """Filter a scored group and complete it in the buffer."""
         rewards = tuple(score.value for score in scores)
         self.recorder.record_scored(rewards)

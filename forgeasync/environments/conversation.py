@@ -14,14 +14,17 @@ newline if the tokenizer has one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jinja2
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from forgeasync.data.rollout import FinishReason
 from forgeasync.environments.environment import Message
 from forgeasync.rollouts.turns import SampledTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
 
@@ -79,7 +82,7 @@ class MessageRenderer:
     Raises ValueError if ``chat_template`` is asked for and the tokenizer has none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool) -> None:
         if chat_template and tokenizer.chat_template is None:
             raise ValueError(
                 f"data.chat_template is true, but the tokenizer of {tokenizer.name_or_path!r} has no template"
@@ -193,6 +196,6 @@ def _from_difference(text: str, other: str) -> str:
     return text[max(0, index - 10) :]
 
 
-def _has_newline(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _has_newline(tokenizer: "PreTrainedTokenizerBase") -> bool:
     ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
     return bool(ids) and tokenizer.unk_token_id not in ids and "\n" in tokenizer.decode(ids)

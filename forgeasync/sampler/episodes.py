@@ -32,7 +32,7 @@ class EngineEpisodes:
     def __init__(self, engine: SamplerEngine) -> None:
         self._engine = engine
         self._groups: dict[int, _OpenGroup] = {}
-        # Turns of theirs can still be on their way here. Only groups that failed are in it.
+        # Turns of theirs can still be on their way here. Groups that failed or were evaluated, not all.
         self._dropped: set[int] = set()
 
     async def add_turn(

@@ -115,10 +115,9 @@ NO_AGE = -1
 def _ages(rollout: StoredRollout, is_sampled_T: np.ndarray | None, trained_version: int) -> np.ndarray:
     ages_T = np.full(rollout.num_response_tokens, NO_AGE, np.int32)
     for span in rollout.version_spans:
-        assert span.version <= trained_version, "no token is newer than the weights it trains"
         ages_T[span.start : span.end] = trained_version - span.version
-    has_age_T = ages_T != NO_AGE
-    assert (has_age_T if is_sampled_T is None else has_age_T == is_sampled_T).all(), (
-        "exactly the sampled tokens have a version"
+    is_sampled_T = np.ones(len(ages_T), bool) if is_sampled_T is None else is_sampled_T
+    assert (ages_T[is_sampled_T] >= 0).all() and (ages_T[~is_sampled_T] == NO_AGE).all(), (
+        "exactly the sampled tokens have a version, no newer than the weights it trains"
     )
     return ages_T
