@@ -87,6 +87,8 @@ class Episodes:
         finally:
             for one in running:
                 one.cancel()
+                # Others may have failed as well: the first failure is enough.
+                one.add_done_callback(_forget)
             await asyncio.wait(running)
 
     async def _run_one(self, task: Task, episode: EpisodeId, sample: SampleEpisodeTurn) -> EpisodeResult:
@@ -119,9 +121,9 @@ class Episodes:
             await asyncio.wait([rollout], timeout=self._limit_s)
         finally:
             agent.close()
+            rollout.add_done_callback(_forget)
             if not rollout.done():
                 rollout.cancel()
-                rollout.add_done_callback(_forget)
         if agent.is_cancelled:
             raise EpisodesCancelled
         if agent.failure is not None:
@@ -146,7 +148,7 @@ class Episodes:
         return score, False
 
 
-def _forget(rollout: "asyncio.Future[Score]") -> None:
-    """Look at how an episode ended that nobody waits for, so that asyncio does not complain."""
-    if not rollout.cancelled():
-        rollout.exception()
+def _forget(ended: "asyncio.Future[object]") -> None:
+    """Look at an error that nobody asks for any more, so that asyncio does not complain."""
+    if not ended.cancelled():
+        ended.exception()
