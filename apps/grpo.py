@@ -9,9 +9,11 @@ Four loops share one replay buffer, and none waits for another beyond it:
     train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
     serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
-The serving loops are in forgeasync/controller/serving.py, resuming from checkpoints in resume.py there. With
-max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run one
-after the other. With k > 0 generation runs ahead by at most k versions.
+With an environment the collecting loop runs episodes, which come back sampled and scored: nothing is left for
+the scoring loop then. The serving loops are in forgeasync/controller/serving.py, resuming in
+resume.py there.
+With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run
+one after the other. With k > 0 generation runs ahead by at most k versions.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgeasync.actors.environment import EpisodeGroup
 from forgeasync.actors.evaluation import evaluate
 from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
@@ -59,6 +62,7 @@ from forgeasync.observability.run_log import RunLog
 from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget, largest_excess
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.scoring.score import Score
 from forgeasync.trainer.batch import deal_items, training_items
 from forgeasync.trainer.step_result import StepResult
 
@@ -85,6 +89,7 @@ class GrpoRun:
         self.trainer = roles.trainer
         self.generators = roles.generators
         self.scorer = roles.scorer
+        self.episodes = roles.episodes
         self.buffer = roles.buffer
         self.recorder = recorder
         self.checkpoints = checkpoints
@@ -138,20 +143,25 @@ class GrpoRun:
         await self.buffer.submit.call_one([self.order.next() for _ in range(num_prompts)])
 
     async def sample(self, start: Start) -> None:
-        """Have a generator sample one group, and hand it to the scoring loop."""
-        answer = await self.generators.sample_group(
-            start.group_id,
-            self.prepared.prompts.encode(start.task.prompt),
-            num_samples=self.config.algorithm.group_size,
-            sampling=self.config.sampling,
-            seed=sampling_seed(self.config.seed, start.draw_id),
-        )
+        """Have one group sampled, and hand it to the scoring loop unless an environment has scored it."""
+        seed = sampling_seed(self.config.seed, start.draw_id)
+        if self.episodes is not None:
+            answer = await self.episodes.sample(start.group_id, start.task, seed=seed)
+        else:
+            answer = await self.generators.sample_group(
+                start.group_id,
+                self.prepared.prompts.encode(start.task.prompt),
+                num_samples=self.config.algorithm.group_size,
+                sampling=self.config.sampling,
+                seed=seed,
+            )
         if isinstance(answer, RefusedGroup):
             await self.give_up(start.group_id, answer.reason, answer.problem)
         elif isinstance(answer, CancelledGroup):
             await self.give_up(start.group_id, DropReason.CANCELLED)
         else:
-            group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=answer)
+            rollouts = answer.rollouts if isinstance(answer, EpisodeGroup) else answer
+            group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
             if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
                 problem = (
                     f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
@@ -161,7 +171,11 @@ class GrpoRun:
                 await self.give_up(group.group_id, DropReason.OVERSIZED, problem)
                 return
             await self.buffer.finished.call_one(group)
-            await self.sampled.put(group)
+            if isinstance(answer, EpisodeGroup):
+                self.recorder.record_episodes(answer.results)
+                await self.accept(group, [result.score for result in answer.results])
+            else:
+                await self.sampled.put(group)
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
         """A group will not come: the buffer says what takes its place. ``problem`` is what was wrong with it.
@@ -182,15 +196,19 @@ class GrpoRun:
                 groups.create_task(self.complete(await self.sampled.get()))
 
     async def complete(self, group: Group) -> None:
-        """Score a group, filter it and complete it in the buffer."""
+        """Have the scorer score a group, and accept it."""
         scores = await self.scorer.score(
             f"group {group.group_id}", group.task, [response_of(rollout) for rollout in group.rollouts]
         )
         if isinstance(scores, Unscored):
             await self.generators.free_payloads(group.rollouts)
             await self.give_up(group.group_id, DropReason.UNSCORED, scores.reason)
-            return
-        self.recorder.record_scored(scores, [rollout.num_response_tokens for rollout in group.rollouts])
+        else:
+            await self.accept(group, scores)
+
+    async def accept(self, group: Group, scores: Sequence[Score]) -> None:
+        """Filter a scored group and complete it in the buffer."""
+        self.recorder.record_scored(scores, [rollout.num_sampled_tokens for rollout in group.rollouts])
         filtered = self.filtering.apply(group, scores)
         if filtered.kept:
             self.starvation.came_through()
@@ -345,6 +363,7 @@ class GrpoRun:
             problems,
             generators=self.generators,
             scorer=self.scorer,
+            episodes=self.episodes,
             prompts=self.prepared.prompts,
             sampling=sampling,
             on_answered=self.recorder.console.part_done,

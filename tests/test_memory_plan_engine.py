@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
 from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import largest_group_payload_bytes
 from forgeasync.data.group_payload import encode_group
 from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.records import Records
@@ -152,16 +153,22 @@ def test_an_engine_allocates_what_was_planned(name: str, tmp_path: Path) -> None
         assert dataclasses.asdict(planned)[item] == pytest.approx(found, rel=TOLERANCE), item
 
 
+@pytest.mark.parametrize("has_environment", [False, True])
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_a_group_takes_what_was_planned(has_experts: bool, tmp_path: Path) -> None:
-    """Responses as long as can be, kept sets of top_k tokens, one record of the prompt for all."""
-    config = _config()
+def test_a_group_takes_what_was_planned(has_experts: bool, has_environment: bool, tmp_path: Path) -> None:
+    """Responses as long as can be, kept sets of top_k tokens, one record of the prompt for all.
+
+    Episodes fill the context after a prompt of one token, and one token between their turns is given.
+    """
+    config = _config(*(["environment={kind: python, factory: a.B}"] if has_environment else []))
     folder = write_random_model(tmp_path / "hf", num_experts=8, top_k=2)
     facts = read_model_facts(str(folder))
     if not has_experts:
         facts = dataclasses.replace(facts, num_experts=0, top_k=0, num_dense_layers=facts.num_layers)
-    response = config.sampling.max_response_tokens
-    prompt = config.model.max_context_length - response
+    context = config.model.max_context_length
+    response = context - 1 if has_environment else config.sampling.max_response_tokens
+    prompt = context - response
+    is_sampled_T = np.arange(response) != 5 if has_environment else None
     rng = np.random.default_rng(0)
 
     def record(first: int) -> RoutedExperts | None:
@@ -182,6 +189,7 @@ def test_a_group_takes_what_was_planned(has_experts: bool, tmp_path: Path) -> No
             finish_reason=FinishReason.LENGTH,
             routed_experts=record(1),
             kept_tokens=KeptTokens.from_rows([list(range(config.sampling.top_k))] * response, vocab_size=30),
+            is_sampled_T=is_sampled_T,
         )
         for _ in range(config.algorithm.group_size)
     ]
@@ -190,3 +198,4 @@ def test_a_group_takes_what_was_planned(has_experts: bool, tmp_path: Path) -> No
     writer = PayloadWriter(tmp_path, "host", 2**30)
     writer.write_group([*payload.prompts, *payload.responses])
     assert group_payload_bytes(config, facts) == pytest.approx(writer.num_bytes_held, rel=TOLERANCE)
+    assert writer.num_bytes_held <= largest_group_payload_bytes(config, facts)

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.evaluation_schema import SamplingSection
@@ -25,14 +26,18 @@ async def evaluate(
     prompts: PromptEncoder,
     sampling: SamplingSection,
     on_answered: Callable[[], None],
+    episodes: GroupEpisodes | None = None,
 ) -> HeldOutScores:
     """One response to each problem, scored; a problem's sampling seed is its place in the list.
 
+    With ``episodes``, one episode of each problem; one that fails counts as not scored.
     ``on_answered`` is called for every problem that is done. Responses that cannot be scored are left out,
     and counted.
     """
 
     async def score(index: int, task: Task) -> Score | Unscored:
+        if episodes is not None:
+            return await episodes.score(task, seed=index)
         responses = await generators.respond(
             prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=index
         )

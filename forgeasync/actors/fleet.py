@@ -26,7 +26,9 @@ from forgeasync.actors.deaths import (
     first_ended,
     read_report,
 )
+from forgeasync.actors.environment import EnvironmentActor, EnvironmentSetup
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
+from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
@@ -249,6 +251,36 @@ class Fleet:
             sources = (*named_sources(config.data), *named_sets(config.evaluation))
             isolation = await actor.setup.call_one(sources, config.scorer, limit_s, config.seed)
         return GroupScoring(actor.score.call_one, config.scorer, limit_s=limit_s, isolation=isolation)
+
+    async def start_environment(self, config: RunConfig, model_path: Path) -> EnvironmentActor | None:
+        """The environment, built in a proc of its own; None where the run has none."""
+        if config.environment is None:
+            return None
+        actor = self._spawn_here("environment").spawn("environment", EnvironmentActor, self.log_dir)
+        setup = EnvironmentSetup(
+            environment=config.environment,
+            model_path=model_path,
+            chat_template=config.data.chat_template,
+            sampling=config.sampling,
+            max_context_length=config.model.max_context_length,
+            timeouts=config.timeouts,
+        )
+        async with deadline(
+            config.timeouts.setup_s, call="setting up the environment", key="timeouts.setup_s"
+        ):
+            await actor.setup.call_one(setup)
+        return actor
+
+    async def connect_environment(
+        self, config: RunConfig, actor: EnvironmentActor, generators: GeneratorRouter
+    ) -> GroupEpisodes:
+        """Tell the environment who samples the model's turns; what runs its groups."""
+        call = "connecting the environment to the generators"
+        async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+            await actor.connect.call_one(generators.actors)
+        return GroupEpisodes(
+            actor, generators, group_size=config.algorithm.group_size, timeouts=config.timeouts
+        )
 
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None = None) -> BufferActor:
         """The replay buffer, empty or as it was; its endpoints are called with ``call_one``."""

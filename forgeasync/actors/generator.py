@@ -31,6 +31,7 @@ from forgeasync.observability.logs import redirect_process_output
 from forgeasync.payload.reference import PayloadRef
 from forgeasync.payload.remote import PayloadServer
 from forgeasync.payload.shared_memory import PayloadStoreFull, PayloadWriter
+from forgeasync.rollouts.turns import EpisodeId, SampledTurn
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from forgeasync.weights.fetcher import FetchReport
@@ -110,6 +111,7 @@ class GeneratorActor(Actor):
         """Load the model as policy version 0; returns the proc's id. The folder is of this proc's host."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
         from forgeasync.sampler.engine import SamplerEngine
+        from forgeasync.sampler.episodes import EngineEpisodes
         from forgeasync.sampler.served_adapters import AdapterSetup, can_serve
 
         self._setup = setup
@@ -132,6 +134,7 @@ class GeneratorActor(Actor):
             weights=setup.weights,
             adapters=adapters,
         )
+        self._episodes = EngineEpisodes(self._engine)
         return os.getpid()
 
     @concurrent_endpoint
@@ -155,12 +158,49 @@ class GeneratorActor(Actor):
             )
         except GroupCancelled:
             return CancelledGroup()
+        return self._check_and_store(group_id, rollouts)
+
+    def _check_and_store(
+        self, group_id: int, rollouts: Sequence[Rollout]
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
         for index, rollout in enumerate(rollouts):
             try:
                 check_rollout(rollout, self._setup.records, self._setup.facts)
             except RecordError as error:
                 return RefusedGroup(problem=f"rollout {index} of group {group_id}: {error}")
         return store_group(self._payloads, rollouts, group_id=group_id, generator_rank=self._rank)
+
+    @concurrent_endpoint
+    async def continue_episode(
+        self,
+        episode: EpisodeId,
+        given_ids: np.ndarray,
+        sampling: SamplingSection,
+        max_tokens: int,
+        seed: int | None,
+    ) -> SampledTurn | CancelledGroup:
+        """Append tokens to an episode and sample the model's next turn; its arrays stay here."""
+        try:
+            return await self._episodes.add_turn(
+                episode, given_ids, sampling=sampling, max_tokens=max_tokens, seed=seed
+            )
+        except GroupCancelled:
+            return CancelledGroup()
+
+    @concurrent_endpoint
+    async def store_episodes(
+        self, group_id: int, is_truncated: Sequence[bool]
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+        """Check the records of a group's finished episodes and store their arrays, as ``sample_group`` does.
+
+        ``is_truncated`` says of each episode whether it ended because its context was full.
+        """
+        return self._check_and_store(group_id, self._episodes.take(group_id, is_truncated))
+
+    @concurrent_endpoint
+    async def drop_episodes(self, group_id: int) -> None:
+        """Forget the episodes of a group, and end what is sampled for them."""
+        await self._episodes.drop(group_id)
 
     @concurrent_endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Spreads requests over generators: each goes to the one with the fewest rollouts in flight."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -100,16 +100,28 @@ class GeneratorRouter:
                 )
             )
 
-    @asynccontextmanager
-    async def _least_busy(self, num_samples: int, what: str) -> AsyncIterator[int]:
+    async def drop_episodes(self, rank: int, group_id: int) -> None:
+        """Have one generator forget the episodes of a group."""
+        call = f"generator {rank} dropping the episodes of group {group_id}"
+        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
+            await self._replicas[rank].drop_episodes.call_one(group_id)
+
+    @contextmanager
+    def pinned(self, num_samples: int) -> Iterator[int]:
+        """The rank of the generator with the least to do, which counts as busy with so many rollouts."""
         rank = min(range(len(self._replicas)), key=self._num_in_flight.__getitem__)
         self._num_in_flight[rank] += num_samples
         try:
+            yield rank
+        finally:
+            self._num_in_flight[rank] -= num_samples
+
+    @asynccontextmanager
+    async def _least_busy(self, num_samples: int, what: str) -> AsyncIterator[int]:
+        with self.pinned(num_samples) as rank:
             call = f"generator {rank} {what}"
             async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
                 yield rank
-        finally:
-            self._num_in_flight[rank] -= num_samples
 
     @property
     def num_replicas(self) -> int:

@@ -40,5 +40,6 @@ def known_reference(progress: GroupProgress, group_size: int, age_of: AgeOf) -> 
 
 
 def _floor_of_mean(spans: Sequence[VersionSpan]) -> int:
-    num_tokens = spans[-1].end
+    # Tokens that were not sampled lie between spans and have no age.
+    num_tokens = sum(span.end - span.start for span in spans)
     return sum(span.version * (span.end - span.start) for span in spans) // num_tokens

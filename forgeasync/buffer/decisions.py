@@ -23,6 +23,8 @@ class DropReason(StrEnum):
     """A group filter left nothing of it to learn from."""
     UNSCORED = "unscored"
     """Its scoring failed ``scorer.max_attempts`` times."""
+    EPISODE_FAILED = "episode_failed"
+    """An episode of the environment raised, took longer than ``timeouts.episode_s`` or gave no score."""
 
 
 AGE_REASONS = frozenset({DropReason.STALE, DropReason.CANCELLED})

@@ -57,7 +57,7 @@ class _Entry:
         """Of all its responses, once they are sampled."""
         if self.sampled is None:
             return None
-        return tuple(rollout.num_response_tokens for rollout in self.sampled.rollouts)
+        return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)
 
 
 def _steps(scores: Sequence[Score] | None) -> tuple[tuple[Step, ...], ...] | None:
@@ -133,7 +133,7 @@ class ReplayBuffer:
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
         entry.sampled = group
-        longest = max(rollout.num_response_tokens for rollout in group.rollouts)
+        longest = max(rollout.num_sampled_tokens for rollout in group.rollouts)
         self._submissions.history.measure(entry.submission.task, longest)
         reference = reference_version(group.rollouts, self._section.age_of)
         deadline = reference + self._max_off_policy_steps

@@ -23,6 +23,7 @@ from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.problems import Problem
 from forgeasync.config.python_code import PythonCode
 from forgeasync.config.schema import RunConfig
+from forgeasync.config.sizes import longest_response
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Problem]:
@@ -30,14 +31,14 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     yield from _check_objective(algorithm)
     yield from _check_corrections(algorithm)
-    yield from _check_aggregation(algorithm, config.sampling.max_response_tokens)
+    yield from _check_aggregation(algorithm, longest_response(config))
     yield from _check_kl(algorithm)
     yield from _check_advantage(algorithm)
     yield from check_filters(
         algorithm.filters,
         field="algorithm.filters",
         group_size=algorithm.group_size,
-        max_response_tokens=config.sampling.max_response_tokens,
+        max_response_tokens=longest_response(config),
     )
     if _has_own_code(algorithm):
         # Only here, as it takes torch, which other configs are checked without.
@@ -115,7 +116,8 @@ def _check_aggregation(algorithm: AlgorithmSection, longest: int) -> Iterator[Pr
         yield Problem(
             field="algorithm.aggregation.length",
             value=aggregation.length,
-            remedy=f"must be at least sampling.max_response_tokens = {longest}",
+            remedy=f"must be at least {longest}, the longest response (sampling.max_response_tokens; with an "
+            "environment model.max_context_length)",
         )
 
 
@@ -215,7 +217,7 @@ def _check_penalty(penalty: OverlongPenalty, field: str, max_response_tokens: in
         yield Problem(
             field=f"{field}.max_length",
             value=penalty.max_length,
-            remedy=f"the penalty starts after {start} tokens, but responses are cut at "
-            f"sampling.max_response_tokens = {max_response_tokens}; max_length * (1 - buffer_share) must "
-            "be less",
+            remedy=f"the penalty starts after {start} tokens, but responses have at most "
+            f"{max_response_tokens} (sampling.max_response_tokens; with an environment "
+            "model.max_context_length); max_length * (1 - buffer_share) must be less",
         )

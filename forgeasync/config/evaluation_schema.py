@@ -22,7 +22,7 @@ class SamplingSection(Section):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=0.99)
     max_response_tokens: Count
-    """A response is cut here and counted as truncated."""
+    """A response is cut here and counted as truncated; with an environment, each turn of the model."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A response ends with the token that completes one of these texts, which its own text leaves out."""
 

@@ -15,6 +15,7 @@ from forgeasync.config.buffer_schema import AccountingSection, BufferSection, Pa
 from forgeasync.config.data_schema import DataSection
 from forgeasync.config.evaluation_schema import EvaluationSection, SamplingSection
 from forgeasync.config.launch_schema import LauncherSection, LocalLauncher
+from forgeasync.config.python_code import PythonCode
 from forgeasync.config.scorer_schema import ScorerSection
 from forgeasync.config.section import (
     Count,
@@ -267,6 +268,9 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     scorer: ScorerSection = ScorerSection()
+    environment: PythonCode | None = None
+    """What the model works in: a class derived from ``Environment`` or an async function (task, agent). It
+    scores its episodes itself. null: one prompt and one response, scored by the data's verifier."""
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()

@@ -70,11 +70,23 @@ def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     Longest prompt and response in every rollout, no prompt record shared, kept sets of top_k. Only sets with
     ties can take more: CPU engines keep all logits that tie at rank top_k.
     """
-    context, response = config.model.max_context_length, config.sampling.max_response_tokens
+    context, response = config.model.max_context_length, longest_response(config)
     per_token = 4 + routing_bytes_per_token(config, facts)
-    per_response_token = 4 + kept_bytes_per_token(config, facts)
+    per_response_token = 4 + kept_bytes_per_token(config, facts) + sampled_mark_bytes_per_token(config)
     rollout = context * per_token + response * per_response_token + 2 * PAYLOAD_OVERHEAD_BYTES
     return config.algorithm.group_size * rollout
+
+
+def longest_response(config: RunConfig) -> int:
+    """Most tokens after the first prompt: the turns of an episode can fill the context."""
+    if config.environment is not None:
+        return config.model.max_context_length
+    return config.sampling.max_response_tokens
+
+
+def sampled_mark_bytes_per_token(config: RunConfig) -> int:
+    """Bytes that say in a payload whether a response token was sampled; 0 where all are."""
+    return 0 if config.environment is None else 1
 
 
 def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:

@@ -12,6 +12,8 @@ class TimeoutSection(Section):
     weights_s: Seconds = 120.0
     score_s: Seconds = 60.0
     """For one group, from when the scorer begins with it: past it, the attempt has failed, see ``scorer``."""
+    episode_s: Seconds = 600.0
+    """For one episode of an environment, from its start to its score: past it, its group is given up."""
     host_s: Seconds = 60.0
     """Of many hosts: one that does not answer for this long ends the run, and one that is not asked for twice
     this long ends itself."""

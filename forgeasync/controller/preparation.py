@@ -30,6 +30,7 @@ from forgeasync.controller.resume import (
 from forgeasync.data.prompts import PromptEncoder
 from forgeasync.data.sources import build_source, look_at_data
 from forgeasync.data.task import Task
+from forgeasync.environments.build import check_environment
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.planning.memory.machine import available_host_bytes, check_memory
@@ -60,7 +61,7 @@ class Prepared:
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     """Check the config against itself, its model's shape and what runs before it have left.
 
-    Code of the user's own is called on made-up input.
+    Code of the user's own is called on made-up input, and an environment is built.
 
     Raises:
         ConfigError: lists every problem.
@@ -69,6 +70,8 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     others = [*check_run_dir(config, is_resumed=is_resumed)]
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
     others += check_transport(config)
+    if config.environment is not None:
+        others += check_environment(config.environment)
     try:
         raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)
@@ -196,9 +199,11 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     try:
         prompts = PromptEncoder.of_section(tokenizer, config.data)
         source = build_source(config.data, seed=config.seed, sets=sets)
-        _check_lengths(config, prompts, [*source.train, *source.held_out], config.sampling)
-        for one, of_set in zip(config.evaluation.sets, sets, strict=True):
-            _check_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
+        # An environment makes prompts of its own, and every turn is bounded by the room that is left.
+        if config.environment is None:
+            _check_lengths(config, prompts, [*source.train, *source.held_out], config.sampling)
+            for one, of_set in zip(config.evaluation.sets, sets, strict=True):
+                _check_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
     except ConfigError:
         raise
     except ValueError as error:

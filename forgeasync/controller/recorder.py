@@ -10,6 +10,7 @@ from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.schema import RunConfig
 from forgeasync.controller.step_record import StepRecord
+from forgeasync.environments.episodes import EpisodeResult
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
@@ -42,6 +43,8 @@ class RunRecorder:
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
         self._scored = ScoredGroups()
+        self._episodes: list[EpisodeResult] = []
+        self._num_truncated_episodes: int | None = None if config.environment is None else 0
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
 
@@ -74,6 +77,12 @@ class RunRecorder:
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
         """A group's scores and its responses' tokens, before any filter; go into the next step's line."""
         self._scored.add(scores, lengths)
+
+    def record_episodes(self, results: Sequence[EpisodeResult]) -> None:
+        """The episodes of a group; go into the next step's line."""
+        assert self._num_truncated_episodes is not None, "only environments have episodes"
+        self._episodes += results
+        self._num_truncated_episodes += sum(result.is_truncated for result in results)
 
     def record_fetch(self, fetched: FetchReport) -> None:
         """A generator's fetch of a version; goes into the next step's line."""
@@ -126,6 +135,7 @@ class RunRecorder:
         metrics |= record.buffer.metrics | record.counters | self._weight_metrics()
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         metrics |= self._scored.metrics()
+        metrics |= self._episode_metrics()
         metrics["accounting/weight_max"] = max(batch.weights)
         if self._checkpoint_s is not None:
             metrics["time/checkpoint_s"] = self._checkpoint_s
@@ -136,6 +146,7 @@ class RunRecorder:
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(num_dropped)
         self._scored = ScoredGroups()
+        self._episodes.clear()
         self._fetches.clear()
         self._swaps.clear()
 
@@ -148,6 +159,17 @@ class RunRecorder:
             json.dumps({"step": step, "reason": reason, "rollouts": batch_records(step, batch)}, indent=1)
         )
         self.console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
+
+    def _episode_metrics(self) -> dict[str, float]:
+        """What became of the episodes that ended since the last step; nothing without an environment."""
+        if self._num_truncated_episodes is None:
+            return {}
+        metrics: dict[str, float] = {"environment/num_truncated": self._num_truncated_episodes}
+        if num_episodes := len(self._episodes):
+            metrics["environment/mean_turns"] = sum(one.num_turns for one in self._episodes) / num_episodes
+            seconds = sum(one.episode_s for one in self._episodes)
+            metrics["environment/mean_episode_s"] = seconds / num_episodes
+        return metrics
 
     def _weight_metrics(self) -> dict[str, float]:
         """How versions travelled since the last step."""

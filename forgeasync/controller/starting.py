@@ -6,6 +6,7 @@ from functools import partial
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
@@ -24,14 +25,19 @@ class Roles:
     generators: GeneratorRouter
     scorer: GroupScoring
     buffer: BufferActor
+    episodes: GroupEpisodes | None = None
+    """None: rollouts are single responses, which the scorer scores."""
 
 
 async def start_roles(config: RunConfig, prepared: Prepared, fleet: Fleet, console: StepConsole) -> Roles:
     """Start and set up the procs of all roles, and let the trainer's weights reach the generators."""
     resumed = prepared.resumed
     num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
+    has_environment = config.environment is not None
     console.phase(
-        f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer", num_parts=4
+        f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
+        + (", 1 environment" if has_environment else ""),
+        num_parts=5 if has_environment else 4,
     )
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
@@ -39,23 +45,29 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Fleet, conso
         buffer = starting.create_task(
             fleet.start_buffer(config, None if resumed is None else resumed.state.buffer)
         )
+        environment = starting.create_task(fleet.start_environment(config, prepared.model_path))
         trainer = starting.create_task(fleet.start_trainer(_trainer_setup(config, prepared), config.timeouts))
         for name, role in (
             ("generators", generators),
             ("scorer", scorer),
             ("buffer", buffer),
             ("trainer", trainer),
+            *([("environment", environment)] if has_environment else []),
         ):
             role.add_done_callback(partial(_tell_ready, console, name))
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
     await fleet.connect_weights(config, trainer.result(), generators.result())
+    episodes = None
+    if (actor := environment.result()) is not None:
+        episodes = await fleet.connect_environment(config, actor, generators.result())
     console.end_phase()
     return Roles(
         trainer=trainer.result(),
         generators=generators.result(),
         scorer=scorer.result(),
         buffer=buffer.result(),
+        episodes=episodes,
     )
 
 

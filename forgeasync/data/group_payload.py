@@ -1,8 +1,9 @@
 """A group's arrays as payloads: what is written once where it was sampled and read once where it is trained.
 
 The rollouts of a group share their prompt, and nearly always its routing record too: each distinct prompt
-record is one payload, which the rollouts refer to by index. They differ where weights were swapped in between
-two rollouts' first steps, or where batching rounded a gate differently.
+with its record is one payload, which the rollouts refer to by index. Records differ where weights were
+swapped in between two rollouts' first steps, or where batching rounded a gate differently; prompts differ
+where an environment begins the episodes of a task differently.
 
 Shape suffixes: P prompt tokens, T response tokens, S = P + T, R recorded tokens, M MoE layers, K top-k.
 """
@@ -33,7 +34,7 @@ class TokenTrace:
     """What a trainer needs of one rollout, token by token.
 
     int32 ids, float32 logprobs; ``routed_experts`` covers prompt and response; None: not recorded, or all
-    tokens kept.
+    tokens kept. ``is_sampled_T``: bool, None where all were.
     """
 
     prompt_ids_P: np.ndarray
@@ -41,22 +42,23 @@ class TokenTrace:
     logprobs_T: np.ndarray
     routed_experts: RoutedExperts | None
     kept_tokens: KeptTokens | None
+    is_sampled_T: np.ndarray | None = None
 
 
 def encode_group(rollouts: Sequence[Rollout]) -> GroupPayload:
     """The payloads of a group; the inverse is ``decode_rollout`` with the payloads of one rollout."""
     prompts: list[Arrays] = []
-    records: list[RoutedExperts | None] = []
+    known: list[tuple[np.ndarray, RoutedExperts | None]] = []
     prompt_of: list[int] = []
     responses: list[Arrays] = []
     for rollout in rollouts:
         prompt_record, response_record = None, None
         if rollout.routed_experts is not None:
             prompt_record, response_record = rollout.routed_experts.split(len(rollout.prompt_ids_P))
-        index = _find(records, prompt_record)
+        index = _find(known, rollout.prompt_ids_P, prompt_record)
         if index is None:
             index = len(prompts)
-            records.append(prompt_record)
+            known.append((rollout.prompt_ids_P, prompt_record))
             prompts.append({"ids": rollout.prompt_ids_P, **_routing_arrays(prompt_record)})
         prompt_of.append(index)
         responses.append(
@@ -65,6 +67,7 @@ def encode_group(rollouts: Sequence[Rollout]) -> GroupPayload:
                 "logprobs": rollout.logprobs_T,
                 **_routing_arrays(response_record),
                 **_kept_arrays(rollout.kept_tokens),
+                **({} if rollout.is_sampled_T is None else {"is_sampled": rollout.is_sampled_T}),
             }
         )
     return GroupPayload(prompts=tuple(prompts), responses=tuple(responses), prompt_of=tuple(prompt_of))
@@ -80,14 +83,20 @@ def decode_rollout(prompt: Arrays, response: Arrays) -> TokenTrace:
         logprobs_T=response["logprobs"],
         routed_experts=concatenate(records) if records else None,
         kept_tokens=_kept(response),
+        is_sampled_T=response.get("is_sampled"),
     )
 
 
-def _find(records: Sequence[RoutedExperts | None], record: RoutedExperts | None) -> int | None:
-    for index, known in enumerate(records):
-        if (known is None and record is None) or (
-            known is not None and record is not None and known.equals(record)
-        ):
+def _find(
+    known: Sequence[tuple[np.ndarray, RoutedExperts | None]],
+    prompt_ids_P: np.ndarray,
+    record: RoutedExperts | None,
+) -> int | None:
+    for index, (ids_P, other) in enumerate(known):
+        is_same_record = (other is None and record is None) or (
+            other is not None and record is not None and other.equals(record)
+        )
+        if is_same_record and np.array_equal(ids_P, prompt_ids_P):
             return index
     return None
 

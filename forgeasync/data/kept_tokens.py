@@ -53,6 +53,13 @@ class KeptTokens:
         """Kept ids of one token; empty for the whole vocabulary."""
         return self.ids_N[self.offsets[index] : self.offsets[index + 1]]
 
+    def take(self, is_taken_T: np.ndarray) -> "KeptTokens":
+        """The sets of the tokens that are marked (bool [T])."""
+        widths_T = np.diff(self.offsets)
+        offsets = np.zeros(int(is_taken_T.sum()) + 1, np.int64)
+        np.cumsum(widths_T[is_taken_T], out=offsets[1:])
+        return KeptTokens(offsets=offsets, ids_N=self.ids_N[np.repeat(is_taken_T, widths_T)])
+
 
 def all_kept(num_tokens: int) -> KeptTokens:
     """The record of a response sampled from the whole vocabulary."""

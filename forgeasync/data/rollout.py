@@ -19,12 +19,12 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The model ended its response."""
     LENGTH = "length"
-    """The response was cut at ``sampling.max_response_tokens``."""
+    """The response was cut at ``sampling.max_response_tokens``, or an episode's context was full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were sampled under policy ``version``."""
+    """Tokens [start, end) of a response were sampled under policy ``version``, all of them."""
 
     version: int
     start: int
@@ -33,13 +33,15 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sampled response.
+    """One sampled response, or one episode: its response is then everything after the first prompt.
 
     ``prompt_ids_P`` and ``response_ids_T`` are int32; ``logprobs_T`` (float32) are under the
-    distribution that was really sampled from; ``version_spans`` cover [0, T) without gaps.
+    distribution that was really sampled from; ``version_spans`` cover the sampled tokens of [0, T), in order.
     ``routed_experts`` covers prompt and response (the last token was never fed to the model and has no
     record); None where the engine was not asked for it. ``kept_tokens`` is None where the whole vocabulary
-    was kept throughout.
+    was kept throughout. ``is_sampled_T`` (bool) is False for tokens that an environment put between the
+    model's turns; None: all were sampled. Given tokens have log-probability 0 and an empty kept set, and
+    nothing may read either.
     """
 
     prompt_ids_P: np.ndarray
@@ -50,9 +52,11 @@ class Rollout:
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
     kept_tokens: KeptTokens | None = None
+    is_sampled_T: np.ndarray | None = None
 
     @property
     def num_response_tokens(self) -> int:
+        """Sampled or not."""
         return len(self.response_ids_T)
 
 
@@ -69,9 +73,16 @@ class StoredRollout:
     response: PayloadRef
     num_prompt_tokens: int
     num_response_tokens: int
+    """Sampled, or given by an environment between the model's turns: what the rollout takes of a row."""
     version_spans: tuple[VersionSpan, ...]
+    """Of the sampled tokens, in order."""
     text: str
     finish_reason: FinishReason
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Response tokens that the model sampled: those that train."""
+        return sum(span.end - span.start for span in self.version_spans)
 
     @property
     def first_version(self) -> int:

@@ -34,8 +34,14 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `mismatch/kl`                        | estimate of KL(sampler, trainer), mean over tokens, in nats; a    |
 |                                      | difference counts up to 20                                        |
 | `mismatch/fresh_logprob_abs_mean` *  | like `logprob_abs_mean`, over responses wholly of age 0           |
-| `response/length_mean`, `_min`, `_max` | tokens per response                                             |
-| `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`          |
+| `response/length_mean`, `_min`, `_max` | sampled tokens per response, over all turns of an episode       |
+| `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`; of      |
+|                                      | episodes: whose last turn was cut, or whose context was full      |
+| `environment/mean_turns` *           | turns of the model in an episode, and                             |
+| `environment/mean_episode_s` *       | seconds that one took: means over the episodes of training that   |
+|                                      | ended during the step; only with an environment, like the next    |
+| `environment/num_truncated` *        | episodes of training so far that ended because the context was    |
+|                                      | full: their score is 0                                            |
 | `dropped/<reason>` *                 | groups lost during the step, by reason                            |
 | `reward/scored_mean` *               | over all rollouts scored during the step, before any filter       |
 | `group/all_correct_share` *          | groups scored during the step all of whose responses are correct; |
@@ -219,7 +225,7 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
 
 def _rollout_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[str, float | int]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [rollout.num_response_tokens for rollout in rollouts]
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     spans = [span for rollout in rollouts for span in rollout.version_spans]
     summed_age = sum((trained_version - span.version) * (span.end - span.start) for span in spans)
     num_truncated = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)

@@ -60,7 +60,9 @@ def _processes(config: RunConfig) -> list[Row]:
         ("GPUs, all", str(num_all), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
         ("GPUs, generators", str(num_all - num_trainer), split),
-        ("CPU procs", "3", "controller, scorer, buffer"),
+        ("CPU procs", "3", "controller, scorer, buffer")
+        if config.environment is None
+        else ("CPU procs", "4", "controller, scorer, buffer, environment"),
         *_hosts(config),
     ]
 

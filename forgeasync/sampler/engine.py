@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +30,9 @@ from vllm.v1.executor import Executor
 from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection
 from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import Records
-from forgeasync.data.rollout import Rollout
+from forgeasync.data.rollout import FinishReason, Rollout
+from forgeasync.rollouts.trajectory import Trajectory
+from forgeasync.rollouts.turns import SampledTurn
 from forgeasync.sampler.batch_invariance import compute_batch_invariantly
 from forgeasync.sampler.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.sampler.inprocess_client import InProcessAsyncClient
@@ -41,7 +44,7 @@ from forgeasync.sampler.interruption import (
     RunningGroup,
     interruption_policy,
 )
-from forgeasync.sampler.sequence import ABORTED, SequenceJoiner, part_seed
+from forgeasync.sampler.sequence import ABORTED, SequenceReader, part_seed
 from forgeasync.sampler.served_adapters import AdapterSetup, ServedAdapter, engine_rank, install
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import GroupCancelled, SwapReport
@@ -79,6 +82,22 @@ def _engine_modules(lora: LoraSection) -> list[str]:
     return sorted({fused.get(target, target) for target in lora.targets})
 
 
+@dataclass(slots=True, kw_only=True)
+class EngineSequence:
+    """A trajectory that the engine goes on sampling."""
+
+    trajectory: Trajectory
+    index: int
+    """Within its group."""
+    num_requests: int = 0
+    finish_reason: FinishReason | None = None
+    """Why its last turn ended."""
+    has_end_token: bool = False
+    """Whether its last turn ended with a token of its own, not with a text of ``stop`` or at a bound."""
+    stop: tuple[str, ...] = ()
+    """The texts that end a turn."""
+
+
 class SamplerEngine:
     """One engine. Build it with ``await SamplerEngine.start(...)`` inside an event loop."""
 
@@ -95,7 +114,7 @@ class SamplerEngine:
         self._client = client
         self._records = records
         self._vocab_size = model.get_vocab_size()
-        self._joiner = SequenceJoiner(
+        self._reader = SequenceReader(
             tokenizer=llm.get_tokenizer(),
             vocab_size=self._vocab_size,
             num_experts=model.get_num_experts(),
@@ -188,33 +207,103 @@ class SamplerEngine:
             GroupCancelled: ``cancel`` was called with the group's id.
             ValueError: another group of this id is being sampled.
         """
-        with self._busy(), self._groups.running(group_id) as (key, group):
+        with self._groups.running(group_id) as (key, group):
+            sequences = [self.new_sequence(index) for index in range(num_samples)]
+            for sequence in sequences:
+                sequence.trajectory.give(prompt_ids_P)
             tasks = [
-                asyncio.create_task(self._sample(key, group, index, prompt_ids_P, sampling, seed))
-                for index in range(num_samples)
+                asyncio.create_task(
+                    self.sample_turn(
+                        sequence,
+                        group_key=key,
+                        group=group,
+                        sampling=sampling,
+                        max_tokens=sampling.max_response_tokens,
+                        seed=seed,
+                    )
+                )
+                for sequence in sequences
             ]
             try:
-                rollouts = tuple(await asyncio.gather(*tasks))
+                await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
-        self._num_generated_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
-        return rollouts
+        return tuple(map(self.rollout, sequences))
 
-    async def _sample(
+    def new_sequence(self, index: int) -> EngineSequence:
+        """A sequence without tokens; ``index`` is its place in its group."""
+        return EngineSequence(trajectory=self._reader.new_trajectory(), index=index)
+
+    def open_group(self, group_id: int | None) -> tuple[int, RunningGroup]:
+        """A group that is sampled turn by turn until ``close_group``: its number in the engine and its state.
+
+        By this number it can be cancelled, and updates report its progress unless ``group_id`` is None.
+
+        Raises:
+            ValueError: another group of this id is being sampled.
+        """
+        return self._groups.open(group_id)
+
+    def close_group(self, group_key: int) -> None:
+        """No turn of the group comes any more."""
+        self._groups.close(group_key)
+
+    def turn(self, sequence: EngineSequence, start: int) -> SampledTurn:
+        """Facts of the turn that begins at token ``start`` and has just ended."""
+        assert sequence.finish_reason is not None
+        ids = sequence.trajectory.token_ids
+        return SampledTurn(
+            text=self._reader.text(
+                ids[:start], ids[start:], has_end_token=sequence.has_end_token, stop=sequence.stop
+            )[0],
+            num_tokens=len(ids) - start,
+            finish_reason=sequence.finish_reason,
+            last_id=ids[-1],
+            version=sequence.trajectory.last_version,
+        )
+
+    def rollout(self, sequence: EngineSequence, finish_reason: FinishReason | None = None) -> Rollout:
+        """What was sampled, with the finish reason of its last turn or another."""
+        assert sequence.finish_reason is not None
+        return self._reader.rollout(
+            sequence.trajectory,
+            finish_reason or sequence.finish_reason,
+            has_end_token=sequence.has_end_token,
+            stop=sequence.stop,
+        )
+
+    async def sample_turn(
         self,
-        group_id: int,
+        sequence: EngineSequence,
+        *,
+        group_key: int,
         group: RunningGroup,
-        index: int,
-        prompt_ids_P: np.ndarray,
         sampling: SamplingSection,
+        max_tokens: int,
         seed: int | None,
-    ) -> Rollout:
-        """One response, in as many parts as swaps make of it."""
-        parts: list[CompletionOutput] = []
-        prefix = prompt_ids_P.tolist()
-        num_left = sampling.max_response_tokens
-        for attempt in itertools.count():
+    ) -> None:
+        """Sample one turn of the model, up to ``max_tokens``, in as many requests as swaps make of it.
+
+        Raises:
+            GroupCancelled: ``cancel`` was called with the group's number.
+        """
+        with self._busy():
+            await self._sample_turn(sequence, group_key, group, sampling, max_tokens, seed)
+
+    async def _sample_turn(
+        self,
+        sequence: EngineSequence,
+        group_key: int,
+        group: RunningGroup,
+        sampling: SamplingSection,
+        max_tokens: int,
+        seed: int | None,
+    ) -> None:
+        num_left = max_tokens
+        sequence.stop = sampling.stop
+        start = sequence.trajectory.num_tokens
+        while True:
             if group.is_cancelled:
                 raise GroupCancelled
             params = SamplingParams(
@@ -225,24 +314,43 @@ class SamplerEngine:
                 min_p=sampling.min_p,
                 max_tokens=num_left,
                 logprobs=0,
-                seed=part_seed(seed, sample=index, part=attempt),
-                # Texts are decoded once, from all parts; here only to look for texts that end a response.
+                seed=part_seed(seed, sample=sequence.index, part=sequence.num_requests),
+                # Texts are decoded once, from all parts; here only to look for texts that end a turn.
                 detokenize=bool(sampling.stop),
                 stop=list(sampling.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={GROUP_ARGUMENT: group_id},
+                extra_args={GROUP_ARGUMENT: group_key},
             )
-            part = await self._run_request(prefix, params)
+            sequence.num_requests += 1
+            part = await self._run_request(list(sequence.trajectory.token_ids), params)
             if group.is_cancelled:
                 raise GroupCancelled
             group.num_tokens += len(part.token_ids)
+            self._num_generated_tokens += len(part.token_ids)
+            is_stopped = False
             if part.token_ids:
-                parts.append(part)
-                prefix = prefix + list(part.token_ids)
+                sampled = self._reader.sampled(part)
+                if sampling.stop:
+                    num_new = self._num_to_stop(sequence, start, part)
+                    is_stopped = num_new < len(part.token_ids)
+                    sampled = sampled.first(num_new)
+                sequence.trajectory.sample(sampled)
                 num_left -= len(part.token_ids)
-            if part.finish_reason != ABORTED:
-                break
-        return self._joiner.join(prompt_ids_P, parts, stop=sampling.stop)
+            if is_stopped or part.finish_reason != ABORTED:
+                reason = FinishReason.STOP if is_stopped else FinishReason(part.finish_reason)
+                sequence.finish_reason = reason
+                # vLLM gives the text as the reason where one of ``stop`` has ended the part.
+                is_text = is_stopped or isinstance(part.stop_reason, str)
+                sequence.has_end_token = reason is FinishReason.STOP and not is_text
+                return
+
+    def _num_to_stop(self, sequence: EngineSequence, start: int, part: CompletionOutput) -> int:
+        """How many tokens of ``part`` belong to the turn that began at ``start``, up to a text of ``stop``."""
+        before = sequence.trajectory.token_ids
+        ids = [*before[start:], *part.token_ids]
+        is_end = part.finish_reason == FinishReason.STOP.value and not isinstance(part.stop_reason, str)
+        _, num_tokens = self._reader.text(before[:start], ids, has_end_token=is_end, stop=sequence.stop)
+        return num_tokens - (len(before) - start)
 
     async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
         async with self._gate.inside():

@@ -42,7 +42,15 @@ class Groups:
 
     @contextmanager
     def running(self, group_id: int | None) -> Iterator[tuple[int, RunningGroup]]:
-        """A group from its first request to its last; None: one that nobody asks about.
+        """A group from its first request to its last; as ``open``."""
+        key, group = self.open(group_id)
+        try:
+            yield key, group
+        finally:
+            self.close(key)
+
+    def open(self, group_id: int | None) -> tuple[int, RunningGroup]:
+        """A group whose first request is about to come; None: one that nobody asks about.
 
         Raises:
             ValueError: another group of this id is being sampled.
@@ -56,10 +64,11 @@ class Groups:
             )
         group = RunningGroup()
         self._groups[group_id] = group
-        try:
-            yield group_id, group
-        finally:
-            del self._groups[group_id]
+        return group_id, group
+
+    def close(self, key: int) -> None:
+        """No request of the group comes any more."""
+        del self._groups[key]
 
     def cancel(self, group_ids: Iterable[int]) -> None:
         """Mark groups; those that have ended meanwhile are no news (event loop)."""

@@ -1,8 +1,7 @@
-"""One sampled sequence, from the parts in which the engine made it.
+"""From what vLLM returns for a request to the tokens that a trajectory grows by, and to text.
 
-A sequence that runs from end to end is one part. One that was ended at a swap and resumed has several: each
-later part had the prompt and all tokens before it as its prompt. Whatever was recorded of a token stays as it
-was when the token was first computed; a later part adds only what lies beyond.
+A turn that runs from end to end is one request. One that was ended at a swap and resumed has several: each
+later one has the prompt and all tokens before it as its prompt.
 """
 
 from collections.abc import Sequence
@@ -17,55 +16,74 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from forgeasync.data.kept_tokens import KeptTokens
 from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.data.routing import RoutedExperts
+from forgeasync.rollouts.trajectory import SampledTokens, Trajectory
 
 ABORTED = "abort"
 """vLLM's finish reason of a request that was ended from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceJoiner:
-    """Turns the parts of a sequence into its rollout."""
+class SequenceReader:
+    """Reads the outputs of one engine."""
 
     tokenizer: TokenizerLike
     vocab_size: int
     num_experts: int
     num_dense_layers: int
 
-    def join(
-        self, prompt_ids_P: np.ndarray, parts: Sequence[CompletionOutput], *, stop: Sequence[str] = ()
-    ) -> Rollout:
-        """The rollout of a sequence; every part has tokens and only the last ended by itself.
+    def new_trajectory(self) -> Trajectory:
+        """A trajectory of this engine's model, without tokens."""
+        return Trajectory(num_experts=self.num_experts)
 
-        It ends with the token that completes one of the texts in ``stop``: vLLM has looked for them in every
-        part by itself, not where one part ends and the next begins.
-        """
-        assert all(part.token_ids for part in parts) and parts[-1].finish_reason != ABORTED
-        response_ids = [token for part in parts for token in part.token_ids]
-        finish_reason = FinishReason(parts[-1].finish_reason)
-        # vLLM gives the text as the reason where one has ended the part.
-        has_end_token = finish_reason is FinishReason.STOP and not isinstance(parts[-1].stop_reason, str)
-        text, num_tokens = self._text(prompt_ids_P.tolist(), response_ids, has_end_token, stop)
-        if num_tokens < len(response_ids):
-            finish_reason = FinishReason.STOP
-        return Rollout(
-            prompt_ids_P=prompt_ids_P.astype(np.int32),
-            response_ids_T=np.asarray(response_ids[:num_tokens], np.int32),
-            logprobs_T=np.concatenate([_logprobs(part) for part in parts])[:num_tokens],
-            version_spans=_spans(parts, num_tokens),
-            text=text,
-            finish_reason=finish_reason,
-            routed_experts=self._routing(parts, num_tokens=len(prompt_ids_P) + num_tokens),
-            kept_tokens=self._kept_tokens(parts, num_tokens),
+    def sampled(self, output: CompletionOutput) -> SampledTokens:
+        """What a request has sampled; at least one token."""
+        assert output.logprobs is not None and output.weight_versions is not None
+        experts, mask = output.routed_experts, output.sampling_mask
+        return SampledTokens(
+            ids_T=np.asarray(output.token_ids, np.int32),
+            logprobs_T=np.asarray(
+                [
+                    candidates[token].logprob
+                    for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
+                ],
+                np.float32,
+            ),
+            version_spans=tuple(
+                VersionSpan(version=int(span.version), start=span.start, end=span.end)
+                for span in output.weight_versions
+            ),
+            # vLLM has zeros for layers without experts.
+            expert_ids_RMK=None if experts is None else experts[:, self.num_dense_layers :],
+            kept_tokens=None
+            if mask is None
+            else KeptTokens.from_rows(mask.token_ids, vocab_size=self.vocab_size),
         )
 
-    def _text(
-        self, prompt_ids: list[int], response_ids: list[int], has_end_token: bool, stop: Sequence[str]
+    def rollout(
+        self, trajectory: Trajectory, finish_reason: FinishReason, *, has_end_token: bool, stop: Sequence[str]
+    ) -> Rollout:
+        """The trajectory with its text: that of its whole response, given tokens included.
+
+        Only a response of one turn ends where a text of ``stop`` begins: of several turns, all text is shown.
+        """
+        stop = stop if trajectory.has_one_turn else ()
+        text, _ = self.text(
+            trajectory.prompt_ids, trajectory.response_ids, has_end_token=has_end_token, stop=stop
+        )
+        return trajectory.rollout(text=text, finish_reason=finish_reason)
+
+    def text(
+        self, before: Sequence[int], ids: Sequence[int], *, has_end_token: bool, stop: Sequence[str]
     ) -> tuple[str, int]:
-        """As vLLM decodes a response that it made in one part, and how many tokens there are to its end."""
+        """The text of ``ids`` after ``before``, and the number of tokens up to its end.
+
+        As vLLM decodes a response that it made in one part: the text ends where the first of the texts in
+        ``stop`` begins, the tokens with the one that completes it. vLLM looks for them in every part of a
+        turn by itself, not where one part ends and the next begins.
+        """
         request = EngineCoreRequest(
             request_id="",
-            prompt_token_ids=prompt_ids,
+            prompt_token_ids=list(before),
             mm_features=None,
             sampling_params=SamplingParams(stop=list(stop)),
             pooling_params=None,
@@ -75,57 +93,9 @@ class SequenceJoiner:
             data_parallel_rank=None,
         )
         detokenizer = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
-        # Of several texts in ``stop`` the one that is completed first counts; what comes after it is dropped.
-        detokenizer.update(response_ids, has_end_token)
+        detokenizer.update(list(ids), has_end_token)
         text = detokenizer.get_next_output_text(finished=True, delta=False)
         return text, detokenizer.num_output_tokens()
-
-    def _routing(self, parts: Sequence[CompletionOutput], *, num_tokens: int) -> RoutedExperts | None:
-        """Each part has rows of all its inputs, which are all its tokens but the last."""
-        if any(part.routed_experts is None for part in parts):
-            return None
-        rows: list[np.ndarray] = []
-        num_rows = 0
-        for part in parts:
-            # vLLM has zeros for layers without experts.
-            rows.append(part.routed_experts[num_rows:, self.num_dense_layers :])
-            num_rows += len(rows[-1])
-        return RoutedExperts.from_rows(
-            np.concatenate(rows)[: num_tokens - 1], num_tokens=num_tokens, num_experts=self.num_experts
-        )
-
-    def _kept_tokens(self, parts: Sequence[CompletionOutput], num_tokens: int) -> KeptTokens | None:
-        if any(part.sampling_mask is None for part in parts):
-            return None
-        rows = [row for part in parts for row in part.sampling_mask.token_ids]
-        return KeptTokens.from_rows(rows[:num_tokens], vocab_size=self.vocab_size)
-
-
-def _logprobs(part: CompletionOutput) -> np.ndarray:
-    assert part.logprobs is not None
-    return np.asarray(
-        [candidates[token].logprob for token, candidates in zip(part.token_ids, part.logprobs, strict=True)],
-        np.float32,
-    )
-
-
-def _spans(parts: Sequence[CompletionOutput], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Of the first ``num_tokens`` tokens."""
-    spans: list[VersionSpan] = []
-    offset = 0
-    for part in parts:
-        assert part.weight_versions is not None
-        for span in part.weight_versions:
-            version, start = int(span.version), offset + span.start
-            if spans and spans[-1].version == version:
-                start = spans.pop().start
-            spans.append(VersionSpan(version=version, start=start, end=offset + span.end))
-        offset += len(part.token_ids)
-    return tuple(
-        VersionSpan(version=span.version, start=span.start, end=min(span.end, num_tokens))
-        for span in spans
-        if span.start < num_tokens
-    )
 
 
 def part_seed(seed: int | None, *, sample: int, part: int) -> int | None:

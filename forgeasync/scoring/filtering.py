@@ -36,7 +36,7 @@ class GroupFiltering:
         """
         facts = GroupFacts(
             rewards=tuple(score.value for score in scores),
-            lengths=tuple(rollout.num_response_tokens for rollout in group.rollouts),
+            lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
             is_truncated=tuple(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts),
             penalties=tuple(math.fsum(score.penalties.values()) for score in scores),
         )

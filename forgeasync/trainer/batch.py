@@ -81,11 +81,12 @@ def training_sequence(
         prompt_ids_P=trace.prompt_ids_P,
         response_ids_T=trace.response_ids_T,
         behavior_logprobs_T=trace.logprobs_T,
-        ages_T=_ages(item.rollout, trained_version),
+        ages_T=_ages(item.rollout, trace.is_sampled_T, trained_version),
         advantage=_advantages(item, trace, places),
         weight=item.weight,
         expert_ids_SMK=expert_ids_SMK,
         kept_tokens=trace.kept_tokens if keep_sampling_mask else None,
+        is_sampled_T=trace.is_sampled_T,
     )
 
 
@@ -97,9 +98,16 @@ def _advantages(item: TrainingItem, trace: TokenTrace, places: TokenPlaces) -> f
     return spread(item.advantages, starts_T, num_characters=len(item.rollout.text))
 
 
-def _ages(rollout: StoredRollout, trained_version: int) -> np.ndarray:
-    ages_T = np.full(rollout.num_response_tokens, -1, np.int32)
+NO_AGE = -1
+"""Of tokens that no version has sampled."""
+
+
+def _ages(rollout: StoredRollout, is_sampled_T: np.ndarray | None, trained_version: int) -> np.ndarray:
+    ages_T = np.full(rollout.num_response_tokens, NO_AGE, np.int32)
     for span in rollout.version_spans:
         ages_T[span.start : span.end] = trained_version - span.version
-    assert (ages_T >= 0).all(), "every token has a version no newer than the weights it trains"
+    is_sampled_T = np.ones(len(ages_T), bool) if is_sampled_T is None else is_sampled_T
+    assert (ages_T[is_sampled_T] >= 0).all() and (ages_T[~is_sampled_T] == NO_AGE).all(), (
+        "exactly the sampled tokens have a version, no newer than the weights it trains"
+    )
     return ages_T

@@ -1,7 +1,8 @@
 """Several sequences in one row, and rows dealt to data-parallel ranks: pure functions on numpy arrays.
 
 A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
-after it; only positions whose target is a response token are trained on.
+after it; only positions whose target is a sampled token of a response are trained on. What an environment put
+between two turns of the model is attended to like a prompt.
 
 Shape suffixes: P prompt tokens, T response tokens (of a sequence, or of all in a row), L row length, M MoE
 layers, K top-k.
@@ -26,7 +27,9 @@ class TrainingSequence:
 
     int32 ids; float32 ``behavior_logprobs_T``; int32 ``ages_T``: policy versions between sampling and
     this optimizer step. ``expert_ids_SMK``: int16 [P + T, M, K] to replay, ``NO_RECORD`` where the trainer
-    is to choose; None: it chooses for all. ``kept_tokens`` None: all tokens were kept.
+    is to choose; None: it chooses for all. ``kept_tokens`` None: all tokens were kept. ``is_sampled_T``:
+    bool, False for response tokens that are no targets; None: all are. What such a token has in the other
+    arrays is not read.
     """
 
     prompt_ids_P: np.ndarray
@@ -39,6 +42,7 @@ class TrainingSequence:
     """How often the sequence counts in the batch's loss."""
     expert_ids_SMK: np.ndarray | None = None
     kept_tokens: KeptTokens | None = None
+    is_sampled_T: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,9 +89,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         ages_L=np.zeros(length, np.int32),
         sequence_ids_L=np.full(length, NO_SEQUENCE, np.int64),
         expert_ids_LMK=_empty_routing(sequences, length),
-        kept_tokens=concatenate(
-            [s.kept_tokens or all_kept(len(s.response_ids_T)) for s in sequences],
-        ),
+        kept_tokens=concatenate([_kept_of_targets(sequence) for sequence in sequences]),
     )
     start = 0
     for index, sequence in enumerate(sequences):
@@ -98,18 +100,34 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         row.target_ids_L[start : end - 1] = ids[1:]
         row.sequence_ids_L[start:end] = index
         # The last prompt token predicts the first response token; the last response token predicts nothing.
-        targets = slice(start + len(sequence.prompt_ids_P) - 1, end - 1)
+        targets = np.arange(start + len(sequence.prompt_ids_P) - 1, end - 1)
+        is_target_T = _is_target(sequence)
+        targets = targets[is_target_T]
         row.mask_L[targets] = True
-        row.behavior_logprobs_L[targets] = sequence.behavior_logprobs_T
+        row.behavior_logprobs_L[targets] = sequence.behavior_logprobs_T[is_target_T]
         row.advantages_L[targets] = sequence.advantage
         row.sample_weights_L[targets] = sequence.weight
-        row.ages_L[targets] = sequence.ages_T
+        row.ages_L[targets] = sequence.ages_T[is_target_T]
         if row.expert_ids_LMK is not None and sequence.expert_ids_SMK is not None:
             row.expert_ids_LMK[start:end] = sequence.expert_ids_SMK
         start = end
     # Padding is one more sequence: real tokens never attend to it, it attends to itself.
     row.positions_L[start:] = np.arange(length - start)
     return row
+
+
+def _is_target(sequence: TrainingSequence) -> np.ndarray:
+    """Which response tokens are trained on: bool [T]."""
+    if sequence.is_sampled_T is None:
+        return np.ones(len(sequence.response_ids_T), bool)
+    return sequence.is_sampled_T
+
+
+def _kept_of_targets(sequence: TrainingSequence) -> KeptTokens:
+    is_target_T = _is_target(sequence)
+    if sequence.kept_tokens is None:
+        return all_kept(int(is_target_T.sum()))
+    return sequence.kept_tokens.take(is_target_T)
 
 
 def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.ndarray | None:

@@ -333,6 +333,9 @@ class StartingFleet:
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None) -> LocalBuffer:
         return LocalBuffer(config)
 
+    async def start_environment(self, config: RunConfig, model_path: Path) -> None:
+        return None
+
     async def start_trainer(self, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
         self.max_token_age = setup.max_token_age
         return Trainer()

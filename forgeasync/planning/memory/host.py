@@ -5,9 +5,11 @@ from forgeasync.config.schema import RunConfig
 from forgeasync.config.sizes import (
     BYTES_PER_ELEMENT,
     kept_bytes_per_token,
+    longest_response,
     num_adapter_parameters,
     published_weight_bytes,
     routing_bytes_per_token,
+    sampled_mark_bytes_per_token,
 )
 from forgeasync.planning.memory.items import Machine, MemoryItem
 from forgeasync.planning.memory.parameters import count_merged, merges_adapters
@@ -68,9 +70,10 @@ def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     # Of a model without experts there is nothing to record, whatever the setting.
     routing = routing_bytes_per_token(config, facts) if facts.num_experts else 0
     kept = kept_bytes_per_token(config, facts)
-    response = config.sampling.max_response_tokens
+    response = longest_response(config)
     prompt = config.model.max_context_length - response
     # int32 ids; of responses float32 log-probabilities too.
     of_prompt = prompt * (4 + routing) + PAYLOAD_HEADER_BYTES
-    of_response = response * (4 + 4 + routing + kept) + PAYLOAD_HEADER_BYTES
+    marks = sampled_mark_bytes_per_token(config)
+    of_response = response * (4 + 4 + routing + kept + marks) + PAYLOAD_HEADER_BYTES
     return of_prompt + config.algorithm.group_size * of_response

@@ -1,0 +1,141 @@
+"""The environment actor: a thin shell around the episodes of one environment.
+
+Runs episodes for the collecting loop and for evaluation. Has the generator that a group is pinned to sample
+the model's turns; token ids go there, and texts come back. Calls overlap freely.
+"""
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from forgeasync.actors.deadline import deadline
+from forgeasync.actors.generator import CancelledGroup, GeneratorActor, RefusedGroup
+from forgeasync.buffer.decisions import DropReason
+from forgeasync.config.python_code import PythonCode
+from forgeasync.config.schema import SamplingSection
+from forgeasync.config.timeout_schema import TimeoutSection
+from forgeasync.data.rollout import StoredRollout
+from forgeasync.data.task import Task
+from forgeasync.environments.episodes import (
+    EpisodeFailed,
+    EpisodeResult,
+    Episodes,
+    EpisodesCancelled,
+    SampleEpisodeTurn,
+)
+from forgeasync.observability.logs import redirect_process_output
+from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSetup:
+    """What the episodes of a run are run with."""
+
+    environment: PythonCode
+    model_path: Path
+    chat_template: bool
+    sampling: SamplingSection
+    max_context_length: int
+    timeouts: TimeoutSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeGroup:
+    """A group of episodes, sampled and scored; one result for each rollout."""
+
+    rollouts: tuple[StoredRollout, ...]
+    results: tuple[EpisodeResult, ...]
+
+
+class EnvironmentActor(Actor):
+    """One environment in one proc."""
+
+    def __init__(self, log_dir: Path) -> None:
+        redirect_process_output(log_dir / f"environment-{current_rank().rank}.log")
+        self._num_evaluated = 0
+
+    @concurrent_endpoint
+    async def setup(self, setup: EnvironmentSetup) -> None:
+        """Build the environment and load the tokenizer.
+
+        Raises:
+            ValueError: the environment cannot be built here, though it could where the run was checked.
+        """
+        from transformers import AutoTokenizer
+
+        from forgeasync.environments.build import build_environment
+        from forgeasync.environments.conversation import MessageRenderer
+
+        self._setup = setup
+        tokenizer = AutoTokenizer.from_pretrained(setup.model_path)
+        self._episodes = Episodes(
+            build_environment(setup.environment),
+            MessageRenderer(tokenizer, chat_template=setup.chat_template),
+            name=setup.environment.factory,
+            max_turn_tokens=setup.sampling.max_response_tokens,
+            max_context_length=setup.max_context_length,
+            limit_s=setup.timeouts.episode_s,
+        )
+
+    @concurrent_endpoint
+    async def connect(self, generators: GeneratorActor) -> None:
+        """Who samples the model's turns."""
+        self._generators = generators
+
+    @concurrent_endpoint
+    async def run_group(
+        self, group_id: int, task: Task, num_episodes: int, generator_rank: int, seed: int | None
+    ) -> EpisodeGroup | RefusedGroup | CancelledGroup:
+        """Run the episodes of a group and have their arrays stored; a group that fails leaves nothing."""
+        generator = self._generators.slice(procs=generator_rank)
+        try:
+            results = await self._run(group_id, task, num_episodes, generator_rank, seed)
+        except EpisodesCancelled:
+            await generator.drop_episodes.call_one(group_id)
+            return CancelledGroup()
+        except EpisodeFailed as error:
+            await generator.drop_episodes.call_one(group_id)
+            return RefusedGroup(problem=f"group {group_id}: {error}", reason=DropReason.EPISODE_FAILED)
+        stored: tuple[StoredRollout, ...] | RefusedGroup = await generator.store_episodes.call_one(
+            group_id, [result.is_truncated for result in results]
+        )
+        return stored if isinstance(stored, RefusedGroup) else EpisodeGroup(rollouts=stored, results=results)
+
+    @concurrent_endpoint
+    async def evaluate(
+        self, task: Task, generator_rank: int, seed: int | None
+    ) -> EpisodeResult | RefusedGroup:
+        """One episode that is not trained on."""
+        self._num_evaluated += 1
+        group_id = -self._num_evaluated
+        try:
+            (result,) = await self._run(group_id, task, 1, generator_rank, seed)
+        except EpisodeFailed as error:
+            return RefusedGroup(problem=str(error), reason=DropReason.EPISODE_FAILED)
+        finally:
+            await self._generators.slice(procs=generator_rank).drop_episodes.call_one(group_id)
+        return result
+
+    def _run(
+        self, group_id: int, task: Task, num_episodes: int, generator_rank: int, seed: int | None
+    ) -> Awaitable[tuple[EpisodeResult, ...]]:
+        return self._episodes.run(
+            task, group_id=group_id, num_episodes=num_episodes, sample=self._sampler(generator_rank, seed)
+        )
+
+    def _sampler(self, generator_rank: int, seed: int | None) -> SampleEpisodeTurn:
+        generator, setup = self._generators.slice(procs=generator_rank), self._setup
+        limit_s = setup.timeouts.generate_s
+
+        async def sample(episode: EpisodeId, given_ids: np.ndarray, max_tokens: int) -> SampledTurn | None:
+            call = f"generator {generator_rank} sampling a turn of group {episode.group_id}"
+            async with deadline(limit_s, call=call, key="timeouts.generate_s"):
+                turn: SampledTurn | CancelledGroup = await generator.continue_episode.call_one(
+                    episode, given_ids, setup.sampling, max_tokens, seed
+                )
+            return None if isinstance(turn, CancelledGroup) else turn
+
+        return sample

@@ -1,0 +1,64 @@
+"""The controller's side of an environment: a group of episodes as one call, pinned to one generator."""
+
+from contextlib import AbstractAsyncContextManager
+
+from forgeasync.actors.deadline import DeadlineExceeded, deadline
+from forgeasync.actors.environment import EnvironmentActor, EpisodeGroup
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import Unscored
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.buffer.decisions import DropReason
+from forgeasync.config.timeout_schema import TimeoutSection
+from forgeasync.data.task import Task
+from forgeasync.scoring.score import Score
+
+
+class GroupEpisodes:
+    """Runs groups of episodes. Whatever goes wrong with an environment costs one group at most.
+
+    The deadline of an episode, ``timeouts.episode_s``, is kept where it runs. Here is only a backstop for an
+    environment that blocks its event loop, which nothing there can end.
+    """
+
+    def __init__(
+        self,
+        actor: EnvironmentActor,
+        generators: GeneratorRouter,
+        *,
+        group_size: int,
+        timeouts: TimeoutSection,
+    ) -> None:
+        self._actor = actor
+        self._generators = generators
+        self._group_size = group_size
+        # After an episode's last turn its group is stored.
+        self._backstop_s = timeouts.episode_s + timeouts.generate_s
+
+    async def sample(
+        self, group_id: int, task: Task, *, seed: int | None
+    ) -> EpisodeGroup | RefusedGroup | CancelledGroup:
+        """The group of a task, sampled and scored; its arrays stay with the generator until freed."""
+        with self._generators.pinned(self._group_size) as rank:
+            try:
+                async with self._backstop(f"running the episodes of group {group_id}"):
+                    return await self._actor.run_group.call_one(group_id, task, self._group_size, rank, seed)
+            except DeadlineExceeded as error:
+                await self._generators.drop_episodes(rank, group_id)
+                return RefusedGroup(problem=str(error), reason=DropReason.EPISODE_FAILED)
+
+    async def score(self, task: Task, *, seed: int | None) -> Score | Unscored:
+        """The score of one episode that is not trained on."""
+        what = f"the episode of held-out problem {task.task_id}"
+        with self._generators.pinned(1) as rank:
+            try:
+                async with self._backstop(f"running {what}"):
+                    result = await self._actor.evaluate.call_one(task, rank, seed)
+            except DeadlineExceeded as error:
+                return Unscored(reason=str(error))
+        if isinstance(result, RefusedGroup):
+            return Unscored(reason=f"{what} failed: {result.problem}")
+        return result.score
+
+    def _backstop(self, call: str) -> AbstractAsyncContextManager[None]:
+        key = "timeouts.episode_s + timeouts.generate_s"
+        return deadline(self._backstop_s, call=call, key=key)

@@ -1,0 +1,81 @@
+"""A tokenizer of single characters with chat templates as models have them, and a model that is scripted."""
+
+import string
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from forgeasync.data.rollout import FinishReason
+from forgeasync.rollouts.turns import SampledTurn
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+CHATML = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STRIPPING = CHATML.replace("m['content']", "(m['content'] | trim)")
+"""As Llama 3 does."""
+SPACED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + '<|im_end|>' }}"
+    "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+"""As Mistral does: no generation prompt, but a space before a turn."""
+FORGETFUL = CHATML.replace(
+    "m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])"
+)
+"""As Qwen3 does: without the reasoning of earlier turns."""
+LAST_ONLY = CHATML.replace("messages %}", "messages[-2:] %}")
+NUMBERED = CHATML.replace("m['role']", "m['role'] + (messages | length | string)")
+PICKY = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+
+
+def make_tokenizer(template: str | None, *, newline: bool = True) -> PreTrainedTokenizerFast:
+    """Characters and the two special tokens of ChatML."""
+    characters = sorted(set(string.printable) - (set() if newline else {"\n"}))
+    vocabulary = {token: index for index, token in enumerate(["<unk>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(START, special=True), AddedToken(END, special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token=END)
+    fast.chat_template = template
+    return fast
+
+
+class ScriptedModel:
+    """Says given texts one after the other, and keeps each episode's tokens as a generator does."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, cut: bool = False
+    ) -> None:
+        """With ``cut`` turns end for their length, otherwise with the end token."""
+        self._tokenizer = tokenizer
+        self._texts = list(texts)
+        self._cut = cut
+        self.ids: list[int] = []
+        self.max_tokens: list[int] = []
+
+    async def __call__(self, given_ids: np.ndarray, max_tokens: int) -> SampledTurn | None:
+        assert given_ids.dtype == np.int32
+        self.ids += given_ids.tolist()
+        self.max_tokens.append(max_tokens)
+        return self.say()
+
+    def say(self) -> SampledTurn:
+        text = self._texts.pop(0)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not self._cut:
+            ids.append(self._tokenizer.eos_token_id)
+        self.ids += ids
+        return SampledTurn(
+            text=text,
+            num_tokens=len(ids),
+            finish_reason=FinishReason.LENGTH if self._cut else FinishReason.STOP,
+            last_id=ids[-1],
+            version=0,
+        )
