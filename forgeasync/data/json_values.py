@@ -14,7 +14,8 @@ _LEFT_OUT = object()
 def json_like(record: Mapping[Any, Any]) -> dict[str, Any]:
     """A copy of a record with plain values only.
 
-    Lists and mappings are gone into, tuples become lists, whole numbers of more than 64 bits text. What JSON cannot hold (images, bytes, NaN, half characters) is left out, with its key.
+    Lists and mappings are gone into, tuples become lists, whole numbers of more than 64 bits text. What
+    JSON cannot hold (images, bytes, NaN, half characters) is left out, with its key.
     """
     plain = _plain(record, 0)
     return plain if isinstance(plain, dict) else {}
