@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MAX_INTEGER_BITS = 64
-"""What the files of a checkpoint can hold; longer whole numbers become text."""
+_INTEGERS = range(-(2**63), 2**63)
+"""What the files of a checkpoint can hold."""
 
 _MAX_DEPTH = 32
 _LEFT_OUT = object()
@@ -14,8 +14,8 @@ _LEFT_OUT = object()
 def json_like(record: Mapping[Any, Any]) -> dict[str, Any]:
     """A copy of a record with plain values only.
 
-    Lists and mappings are gone into, tuples become lists, whole numbers of more than ``MAX_INTEGER_BITS``
-    bits text. What JSON cannot hold (images, bytes, NaN, half characters) is left out, with its key.
+    Lists and mappings are gone into, tuples become lists, whole numbers of more than 64 bits text. What
+    JSON cannot hold (images, bytes, NaN, half characters) is left out, with its key.
     """
     plain = _plain(record, 0)
     return plain if isinstance(plain, dict) else {}
@@ -27,7 +27,7 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, str):
         return str(value) if _is_whole_text(value) else _LEFT_OUT
     if isinstance(value, int):
-        return int(value) if value.bit_length() < MAX_INTEGER_BITS else str(value)
+        return int(value) if value in _INTEGERS else str(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else _LEFT_OUT
     if depth >= _MAX_DEPTH:
