@@ -31,7 +31,7 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     yield from _check_objective(algorithm)
     yield from _check_corrections(algorithm)
-    yield from _check_aggregation(algorithm, longest_response(config))
+    yield from _check_aggregation(config)
     yield from _check_kl(algorithm)
     yield from _check_advantage(algorithm)
     yield from check_filters(
@@ -103,7 +103,8 @@ def _check_corrections(algorithm: AlgorithmSection) -> Iterator[Problem]:
         first_ratio = first_ratio or kind
 
 
-def _check_aggregation(algorithm: AlgorithmSection, longest: int) -> Iterator[Problem]:
+def _check_aggregation(config: RunConfig) -> Iterator[Problem]:
+    algorithm, longest = config.algorithm, longest_response(config)
     aggregation = algorithm.aggregation
     if isinstance(algorithm.objective, Gspo) and not isinstance(aggregation, SequenceMeanOfTokenMean):
         yield Problem(
@@ -113,11 +114,12 @@ def _check_aggregation(algorithm: AlgorithmSection, longest: int) -> Iterator[Pr
             "sequence's whole loss, so that any other would weigh sequences by their length",
         )
     if isinstance(aggregation, ConstantLength) and aggregation.length < longest:
+        is_single_turn = config.environment is None
+        bound = "sampling.max_response_tokens" if is_single_turn else "model.max_context_length"
         yield Problem(
             field="algorithm.aggregation.length",
             value=aggregation.length,
-            remedy=f"must be at least {longest}, the longest response (sampling.max_response_tokens; with an "
-            "environment model.max_context_length)",
+            remedy=f"must be at least {bound} = {longest}: no response is longer",
         )
 
 

@@ -345,7 +345,7 @@ class SamplerEngine:
                 return
 
     def _num_to_stop(self, sequence: EngineSequence, start: int, part: CompletionOutput) -> int:
-        """How many tokens of ``part`` belong to the turn that began at ``start``, up to a text of ``stop``."""
+        """How many tokens of ``part`` are in the turn that began at ``start``, up to a text of ``stop``."""
         before = sequence.trajectory.token_ids
         ids = [*before[start:], *part.token_ids]
         is_end = part.finish_reason == FinishReason.STOP.value and not isinstance(part.stop_reason, str)
