@@ -63,7 +63,7 @@ from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget, largest_excess
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.scoring.score import Score
-from forgeasync.trainer.batch import deal_items, training_items
+from forgeasync.trainer.batch import deal_items, split_by_groups, training_items
 from forgeasync.trainer.step_result import StepResult
 
 
@@ -233,13 +233,17 @@ class GrpoRun:
             batch = await self.buffer.take.call_one()
             wait_s = time.perf_counter() - start_s
 
-            rows = deal_items(
-                training_items(batch.groups, batch.weights, config.algorithm),
-                tokens_per_row=config.trainer.tokens_per_row,
-                num_ranks=self.trainer.num_data_ranks,
-            )
+            items = training_items(batch.groups, batch.weights, config.algorithm)
+            minibatches = [
+                deal_items(
+                    of_step,
+                    tokens_per_row=config.trainer.tokens_per_row,
+                    num_ranks=self.trainer.num_data_ranks,
+                )
+                for of_step in split_by_groups(items, batch.groups, config.trainer.steps_per_batch)
+            ]
             train_start_s = time.perf_counter()
-            result = await self.trainer.train_items(rows, step=step)
+            result = await self.trainer.train_items(minibatches, step=step)
             train_s = time.perf_counter() - train_start_s
             await self.commit(batch, trainer_wait_share=wait_s / (wait_s + train_s))
 

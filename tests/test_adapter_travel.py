@@ -53,7 +53,7 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
         for i, r in enumerate(answer)
     ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
-    result = await trainer.train_items(rows, step=1)
+    result = await trainer.train_items([rows], step=1)
     await generators.free_payloads(answer)
     return result.metrics["mismatch/logprob_abs_max"]
 

@@ -15,8 +15,8 @@ from forgeasync.data.rollout import Group
 from forgeasync.data.routing import NO_RECORD, RoutedExperts
 from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
+from forgeasync.trainer.optimizer import scheduled_learning_rate
 from forgeasync.trainer.packing import TrainingSequence
-from forgeasync.trainer.policy_trainer import scheduled_learning_rate
 from forgeasync.trainer.token_places import TokenPlaces
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout

@@ -73,7 +73,7 @@ async def _train_on(
         for index, sampled in enumerate(samples)
     ]
     rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
-    result = await trainer.train_items(rows, step=1)
+    result = await trainer.train_items([rows], step=1)
     await _free(generators, samples)
     return result.metrics
 

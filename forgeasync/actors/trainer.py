@@ -109,8 +109,10 @@ class TrainerActor(Actor):
             )
 
     @endpoint
-    async def train_items(self, rows: list[list[TrainingItem]]) -> StepResult:
-        """The same over rollouts by reference: their arrays are read here, once.
+    async def train_items(self, minibatches: list[list[list[TrainingItem]]]) -> StepResult:
+        """A batch of rollouts by reference, an optimizer step for each of its minibatches of rows.
+
+        Their arrays are read here, once.
 
         Raises:
             MismatchTooLarge: trainer and sampler do not compute the same distribution.
@@ -122,11 +124,12 @@ class TrainerActor(Actor):
         # The rollouts of a group share their prompt's payload: it is read once.
         prompts: dict[str, Arrays] = {}
         packed = [
-            pack_row([await self._read(item, trained_version, prompts) for item in items]) for items in rows
+            [pack_row([await self._read(item, trained_version, prompts) for item in items]) for items in rows]
+            for rows in minibatches
         ]
         read_s = time.perf_counter() - start_s
-        result = self._trainer.train_step(packed, max_fresh_mismatch=self._section.max_fresh_mismatch)
-        self._keep_if_skipped(result, packed)
+        result = self._trainer.train_batch(packed, max_fresh_mismatch=self._section.max_fresh_mismatch)
+        self._keep_if_skipped(result, [row for rows in packed for row in rows])
         read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}
         return dataclasses.replace(result, metrics=metrics)

@@ -123,11 +123,15 @@ class TrainerMesh:
         )
 
     async def train_items(
-        self, rows_by_data_rank: list[list[list[TrainingItem]]], *, step: int
+        self, minibatches: list[list[list[list[TrainingItem]]]], *, step: int
     ) -> StepResult:
-        """The same over rollouts by reference; every rank reads the arrays of its own rows."""
+        """An optimizer step on each minibatch of a batch, which has items by data rank and row.
+
+        Every rank reads the arrays of its own rows.
+        """
         return await self._make_step(
-            lambda rank, data_rank: rank.train_items.call_one(rows_by_data_rank[data_rank]), step
+            lambda rank, data_rank: rank.train_items.call_one([rows[data_rank] for rows in minibatches]),
+            step,
         )
 
     async def _make_step(

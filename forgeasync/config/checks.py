@@ -74,6 +74,21 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
             remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; "
             f"must be at least the {ranks} data-parallel ranks of trainer.parallel",
         )
+    steps = config.trainer.steps_per_batch
+    if algorithm.groups_per_step % steps:
+        yield Problem(
+            field="trainer.steps_per_batch",
+            value=steps,
+            remedy=f"must divide algorithm.groups_per_step = {algorithm.groups_per_step}: every optimizer "
+            "step takes as many whole groups",
+        )
+    elif ranks <= rollouts < ranks * steps:
+        yield Problem(
+            field="trainer.steps_per_batch",
+            value=steps,
+            remedy=f"an optimizer step has {rollouts // steps} rollouts; must be at least the {ranks} "
+            "data-parallel ranks of trainer.parallel",
+        )
 
 
 def _check_generator(config: RunConfig) -> Iterator[Problem]:

@@ -158,9 +158,12 @@ class TrainerSection(Section):
     replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)
     """Share of the rows on which the mismatch without routing replay is measured too, at the price of one
     more forward pass over them."""
+    steps_per_batch: Count = 1
+    """Optimizer steps that a batch makes, each on as many whole groups; must divide
+    algorithm.groups_per_step. One batch is one policy version, however many steps it makes."""
     max_skipped_steps: Count = 3
-    """A step whose loss or gradient is not finite is skipped and counted; after this many in a row the run
-    ends with an error."""
+    """An optimizer step whose loss or gradient is not finite is skipped and counted; after this many batches
+    in a row with a skipped step the run ends with an error."""
     max_fresh_mismatch: float = Field(default=0.5, gt=0.0, le=1e6)
     """The run ends with an error before a step whose tokens, sampled under the very weights that train, have
     log-probabilities that differ from the sampler's by more than this on average, in nats."""

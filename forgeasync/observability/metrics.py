@@ -73,8 +73,9 @@ Keys of metrics.jsonl; all are on every line but those marked *:
 | `accounting/outstanding_deficit`     | weight of lost groups that no other has taken over yet            |
 | `accounting/num_censored`            | groups so far lost before their lengths were known                |
 | `accounting/weight_max`              | largest weight of the batch's groups                              |
-| `trainer/num_skipped_steps`          | steps so far whose loss or gradient was not finite on some rank:  |
-|                                      | weights stayed as they were, the batch is in logs/skipped_steps   |
+| `trainer/num_optimizer_steps`        | made on the batch; the trainer's metrics are means over them      |
+| `trainer/num_skipped_steps`          | batches so far with a step that was not made, since a loss or     |
+|                                      | gradient was not finite; the batch is in logs/skipped_steps       |
 | `routing/num_moe_layers` *           | 0, where the model has no experts: then nothing is replayed, and  |
 |                                      | this is the only metric of routing                                |
 | `routing/recorded_share`             | tokens with a routing record, of those that anything depends on   |

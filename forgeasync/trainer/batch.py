@@ -48,6 +48,21 @@ def training_items(
     ]
 
 
+def split_by_groups(
+    items: Sequence[TrainingItem], groups: Sequence[Group], num_minibatches: int
+) -> list[list[TrainingItem]]:
+    """The items of a batch's ``groups``, in their order, as minibatches of equally many whole groups."""
+    assert len(groups) % num_minibatches == 0, "checked with the config"
+    num_groups = len(groups) // num_minibatches
+    minibatches, start = [], 0
+    for first in range(0, len(groups), num_groups):
+        end = start + sum(len(group.rollouts) for group in groups[first : first + num_groups])
+        minibatches.append(list(items[start:end]))
+        start = end
+    assert start == len(items)
+    return minibatches
+
+
 def deal_items(
     items: Sequence[TrainingItem], *, tokens_per_row: int, num_ranks: int
 ) -> list[list[list[TrainingItem]]]:

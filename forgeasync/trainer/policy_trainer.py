@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.schema import OptimizerSection, RouterBias, TrainerSection
+from forgeasync.config.schema import RouterBias
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
 from forgeasync.trainer.finite import (
     MismatchTooLarge,
@@ -34,19 +33,20 @@ from forgeasync.trainer.finite import (
 from forgeasync.trainer.forward import RowForward
 from forgeasync.trainer.hf_names import hf_names
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
+from forgeasync.trainer.optimizer import build_optimizer, scheduled_learning_rate
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.probe import Probe
 from forgeasync.trainer.router_bias import RouterBiasUpdate, checkpoint_weights
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from forgeasync.trainer.step_sums import StepSums
 from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 from forgeasync.weights.named_weight import NamedWeight
 
 
 class PolicyTrainer:
-    """Trains a policy; ``policy_version`` counts its optimizer steps."""
+    """Trains a policy; ``policy_version`` counts the batches that it has taken."""
 
     def __init__(self, setup: TrainerSetup, *, checkpoints: CheckpointWriter | None = None) -> None:
         """Build the model on this rank; collective.
@@ -78,7 +78,7 @@ class PolicyTrainer:
         self._router_bias: RouterBiasUpdate | None = None
         if section.router_bias is RouterBias.UPDATED:
             self._router_bias = RouterBiasUpdate(self.model, section.router_bias_speed)
-        self._optimizer = _build_optimizer(self._trained(), section)
+        self._optimizer = build_optimizer(self._trained(), section.optimizer)
         self._probe = Probe(section.replay_probe_share)
         self._checkpoints = checkpoints or CheckpointWriter()
         # Context-parallel ranks go through the same losses and metrics: they count once.
@@ -98,26 +98,62 @@ class PolicyTrainer:
             return self._forward.logprobs(row)
 
     def train_step(self, rows: Sequence[PackedRow], *, max_fresh_mismatch: float | None = None) -> StepResult:
-        """One optimizer step over this rank's rows (one per microbatch, as many on every rank).
+        """A batch that makes one optimizer step: ``train_batch`` of one minibatch."""
+        return self.train_batch([rows], max_fresh_mismatch=max_fresh_mismatch)
 
-        The loss is that of all ranks' rows as one batch: neither packing nor the number of ranks changes
+    def train_batch(
+        self, minibatches: Sequence[Sequence[PackedRow]], *, max_fresh_mismatch: float | None = None
+    ) -> StepResult:
+        """One optimizer step on each minibatch, over this rank's rows (as many on every rank).
+
+        The loss of a step is that of all ranks' rows as one: neither packing nor the number of ranks changes
         the gradient. Where a loss or a gradient of any rank is not finite, every rank leaves weights and
-        optimizer as they are, and the result says why; the version counts on, so that it is the number of
-        batches taken.
+        optimizer as they are, the result says why, and the next minibatch has its turn. The version counts
+        batches, so that it goes on by one however many steps were made; the learning rate follows from it.
 
         Raises:
             MismatchTooLarge: on tokens sampled under the present weights, log-probabilities differ from the
                 sampler's by more than ``max_fresh_mismatch`` nats on average. No step was taken.
         """
         start_s = time.perf_counter()
-        sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE)
+        learning_rate = self._set_learning_rate()
+        proximal = self._proximal_logprobs(minibatches)
+        results, num_rows = [], 0
+        for index, (rows, proximal_logprobs) in enumerate(zip(minibatches, proximal, strict=True)):
+            limit = max_fresh_mismatch if index == 0 else None
+            result = self._step(rows, proximal_logprobs, first_row=num_rows, max_fresh_mismatch=limit)
+            result.metrics["learning_rate"] = learning_rate
+            results.append(result)
+            num_rows += len(rows)
+        self.policy_version += 1
+        return merged(results, policy_version=self.policy_version, train_s=time.perf_counter() - start_s)
+
+    def _proximal_logprobs(
+        self, minibatches: Sequence[Sequence[PackedRow]]
+    ) -> list[Sequence[torch.Tensor | None]]:
+        """Each row's log-probabilities [T] at the batch's start; None where those are the current ones."""
+        proximal: list[Sequence[torch.Tensor | None]] = [[None] * len(rows) for rows in minibatches]
+        if self._loss.needs_proximal:
+            with torch.no_grad():
+                proximal[1:] = [[self.logprobs(row) for row in rows] for rows in minibatches[1:]]
+        return proximal
+
+    def _step(
+        self,
+        rows: Sequence[PackedRow],
+        proximal: Sequence[torch.Tensor | None],
+        *,
+        first_row: int,
+        max_fresh_mismatch: float | None,
+    ) -> MinibatchResult:
+        """One optimizer step, unless something is not finite; the batch has ``first_row`` rows before."""
+        sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
         masks = [self._mask(row) for row in rows]
         total, num_trained, num_targets = self._count(rows, masks)
         problems = [
-            self._accumulate_gradients(index, row, mask_T, total, sums)
+            self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], total, sums)
             for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
         ]
-        learning_rate = self._set_learning_rate()
         # Before clipping: a norm that is nan makes every gradient nan.
         gradients = value_ranges(
             (f"the reduced gradient of {name}", parameter.grad) for name, parameter in self._trained()
@@ -130,7 +166,7 @@ class PolicyTrainer:
             )
         )
         metrics = sums.metrics(num_trained, mesh=self._loss_mesh)
-        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        metrics["grad_norm"] = grad_norm
         if self._max_token_age is not None:
             metrics["off_policy/rejected_token_share"] = 1.0 - num_trained / max(1, num_targets)
         skip_reason = self._reason_to_skip(problems, gradients, grad_norm)
@@ -144,12 +180,9 @@ class PolicyTrainer:
         elif self._router_bias is not None:
             self._router_bias.discard()
         self._optimizer.zero_grad()
-        self.policy_version += 1
-        return StepResult(
-            policy_version=self.policy_version,
+        return MinibatchResult(
             num_targets=num_trained,
             num_padding_tokens=sums.num_padding_tokens,
-            train_s=time.perf_counter() - start_s,
             metrics=metrics,
             skip_reason=skip_reason,
         )
@@ -197,7 +230,13 @@ class PolicyTrainer:
         return total, int(num_trained), int(num_targets)
 
     def _accumulate_gradients(
-        self, index: int, row: PackedRow, mask_T: torch.Tensor, total: float, sums: StepSums
+        self,
+        index: int,
+        row: PackedRow,
+        mask_T: torch.Tensor,
+        proximal_logprobs_T: torch.Tensor | None,
+        total: float,
+        sums: StepSums,
     ) -> str | None:
         """A row's share of the gradients; what is wrong with its loss, if that is not finite."""
 
@@ -217,6 +256,7 @@ class PolicyTrainer:
                 ages_T=targets(row.ages_L),
                 sample_weights_T=targets(row.sample_weights_L),
                 ref_logprobs_T=ref_logprobs_T,
+                proximal_logprobs_T=proximal_logprobs_T,
             )
             result = self._loss(tokens, total=total)
             if row.expert_ids_LMK is not None:
@@ -329,32 +369,3 @@ class PolicyTrainer:
             hf_checkpoint.save(self.model, self._facts, folder, source=source)
         else:
             lora_checkpoint.save(self.model, self._facts, self._lora, folder, source=source)
-
-
-def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
-    """The learning rate of a step, counted from 1: linear warm-up, constant, linear decay to zero."""
-    factor = min(1.0, step / max(1, optimizer.warmup_steps))
-    if optimizer.decay_steps is not None:
-        start, end = optimizer.decay_steps
-        factor *= min(1.0, max(0.0, (end - step) / (end - start)))
-    return optimizer.learning_rate * factor
-
-
-def _build_optimizer(
-    trained: Sequence[tuple[str, torch.nn.Parameter]], section: TrainerSection
-) -> torch.optim.AdamW:
-    # AdamW's fused loops cannot mix device meshes: experts (sharded over the expert mesh) and the rest
-    # (sharded over the data mesh) are groups of their own.
-    by_mesh: dict[object, list[torch.nn.Parameter]] = {}
-    for _, parameter in trained:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(parameter)
-    optimizer = section.optimizer
-    return torch.optim.AdamW(
-        [{"params": parameters} for parameters in by_mesh.values()],
-        lr=optimizer.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        fused=True,
-    )

@@ -1,14 +1,18 @@
-"""What an optimizer step reports, apart from TorchTitan, so that whoever reads it need not import it."""
+"""What a batch's optimizer steps report, apart from TorchTitan, so that whoever reads it need not import
+it."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one optimizer step measured, over the whole mesh.
+    """What the optimizer steps of one batch measured, over the whole mesh.
 
-    ``metrics`` are means over the trained tokens, under their names in metrics.jsonl. ``skip_reason`` says
-    what was not finite where the step was skipped: the version then has the weights of the one before.
+    ``metrics`` are means over the trained tokens of a step, and over the steps (``merged``), under their
+    names in metrics.jsonl. ``skip_reason`` says what was not finite where a step was skipped; where all of
+    them were, the version has the weights of the one before.
     """
 
     policy_version: int
@@ -17,3 +21,51 @@ class StepResult:
     train_s: float
     metrics: dict[str, float]
     skip_reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinibatchResult:
+    """What one optimizer step of a batch measured; ``skip_reason`` says why it was not made."""
+
+    num_targets: int
+    num_padding_tokens: int
+    metrics: dict[str, float]
+    skip_reason: str | None
+
+
+def merged(results: Sequence[MinibatchResult], *, policy_version: int, train_s: float) -> StepResult:
+    """The results of a batch's steps as one: metrics are means over the steps that have them.
+
+    Maxima are the largest ones, and numbers of tokens are summed. ``trainer/num_optimizer_steps`` counts the
+    steps that were made.
+    """
+    reasons = [
+        result.skip_reason if len(results) == 1 else f"step {number} of {len(results)}: {result.skip_reason}"
+        for number, result in enumerate(results, start=1)
+        if result.skip_reason is not None
+    ]
+    metrics = _merged_metrics([result.metrics for result in results])
+    metrics["trainer/num_optimizer_steps"] = float(len(results) - len(reasons))
+    return StepResult(
+        policy_version=policy_version,
+        num_targets=sum(result.num_targets for result in results),
+        num_padding_tokens=sum(result.num_padding_tokens for result in results),
+        train_s=train_s,
+        metrics=metrics,
+        skip_reason="; ".join(reasons) or None,
+    )
+
+
+def _merged_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    merged_metrics = {}
+    for name in dict.fromkeys(name for metrics in steps for name in metrics):
+        values = [metrics[name] for metrics in steps if name in metrics]
+        if len(values) == 1:
+            merged_metrics[name] = values[0]
+        elif name.endswith("_max"):
+            merged_metrics[name] = max(values)
+        elif name == "routing/num_without_record":
+            merged_metrics[name] = sum(values)
+        else:
+            merged_metrics[name] = math.fsum(values) / len(values)
+    return merged_metrics

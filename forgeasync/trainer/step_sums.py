@@ -19,8 +19,10 @@ from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 class StepSums:
     """Sums over trained tokens, under the names of the means they become in metrics.jsonl."""
 
-    def __init__(self, *, num_layers: int, device: str) -> None:
+    def __init__(self, *, num_layers: int, device: str, is_first: bool = True) -> None:
+        """``is_first`` False: earlier steps of the batch have moved the weights, so that nothing is fresh."""
         self._device = device
+        self._is_first = is_first
         self._sums: dict[str, torch.Tensor] = {}
         self._largest = torch.zeros((), device=device)
         # Per layer: replayed decisions, and those in which the gate would have chosen otherwise.
@@ -63,7 +65,7 @@ class StepSums:
         either: what it attends to was computed under older weights.
         """
         difference_T = (logprobs_T - behavior_T)[mask_T]
-        is_fresh_T = torch.from_numpy(_is_fresh(row)).to(self._device)[mask_T]
+        is_fresh_T = torch.from_numpy(_is_fresh(row) & self._is_first).to(self._device)[mask_T]
         self._ratios.add(difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
         if len(difference_T):
             self._largest = torch.maximum(self._largest, difference_T.abs().max())

@@ -31,7 +31,7 @@ WORK = Path("mutants")
 
 ACCEPTED = Path(__file__).with_name("accepted.toml")
 
-FUNCTIONS = {"forgeasync/trainer/policy_trainer.py": ("x_scheduled_learning_rate",)}
+FUNCTIONS = {"forgeasync/trainer/optimizer.py": ("x_scheduled_learning_rate",)}
 """Of these modules only these functions, under mutmut's names: the rest needs real models."""
 
 

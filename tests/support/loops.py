@@ -235,9 +235,14 @@ class Trainer:
         self.checkpoints: list[tuple[str, bytes]] = []
         """Name and controller's part of each."""
 
-    async def train_items(self, rows: Sequence[Sequence[Sequence[TrainingItem]]], *, step: int) -> StepResult:
-        assert len(rows) == self.num_data_ranks and step == len(self.steps) + 1
-        self.steps.append([item for of_rank in rows for row in of_rank for item in row])
+    async def train_items(
+        self, minibatches: Sequence[Sequence[Sequence[Sequence[TrainingItem]]]], *, step: int
+    ) -> StepResult:
+        assert all(len(rows) == self.num_data_ranks for rows in minibatches)
+        assert step == len(self.steps) + 1
+        self.steps.append(
+            [item for rows in minibatches for of_rank in rows for row in of_rank for item in row]
+        )
         return StepResult(
             policy_version=len(self.steps),
             num_targets=1,
