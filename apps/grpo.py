@@ -63,6 +63,7 @@ from forgeasync.payload.async_budget import AsyncPayloadBudget
 from forgeasync.payload.budget import PayloadBudget, largest_excess
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.scoring.score import Score
+from forgeasync.trainer.advantage_spans import steps_problem
 from forgeasync.trainer.batch import deal_items, split_by_groups, training_items
 from forgeasync.trainer.step_result import StepResult
 
@@ -208,6 +209,10 @@ class GrpoRun:
 
     async def accept(self, group: Group, scores: Sequence[Score]) -> None:
         """Filter a scored group and complete it in the buffer."""
+        if (problem := steps_problem(group, scores, self.config.algorithm)) is not None:
+            await self.generators.free_payloads(group.rollouts)
+            await self.give_up(group.group_id, DropReason.UNSCORED, problem)
+            return
         self.recorder.record_scored(scores, [rollout.num_sampled_tokens for rollout in group.rollouts])
         filtered = self.filtering.apply(group, scores)
         if filtered.kept:

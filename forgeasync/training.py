@@ -175,7 +175,8 @@ def _follow(command: Sequence[str]) -> None:
             raise
         code = process.wait()
     if code == EXIT_REFUSED:
-        raise ConfigError([Problem(field="config", remedy="\n".join(lines[lines.index("refused:") + 1 :]))])
+        said = [line.partition(": ") for line in lines[lines.index("refused:") + 1 :]]
+        raise ConfigError(Problem(field=field, remedy=remedy) for field, _, remedy in said)
     if code:
         raise TrainingFailed(next((line for line in reversed(lines) if line), f"exit code {code}"))
 

@@ -401,6 +401,13 @@ class OnlyForEpisodes:
         await asyncio.Event().wait()
 
 
+class NobodyScores:
+    """Whoever has something scored gets an error."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
 def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     trainer, recorder = Trainer(), EpisodeRecorder()
@@ -410,8 +417,7 @@ def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
         generators = Generators()
         grpo = make_run(config, generators=generators, trainer=trainer, recorder=recorder, held_out=held_out)
         grpo.episodes = ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1)
-        # Whoever asks it gets an error.
-        grpo.scorer = None
+        grpo.scorer = NobodyScores()
         await asyncio.wait_for(grpo.run(OnlyForEpisodes()), 20)
 
     asyncio.run(go())

@@ -11,6 +11,8 @@ import pytest
 
 from apps.grpo import GrpoRun, StepsSkipped
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.decisions import AGE_REASONS, Batch, Committed, DropReason
 from forgeasync.buffer.snapshot import BufferSnapshot
 from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
@@ -24,11 +26,12 @@ from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import TaskOrder
 from forgeasync.data.progress import GroupProgress
 from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.data.task import Task
 from forgeasync.environments.reward import Response
 from forgeasync.observability.failures import root_cause
 from forgeasync.sampler.swap import SwapReport
 from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.scoring.score import Score
+from forgeasync.scoring.score import Score, Step
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
@@ -46,6 +49,7 @@ from tests.support.loops import (
     make_problem,
     make_run,
     make_scoring,
+    score_by_text,
 )
 from tests.support.rollouts import make_stored_rollout
 
@@ -314,8 +318,6 @@ def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_
     config = make_config(tmp_path, "algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]")
     filtering = GroupFiltering(config.algorithm, seed=config.seed)
     rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
-    scores = [Score(value=value, is_correct=value > 0.0) for value in (1.0, 1.0, 0.0, 0.0)]
-
     scores = [Score(value, value > 0.5) for value in (1.0, 1.0, 0.0, 0.0)]
 
     def kept(group_id: int, draw_id: int) -> tuple[int, ...]:
@@ -340,6 +342,24 @@ def test_groups_that_nobody_scores_end_the_run(tmp_path: Path) -> None:
             generators=Unscorable(),
         )
     assert "5 groups in a row were given up (5 unscored;" in str(root_cause(raised.value))
+
+
+def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) -> None:
+    """Every third group has rewards of steps for one of its rollouts only."""
+
+    async def with_steps(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        scored = await score_by_text(task, responses)
+        if task.source_index % 3:
+            return scored
+        first = dataclasses.replace(scored.scores[0], steps=(Step(end=1, value=1.0),))
+        return ScoredResponses(scores=(first, *scored.scores[1:]), counts=scored.counts)
+
+    config, recorder, trainer = make_config(tmp_path), Recorder(), Trainer()
+    run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
+    run.scorer = GroupScoring(with_steps, config.scorer, limit_s=config.timeouts.score_s)
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    assert len(trainer.steps) == MAX_STEPS
+    assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
 
 
 def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:

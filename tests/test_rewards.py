@@ -318,10 +318,6 @@ class TestConfig:
                 ["data.reward={kind: python, factory: a.b, limit_s: 60}"],
                 "data.reward.limit_s = 60.0: must be less",
             ),
-            (
-                ["data.reward={kind: math}", "data.source.answer_prefix='#'"],
-                "data.source.answer_prefix = '#': is read by reward reasoning_gym, which data.reward",
-            ),
             (["data.system_prompt=Hi"], "data.system_prompt = 'Hi': is rendered by the chat template"),
             (
                 ["data.chat_template=true", "data.template_arguments={tokenize: true}"],

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from forgeasync.config.data_schema import AnswerPart, NamedSource, ReasoningGymSource, named_sources
+from forgeasync.config.data_schema import NamedSource, ReasoningGymSource, named_sources
 from forgeasync.config.evaluation_schema import SamplingSection, named_sets
 from forgeasync.config.part_names import PART_NAME_RULE, is_part_name
 from forgeasync.config.problems import Problem
@@ -92,19 +92,6 @@ def _check_rewards(source: NamedSource, score_s: float) -> Iterator[Problem]:
                 value=reward.limit_s,
                 remedy=f"must be less than timeouts.score_s = {score_s:g}, the limit for a whole group",
             )
-    if isinstance(source.source, ReasoningGymSource) and not any(
-        isinstance(reward, ReasoningGymReward) for reward in source.rewards
-    ):
-        unread = {"answer_prefix": "", "answer_part": AnswerPart.ALL}
-        for key, default in unread.items():
-            value = source.source.answer_prefix if key == "answer_prefix" else source.source.answer_part
-            if value != default:
-                yield Problem(
-                    field=f"{source.field}.{key}",
-                    value=str(value),
-                    remedy=f"is read by reward reasoning_gym, which {source.reward_field} does not have; "
-                    "leave it away",
-                )
 
 
 def _check_template(config: RunConfig) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ advantages.
 Shape suffix: T tokens of one response.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from forgeasync.algorithms.advantages import Grpo
 from forgeasync.algorithms.step_rewards import sums_of_later_steps
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.data.rollout import Group
+from forgeasync.scoring.score import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,18 @@ def advantage_spans(
         else _of_steps(group, algorithm)
         for group, advantages_G in zip(groups, algorithm.advantage.of_batch(rewards), strict=True)
     ]
+
+
+def steps_problem(group: Group, scores: Sequence[Score], algorithm: AlgorithmSection) -> str | None:
+    """Why ``advantage_spans`` would refuse this group with these scores; None where it would not."""
+    steps = tuple(score.steps for score in scores)
+    if not any(steps):
+        return None
+    try:
+        _of_steps(dataclasses.replace(group, steps=steps), algorithm)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _of_steps(group: Group, algorithm: AlgorithmSection) -> list[tuple[AdvantageSpan, ...]]:
