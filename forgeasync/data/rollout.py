@@ -16,6 +16,8 @@ from forgeasync.scoring.score import Score, Step
 
 
 class FinishReason(StrEnum):
+    """Why a response ended."""
+
     STOP = "stop"
     """The model ended its response."""
     LENGTH = "length"

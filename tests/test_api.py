@@ -1,0 +1,36 @@
+"""The public names: complete, documented, and free to import."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forgeasync as fa
+
+API = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+
+HEAVY = ("torch", "vllm", "monarch", "transformers", "numpy", "pydantic")
+
+
+def test_the_documented_names_are_the_public_ones() -> None:
+    documented = re.findall(r"^\| `(\w+)` \|", API.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(documented) == sorted(fa.__all__)
+    assert set(fa.__all__) <= set(dir(fa))
+
+
+@pytest.mark.parametrize("name", fa.__all__)
+def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    assert getattr(fa, name).__doc__
+
+
+def test_there_is_no_other_name() -> None:
+    with pytest.raises(AttributeError):
+        fa.no_such_name  # noqa: B018
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = f"import sys, forgeasync; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
