@@ -10,8 +10,7 @@ Four loops share one replay buffer, and none waits for another beyond it:
     serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
 With an environment the collecting loop runs episodes, which come back sampled and scored: nothing is left for
-the scoring loop then. The serving loops are in forgeasync/controller/serving.py, resuming in
-resume.py there.
+the scoring loop then. The serving loops are in forgeasync/controller/serving.py, resuming in resume.py there.
 With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run
 one after the other. With k > 0 generation runs ahead by at most k versions.
 """
