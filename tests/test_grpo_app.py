@@ -200,16 +200,13 @@ import torch
 CALLS = []
 
 
-def nan_later():
-    def objective(*, logprobs_T, behavior_logprobs_T, advantages_T, mask_T, sequence_ids_T):
-        is_trainer = torch.distributed.is_initialized()
-        CALLS.append(is_trainer)
-        losses_T = torch.where(mask_T, -logprobs_T * advantages_T, 0.0)
-        if is_trainer and sum(CALLS) > 1 and torch.distributed.get_rank() == 1:
-            losses_T = losses_T * torch.nan
-        return losses_T, {}
-
-    return objective
+def nan_later(row):
+    is_trainer = torch.distributed.is_initialized()
+    CALLS.append(is_trainer)
+    losses_T = torch.where(row.mask_T, -row.logprobs_T * row.advantages_T, 0.0)
+    if is_trainer and sum(CALLS) > 1 and torch.distributed.get_rank() == 1:
+        losses_T = losses_T * torch.nan
+    return losses_T, {}
 """
 
 

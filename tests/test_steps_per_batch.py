@@ -21,6 +21,7 @@ from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, split_by_groups
 from forgeasync.trainer.packing import PackedRow, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from tests.config_samples import MINIMAL, only
 from tests.support.models import write_random_model
@@ -76,7 +77,7 @@ class SeeingLoss:
 
 def make_trainer(folder: Path, loss: Loss) -> PolicyTrainer:
     optimizer = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)
-    return PolicyTrainer(
+    setup = TrainerSetup(
         section=TrainerSection(tokens_per_row=512, optimizer=optimizer, replay_probe_share=0.0),
         facts=read_model_facts(str(folder)),
         temperature=0.8,
@@ -84,6 +85,7 @@ def make_trainer(folder: Path, loss: Loss) -> PolicyTrainer:
         seed=0,
         checkpoint=folder,
     )
+    return PolicyTrainer(setup)
 
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:

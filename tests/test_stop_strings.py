@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from forgeasync.config.schema import GeneratorSection, SamplingSection
 from forgeasync.config.weights_schema import WeightsSection
 from forgeasync.data.records import check_rollout
 from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.sampler.sequence import SequenceJoiner
+from forgeasync.sampler.sequence import SequenceReader
 from tests.support.engines import RECORDS, start_engine
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -104,18 +105,26 @@ def make_part(ids: list[int], *, first_row: int, version: int, finish_reason: st
     )
 
 
+def join(reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Sequence[str]) -> Rollout:
+    trajectory = reader.new_trajectory()
+    trajectory.give(PROMPT)
+    *going_on, end = (reader.grow(trajectory, part, turn_start=len(PROMPT), stop=stop) for part in parts)
+    assert going_on == [None] * len(going_on) and end is not None
+    return reader.rollout(trajectory, end.finish_reason, has_end_token=end.has_end_token, stop=stop)
+
+
 def test_a_text_that_two_parts_share_ends_the_response_too(folder: Path) -> None:
     """vLLM looks for it in each part alone: a swap between two of its tokens would hide it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
-    joiner = SequenceJoiner(
+    reader = SequenceReader(
         tokenizer=tokenizer, vocab_size=len(tokenizer), num_experts=300, num_dense_layers=0
     )
     parts = [
         make_part(ids[:6], first_row=len(PROMPT), version=4, finish_reason="abort"),
         make_part(ids[6:], first_row=len(PROMPT) + 6, version=5, finish_reason="length"),
     ]
-    rollout = joiner.join(PROMPT, parts, stop=("45", "9"))
+    rollout = join(reader, parts, stop=("45", "9"))
     assert rollout.text == "12=3;" and rollout.finish_reason is FinishReason.STOP
     assert rollout.response_ids_T.tolist() == ids[:7]
     assert rollout.logprobs_T.tolist() == [-float(token) for token in ids[:7]]
@@ -123,5 +132,5 @@ def test_a_text_that_two_parts_share_ends_the_response_too(folder: Path) -> None
     assert rollout.routed_experts.expert_ids_RMK.ravel().tolist() == list(range(len(PROMPT) + 6))
     assert rollout.routed_experts.num_tokens == len(PROMPT) + 7
     assert rollout.kept_tokens.ids_N.tolist() == ids[:7]
-    whole = joiner.join(PROMPT, parts)
+    whole = join(reader, parts, stop=())
     assert whole.text == "12=3;45=9#6" and whole.finish_reason is FinishReason.LENGTH

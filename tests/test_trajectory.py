@@ -14,8 +14,10 @@ from forgeasync.data.kept_tokens import KeptTokens, check_kept_tokens
 from forgeasync.data.rollout import FinishReason, Rollout, StoredRollout, VersionSpan
 from forgeasync.data.routing import NO_RECORD
 from forgeasync.rollouts.trajectory import SampledTokens, Trajectory
+from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.packing import pack_row
+from forgeasync.trainer.token_places import TokenPlaces
 from tests.support.rollouts import make_ref
 
 NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCABULARY = 300, 2, 3, 50
@@ -173,7 +175,7 @@ def test_each_sampled_token_trains_once_with_its_own_records(
             text="",
             finish_reason=FinishReason.STOP,
         )
-        item = TrainingItem(rollout=stored, advantage=index - 0.5, weight=1.0 + index)
+        item = TrainingItem(rollout=stored, advantages=whole_response(index - 0.5), weight=1.0 + index)
         sequences.append(
             training_sequence(
                 item,
@@ -181,6 +183,7 @@ def test_each_sampled_token_trains_once_with_its_own_records(
                 trained_version=100,
                 routing_replay=RoutingReplay.ALL,
                 keep_sampling_mask=True,
+                places=TokenPlaces(None),
             )
         )
         assert stored.num_sampled_tokens == len((first, second)[index][0].versions)

@@ -44,7 +44,7 @@ from forgeasync.sampler.interruption import (
     RunningGroup,
     interruption_policy,
 )
-from forgeasync.sampler.sequence import ABORTED, SequenceReader, part_seed
+from forgeasync.sampler.sequence import SequenceReader, part_seed
 from forgeasync.sampler.served_adapters import AdapterSetup, ServedAdapter, engine_rank, install
 from forgeasync.sampler.stats import EngineStats
 from forgeasync.sampler.swap import GroupCancelled, SwapReport
@@ -327,30 +327,11 @@ class SamplerEngine:
                 raise GroupCancelled
             group.num_tokens += len(part.token_ids)
             self._num_generated_tokens += len(part.token_ids)
-            is_stopped = False
-            if part.token_ids:
-                sampled = self._reader.sampled(part)
-                if sampling.stop:
-                    num_new = self._num_to_stop(sequence, start, part)
-                    is_stopped = num_new < len(part.token_ids)
-                    sampled = sampled.first(num_new)
-                sequence.trajectory.sample(sampled)
-                num_left -= len(part.token_ids)
-            if is_stopped or part.finish_reason != ABORTED:
-                reason = FinishReason.STOP if is_stopped else FinishReason(part.finish_reason)
-                sequence.finish_reason = reason
-                # vLLM gives the text as the reason where one of ``stop`` has ended the part.
-                is_text = is_stopped or isinstance(part.stop_reason, str)
-                sequence.has_end_token = reason is FinishReason.STOP and not is_text
+            end = self._reader.grow(sequence.trajectory, part, turn_start=start, stop=sampling.stop)
+            num_left -= len(part.token_ids)
+            if end is not None:
+                sequence.finish_reason, sequence.has_end_token = end.finish_reason, end.has_end_token
                 return
-
-    def _num_to_stop(self, sequence: EngineSequence, start: int, part: CompletionOutput) -> int:
-        """How many tokens of ``part`` are in the turn that began at ``start``, up to a text of ``stop``."""
-        before = sequence.trajectory.token_ids
-        ids = [*before[start:], *part.token_ids]
-        is_end = part.finish_reason == FinishReason.STOP.value and not isinstance(part.stop_reason, str)
-        _, num_tokens = self._reader.text(before[:start], ids, has_end_token=is_end, stop=sequence.stop)
-        return num_tokens - (len(before) - start)
 
     async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
         async with self._gate.inside():

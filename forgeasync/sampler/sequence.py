@@ -23,6 +23,15 @@ ABORTED = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """How a turn ended."""
+
+    finish_reason: FinishReason
+    has_end_token: bool
+    """Whether it ended with a token made for that, not with a text of ``stop`` or at a bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceReader:
     """Reads the outputs of one engine."""
 
@@ -58,6 +67,31 @@ class SequenceReader:
             if mask is None
             else KeptTokens.from_rows(mask.token_ids, vocab_size=self.vocab_size),
         )
+
+    def grow(
+        self, trajectory: Trajectory, part: CompletionOutput, *, turn_start: int, stop: Sequence[str]
+    ) -> TurnEnd | None:
+        """Append what a request has sampled of the turn that began at token ``turn_start``.
+
+        Returns how the turn ended; None if the request was ended from outside and the turn goes on.
+        """
+        # vLLM gives the text as the reason where one of ``stop`` has ended the part.
+        has_end_token = part.finish_reason == FinishReason.STOP.value and not isinstance(
+            part.stop_reason, str
+        )
+        num_new = len(part.token_ids)
+        if stop and num_new:
+            before = trajectory.token_ids
+            ids = [*before[turn_start:], *part.token_ids]
+            _, num_tokens = self.text(before[:turn_start], ids, has_end_token=has_end_token, stop=stop)
+            num_new = num_tokens - (len(before) - turn_start)
+        if num_new:
+            trajectory.sample(self.sampled(part).first(num_new))
+        if num_new < len(part.token_ids):
+            return TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False)
+        if part.finish_reason == ABORTED:
+            return None
+        return TurnEnd(finish_reason=FinishReason(part.finish_reason), has_end_token=has_end_token)
 
     def rollout(
         self, trajectory: Trajectory, finish_reason: FinishReason, *, has_end_token: bool, stop: Sequence[str]

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.config.python_code import build_code
 from forgeasync.config.reward_schema import PythonReward, ScoredUnit
 from forgeasync.data.rollout import FinishReason
@@ -136,12 +137,11 @@ class _Calls:
         """One call; whatever becomes of it is the reply."""
         reply: dict[str, Any] = {"call": request["call"]}
         try:
-            async with asyncio.timeout(self._section.limit_s) as limit:
+            async with deadline(self._section.limit_s, call="the reward", key="limit_s"):
                 scores = await self._scores(request)
             reply["scores"] = [encode_score(score) for score in scores]
-        except TimeoutError as error:
-            # A reward can time out by itself too, in a request to a server.
-            reply |= {"timeout": True} if limit.expired() else {"error": _reason(error)}
+        except DeadlineExceeded:
+            reply["timeout"] = True
         except BaseException as error:  # SystemExit too: a reward's exception is for the user to see
             reply["error"] = _reason(error)
         del self._deadlines_s[request["call"]], self._tasks[request["call"]]
