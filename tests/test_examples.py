@@ -75,7 +75,7 @@ def test_the_cells_of_the_notebook_run_one_after_the_other(model: Path, tmp_path
 
 
 def test_expert_iteration_samples_trains_and_publishes(model: Path, tmp_path: Path) -> None:
-    """A model without training is hardly ever right: whatever it writes counts, by a reward of the test's own."""
+    """An untrained model is hardly ever right: by this reward whatever it writes is."""
     (tmp_path / "own_rewards.py").write_text("def anything(task, response):\n    return 1.0\n")
     reward = "data.reward={kind: python, factory: own_rewards.anything}"
     out = run(
@@ -85,6 +85,7 @@ def test_expert_iteration_samples_trains_and_publishes(model: Path, tmp_path: Pa
         *SMALL,
         reward,
         "max_steps=2",
+        "trainer.optimizer={learning_rate: 0.01, warmup_steps: 0}",
         search_path=tmp_path,
     )
     assert "round 2: 8 of 8 responses are right" in out and "left out" not in out
