@@ -24,9 +24,9 @@ from pathlib import Path
 
 from forgeasync.actors.environment import EpisodeGroup
 from forgeasync.actors.evaluation import evaluate
-from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import Unscored
+from forgeasync.actors.procs import Procs
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.checkpoint.folders import FINAL, checkpoint_name, list_checkpoints, step_of
@@ -118,7 +118,7 @@ class GrpoRun:
             recorder=recorder,
         )
 
-    async def run(self, fleet: Fleet) -> None:
+    async def run(self, fleet: Procs) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or proc ends the run and is raised."""
         async with asyncio.TaskGroup() as loops:
             others = (fleet.watch(), *self.serving.loops(), self.collect(), self.score())
@@ -395,7 +395,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
     ):
         for message in (f"run directory {run_dir.path}", *files.messages):
             console.message(message)
-        fleet = Fleet(run_dir.logs.resolve(), build_hosts(config, run_dir.logs.resolve()))
+        fleet = Procs(run_dir.logs.resolve(), build_hosts(config, run_dir.logs.resolve()))
         run: GrpoRun | None = None
         try:
             async with fleet.naming_deaths():

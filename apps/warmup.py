@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.procs import Procs
 from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.objectives import Supervised
 from forgeasync.config.model_facts import ModelFacts, read_model_facts
@@ -97,7 +97,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "initial"
         facts = write_initial_folder(source, warmup, tokenizer, config.model.max_context_length)
-        fleet = Fleet(Path(scratch) / "logs")
+        fleet = Procs(Path(scratch) / "logs")
         try:
             setup = TrainerSetup(
                 section=section,

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.procs import Procs
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.buffer_schema import (
     AccountingPolicy,
@@ -242,7 +242,7 @@ async def measure_actor() -> float:
         ],
     )
     with tempfile.TemporaryDirectory() as folder:
-        fleet = Fleet(Path(folder))
+        fleet = Procs(Path(folder))
         try:
             return await _through_actor(await fleet.start_buffer(config), ACTOR_GROUPS)
         finally:

@@ -17,8 +17,8 @@ from common import write_json
 from weight_models import MAX_CONTEXT, SIZES, ModelSize, sync_config, write_model
 from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 
-import forgeasync.actors.fleet
-from forgeasync.actors.fleet import Fleet
+import forgeasync.actors.procs
+from forgeasync.actors.procs import Procs
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import read_model_facts
@@ -57,14 +57,14 @@ class Bench:
     def __init__(self, config: RunConfig, size: ModelSize, logs: Path) -> None:
         self._config = config
         self._size = size
-        self._fleet = Fleet(logs)
+        self._fleet = Procs(logs)
         self._slot = 0
 
     async def start(self, folder: Path) -> None:
         """Spawn everything, connect every transport, begin to decode."""
         # The fleet is to spawn actors that time themselves.
-        forgeasync.actors.fleet.TrainerActor = ProbedTrainer
-        forgeasync.actors.fleet.GeneratorActor = ProbedGenerator
+        forgeasync.actors.procs.TrainerActor = ProbedTrainer
+        forgeasync.actors.procs.GeneratorActor = ProbedGenerator
         config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
         generators = await fleet.start_generators(config, facts, folder)
         self._generator = generators._replicas[0]

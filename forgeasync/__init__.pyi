@@ -1,5 +1,4 @@
 # The public names, by the module that defines them. docs/api.md says what each of them is; a test compares.
-from .actors.fleet import Fleet as Fleet
 from .algorithms.advantages import Advantage as Advantage
 from .algorithms.advantages import DrGrpo as DrGrpo
 from .algorithms.advantages import GroupPassAtK as GroupPassAtK
@@ -44,6 +43,7 @@ from .config.load import dump_config as dump_config
 from .config.load import load_config as load_config
 from .config.problems import ConfigError as ConfigError
 from .config.schema import RunConfig as RunConfig
+from .controller.fleet import Fleet as Fleet
 from .data.rollout import FinishReason as FinishReason
 from .data.rollout import Group as Group
 from .data.rollout import Rollout as Rollout

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
@@ -60,7 +60,7 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
     facts = read_model_facts(str(folder))
-    fleet = Fleet(out / "logs")
+    fleet = Procs(out / "logs")
     try:
         async with asyncio.TaskGroup() as starting:
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))

@@ -13,7 +13,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.deaths import ActorDied, Proc, read_report
-from forgeasync.actors.fleet import Fleet
+from forgeasync.actors.procs import Procs
 from forgeasync.observability import run_log
 from forgeasync.observability.failures import failure_line
 from forgeasync.observability.run_log import RunLog
@@ -58,11 +58,11 @@ class Machine:
         return pid not in self._ended
 
 
-def fail_beside_a_death(host: Machine, report: Callable[[Fleet], None]) -> None:
+def fail_beside_a_death(host: Machine, report: Callable[[Procs], None]) -> None:
     """A run whose trainer misses a deadline."""
 
     async def scenario() -> None:
-        fleet = Fleet(Path("logs"))
+        fleet = Procs(Path("logs"))
         fleet._peers = [Proc(role="trainer", rank=rank, pid=100 + rank, host=host) for rank in range(2)]
         try:
             async with fleet.naming_deaths(), asyncio.TaskGroup() as loops:
@@ -77,7 +77,7 @@ def fail_beside_a_death(host: Machine, report: Callable[[Fleet], None]) -> None:
 
 
 def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    def report(fleet: Fleet) -> None:
+    def report(fleet: Procs) -> None:
         asyncio.get_running_loop().call_later(0.3, fleet._on_report, KILLED)
 
     with pytest.raises(ActorDied, match="trainer rank 1 of 2 was killed by signal 9") as caught:
@@ -86,7 +86,7 @@ def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.M
 
 
 def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.fleet.REPORT_S", 0.1)
+    monkeypatch.setattr("forgeasync.actors.procs.REPORT_S", 0.1)
     with pytest.raises(
         ActorDied, match=r"^trainer rank 0 \(process 100\) has ended; see logs/trainer-0.log$"
     ):
@@ -94,9 +94,9 @@ def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.fleet.BETTER_REPORT_S", 0.5)
+    monkeypatch.setattr("forgeasync.actors.procs.BETTER_REPORT_S", 0.5)
 
-    def report(fleet: Fleet) -> None:
+    def report(fleet: Procs) -> None:
         fleet._on_report(SILENT)
         asyncio.get_running_loop().call_later(0.1, fleet._on_report, KILLED)
 
@@ -105,7 +105,7 @@ def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.Monke
 
 
 def test_without_a_death_the_error_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forgeasync.actors.fleet.END_S", 0.1)
+    monkeypatch.setattr("forgeasync.actors.procs.END_S", 0.1)
     with pytest.raises(ExceptionGroup) as caught:
         fail_beside_a_death(Machine(), lambda _: None)
     (error,) = caught.value.exceptions
@@ -185,7 +185,7 @@ def test_the_command_line_can_be_run_again() -> None:
 
 def test_a_death_that_is_named_comes_before_what_monarch_says_of_it() -> None:
     async def scenario() -> None:
-        fleet = Fleet(Path("logs"))
+        fleet = Procs(Path("logs"))
         try:
             async with fleet.naming_deaths():
                 raise ExceptionGroup("loops", [SupervisionError("Endpoint call failed"), ActorDied("rank 1")])

@@ -11,9 +11,9 @@ import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.actors.buffer import BufferReport
-from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.procs import Procs
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.algorithms.filters import DynamicSampling, ResampleOnCorrect
 from forgeasync.buffer.decisions import Batch, DropReason
@@ -137,7 +137,7 @@ class Recorder:
 async def _first_batch(
     config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path, scoring: GroupScoring | None
 ) -> Ended:
-    fleet = Fleet(log_dir)
+    fleet = Procs(log_dir)
     try:
         run = GrpoRun(
             config,
@@ -248,7 +248,7 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
     config = tiny_config(write_random_model(tmp_path / "model")).model_copy(update={"algorithm": starving})
 
     async def starve() -> None:
-        fleet = Fleet(tmp_path)
+        fleet = Procs(tmp_path)
         try:
             run = GrpoRun(
                 config,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from forgeasync.actors.deadline import DeadlineExceeded
-from forgeasync.actors.fleet import ActorDied
+from forgeasync.actors.procs import ActorDied
 from forgeasync.config.schema import TimeoutSection
 from forgeasync.controller.rescue import Rescue, save_newest_weights
 from forgeasync.observability.run_dir import RunDir

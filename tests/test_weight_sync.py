@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
@@ -121,7 +121,7 @@ async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
     facts = read_model_facts(str(folder))
     # Payloads are read as from another host; tests/test_grpo_app.py reads them from shared memory.
-    fleet = Fleet(out / "logs", LocalHosts(trainer_id="host-1"))
+    fleet = Procs(out / "logs", LocalHosts(trainer_id="host-1"))
     try:
         async with asyncio.TaskGroup() as starting:
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.generator import RefusedGroup
+from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
@@ -144,7 +144,7 @@ async def _catch_up(trainer: TrainerMesh, board: WeightBoard) -> None:
 
 async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> Seen:
     facts = read_model_facts(str(folder))
-    fleet = Fleet(out / "logs", LocalHosts(trainer_id=case.trainer_host))
+    fleet = Procs(out / "logs", LocalHosts(trainer_id=case.trainer_host))
     try:
         async with asyncio.TaskGroup() as starting:
             generators_task = starting.create_task(fleet.start_generators(config, facts, folder))

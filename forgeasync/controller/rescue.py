@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from forgeasync.actors.deadline import DeadlineExceeded, deadline
-from forgeasync.actors.fleet import ActorDied
+from forgeasync.actors.procs import ActorDied
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
 from forgeasync.checkpoint.hf_folder import HfFolderWriter

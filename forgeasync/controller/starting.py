@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.fleet import Fleet
 from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.buffer_schema import AgeOf
@@ -29,7 +29,7 @@ class Roles:
     """None: rollouts are single responses, which the scorer scores."""
 
 
-async def start_roles(config: RunConfig, prepared: Prepared, fleet: Fleet, console: StepConsole) -> Roles:
+async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, console: StepConsole) -> Roles:
     """Start and set up the procs of all roles, and let the trainer's weights reach the generators."""
     resumed = prepared.resumed
     num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas

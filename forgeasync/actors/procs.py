@@ -55,7 +55,7 @@ MONARCH_OWN_ACTORS = ("logger", "setup")
 
 
 @dataclass(slots=True)
-class Fleet:
+class Procs:
     """The meshes that a run has spawned so far; ``close`` stops them in any state."""
 
     log_dir: Path

@@ -1,0 +1,208 @@
+"""Trainer, generators and scorer of a config, for loops of your own.
+
+Nothing here runs by itself: your loop samples, trains and publishes in the order that it likes. For training
+and sampling side by side, with a replay buffer between them, see apps/grpo.py.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+from forgeasync.actors.evaluation import evaluate
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
+from forgeasync.actors.procs import Procs
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.algorithms.loss import Loss
+from forgeasync.config.data_schema import named_sources
+from forgeasync.config.schema import RunConfig
+from forgeasync.controller.preparation import Prepared, prepare
+from forgeasync.data.draws import sampling_seed
+from forgeasync.data.order import weighted_order
+from forgeasync.data.rollout import Group, StoredRollout
+from forgeasync.data.task import Task
+from forgeasync.environments.reward import response_of
+from forgeasync.launch.job_hosts import build_hosts
+from forgeasync.observability.held_out import HeldOutScores
+from forgeasync.observability.run_dir import default_run_dir
+from forgeasync.trainer.advantage_spans import whole_response
+from forgeasync.trainer.batch import TrainingItem, deal_items, training_items
+from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.trainer.step_result import StepResult
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.staging import NUM_SLOTS
+
+
+class Fleet:
+    """The procs of a config, started and connected. Generators serve the weights that were published last.
+
+        async with Fleet.start(config) as fleet:
+            groups = await fleet.sample(fleet.next_tasks(24))
+            await fleet.train(fleet.items(groups))
+            await fleet.free(groups)
+            await fleet.publish()
+
+    ``trainer``, ``generators`` and ``scorer`` are there for whatever these methods do not do.
+    """
+
+    def __init__(
+        self, prepared: Prepared, trainer: TrainerMesh, generators: GeneratorRouter, scorer: GroupScoring
+    ) -> None:
+        self.config = prepared.config
+        self.trainer = trainer
+        self.generators = generators
+        self.scorer = scorer
+        self.problems: list[str] = []
+        """Why groups were not sampled or not scored, one text for each."""
+        self._prepared = prepared
+        weights = {source.name: source.weight for source in named_sources(self.config.data)}
+        self._order = weighted_order(prepared.train, weights, seed=self.config.seed, position=0)
+        self._group_ids = itertools.count()
+        self._num_steps = self._served_version = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, config: RunConfig, *, loss: Loss | None = None) -> AsyncIterator["Fleet"]:
+        """Check the config, start its procs, and end them when the body ends.
+
+        ``loss`` takes the place of ``config.algorithm``. Logs of the procs are in the run's folder.
+
+        Raises:
+            ConfigError: lists every problem, before any process starts.
+            ActorDied: a proc has died; within an exception group where the body was running.
+        """
+        prepared = prepare(config)
+        config = prepared.config
+        folder = default_run_dir(config.name, datetime.now()) if config.run_dir is None else config.run_dir
+        logs = Path(folder).resolve() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        procs = Procs(logs, build_hosts(config, logs))
+        setup = TrainerSetup(
+            section=config.trainer,
+            facts=prepared.facts,
+            temperature=config.sampling.temperature,
+            loss=config.algorithm if loss is None else loss,
+            seed=config.seed,
+            checkpoint=prepared.model_path,
+            lora=config.lora,
+        )
+        try:
+            async with procs.naming_deaths():
+                await procs.open()
+                generators, scorer, trainer = await asyncio.gather(
+                    procs.start_generators(config, prepared.facts, prepared.model_path),
+                    procs.start_scorer(config),
+                    procs.start_trainer(setup, config.timeouts),
+                )
+                await trainer.connect(generators)
+                await procs.connect_weights(config, trainer, generators)
+            async with asyncio.TaskGroup() as watching:
+                watch = watching.create_task(procs.watch())
+                yield cls(prepared, trainer, generators, scorer)
+                watch.cancel()
+        finally:
+            await procs.close()
+
+    def next_tasks(self, num_tasks: int) -> list[Task]:
+        """The next training problems in the data's order; after the last comes another pass, reshuffled."""
+        return [self._order.next() for _ in range(num_tasks)]
+
+    async def sample(self, tasks: Iterable[Task]) -> list[Group]:
+        """A scored group of ``algorithm.group_size`` rollouts for each task, sampled side by side.
+
+        Groups that could not be sampled or scored are left out; ``problems`` says why. The arrays of the
+        others stay in the payload store (``payload.capacity_gib``) until ``free``.
+        """
+        groups = await asyncio.gather(*(self._sample(task) for task in tasks))
+        return [group for group in groups if group is not None]
+
+    async def _sample(self, task: Task) -> Group | None:
+        group_id = next(self._group_ids)
+        answer = await self.generators.sample_group(
+            group_id,
+            self._prepared.prompts.encode(task.prompt),
+            num_samples=self.config.algorithm.group_size,
+            sampling=self.config.sampling,
+            seed=sampling_seed(self.config.seed, group_id),
+        )
+        if isinstance(answer, RefusedGroup | CancelledGroup):
+            problem = answer.problem if isinstance(answer, RefusedGroup) else "cancelled"
+            self.problems.append(f"group {group_id}: {problem}")
+            return None
+        scores = await self.scorer.score(f"group {group_id}", task, [response_of(one) for one in answer])
+        if isinstance(scores, Unscored):
+            await self.generators.free_payloads(answer)
+            self.problems.append(scores.reason)
+            return None
+        return Group(
+            group_id=group_id,
+            draw_id=group_id,
+            task=task,
+            rollouts=answer,
+            rewards=tuple(score.value for score in scores),
+            scores=scores,
+        )
+
+    def items(self, groups: Sequence[Group]) -> list[TrainingItem]:
+        """What trains of groups, with the advantages of ``algorithm.advantage``."""
+        return training_items(groups, [1.0] * len(groups), self.config.algorithm)
+
+    def imitate(self, rollouts: Iterable[StoredRollout]) -> list[TrainingItem]:
+        """Rollouts to be made more likely, each with advantage 1."""
+        return [
+            TrainingItem(rollout=rollout, advantages=whole_response(1.0), weight=1.0) for rollout in rollouts
+        ]
+
+    async def train(self, items: Sequence[TrainingItem]) -> StepResult:
+        """One optimizer step.
+
+        Raises:
+            ValueError: there is nothing to train on.
+        """
+        if not items:
+            raise ValueError("an optimizer step needs at least one item")
+        rows = deal_items(
+            items,
+            tokens_per_row=self.config.trainer.tokens_per_row,
+            num_ranks=self.trainer.num_data_ranks,
+        )
+        self._num_steps += 1
+        return await self.trainer.train_items([rows], step=self._num_steps)
+
+    async def publish(self) -> int:
+        """Have every generator sample under the trainer's weights; returns their version."""
+        if self._num_steps == self._served_version:
+            return self._served_version
+        manifest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
+        await asyncio.gather(*(self._update(rank, manifest) for rank in range(self.generators.num_replicas)))
+        self._served_version = manifest.version
+        return manifest.version
+
+    async def _update(self, rank: int, manifest: Manifest) -> None:
+        fetched = await self.generators.begin_update(rank, manifest)
+        if not fetched.is_complete:
+            raise RuntimeError(f"generator {rank} could not fetch version {manifest.version} whole")
+        await self.generators.finish_update(rank, manifest.version)
+
+    async def evaluate(self) -> HeldOutScores:
+        """Scores on the held-out problems, one response each, under the weights that were published last."""
+        return await evaluate(
+            self._prepared.held_out,
+            generators=self.generators,
+            scorer=self.scorer,
+            prompts=self._prepared.prompts,
+            sampling=self.config.sampling,
+            on_answered=lambda: None,
+        )
+
+    async def free(self, groups: Iterable[Group]) -> None:
+        """Free the arrays of groups."""
+        await self.generators.free_payloads(rollout for group in groups for rollout in group.rollouts)
+
+    async def export(self, folder: str | Path) -> None:
+        """Write the trainer's weights as a Hugging Face folder, which must not be there yet."""
+        await self.trainer.save_hf(Path(folder).resolve(), source=self._prepared.model_path)
