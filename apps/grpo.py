@@ -167,8 +167,7 @@ class GrpoRun:
                     f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
                     "for a group and left besides; see payload.capacity_gib"
                 )
-                await self.generators.free_payloads(group.rollouts)
-                await self.give_up(group.group_id, DropReason.OVERSIZED, problem)
+                await self.drop(group, DropReason.OVERSIZED, problem)
                 return
             await self.buffer.finished.call_one(group)
             if isinstance(answer, EpisodeGroup):
@@ -189,6 +188,11 @@ class GrpoRun:
         await self.payloads.release(group_id)
         await self.buffer.failed.call_one(group_id, reason)
 
+    async def drop(self, group: Group, reason: DropReason, problem: str | None = None) -> None:
+        """Give up a group that was sampled, and free its arrays."""
+        await self.generators.free_payloads(group.rollouts)
+        await self.give_up(group.group_id, reason, problem)
+
     async def score(self) -> None:
         """Have sampled groups scored side by side; the buffer bounds how many there are."""
         async with asyncio.TaskGroup() as groups:
@@ -201,16 +205,14 @@ class GrpoRun:
             f"group {group.group_id}", group.task, [response_of(rollout) for rollout in group.rollouts]
         )
         if isinstance(scores, Unscored):
-            await self.generators.free_payloads(group.rollouts)
-            await self.give_up(group.group_id, DropReason.UNSCORED, scores.reason)
+            await self.drop(group, DropReason.UNSCORED, scores.reason)
         else:
             await self.accept(group, scores)
 
     async def accept(self, group: Group, scores: Sequence[Score]) -> None:
         """Filter a scored group and complete it in the buffer."""
         if (problem := steps_problem(group, scores, self.config.algorithm)) is not None:
-            await self.generators.free_payloads(group.rollouts)
-            await self.give_up(group.group_id, DropReason.UNSCORED, problem)
+            await self.drop(group, DropReason.UNSCORED, problem)
             return
         self.recorder.record_scored(scores, [rollout.num_sampled_tokens for rollout in group.rollouts])
         filtered = self.filtering.apply(group, scores)
@@ -222,8 +224,7 @@ class GrpoRun:
             )
             await self.free(lost)
         else:
-            await self.generators.free_payloads(group.rollouts)
-            await self.give_up(group.group_id, DropReason.FILTERED)
+            await self.drop(group, DropReason.FILTERED)
 
     async def train(self) -> None:
         """Evaluate, then take a batch, step, publish, and record what happened, up to ``max_steps``."""

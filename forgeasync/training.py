@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from forgeasync.checkpoint.folders import FINAL
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.problems import ConfigError, Problem
 from forgeasync.config.python_code import code_of
@@ -186,5 +187,5 @@ def _result(run_dir: RunDir) -> TrainResult:
     return TrainResult(
         run_dir=run_dir.path,
         metrics=tuple(json.loads(line) for line in lines),
-        checkpoint=run_dir.checkpoints / "final",
+        checkpoint=run_dir.checkpoints / FINAL,
     )

@@ -21,6 +21,7 @@ from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data_schema import named_sources
 from forgeasync.config.schema import RunConfig
 from forgeasync.controller.preparation import Prepared, prepare
+from forgeasync.controller.starting import trainer_setup
 from forgeasync.data.draws import sampling_seed
 from forgeasync.data.order import weighted_order
 from forgeasync.data.rollout import Group, StoredRollout
@@ -31,7 +32,6 @@ from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.run_dir import default_run_dir
 from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items
-from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
@@ -81,15 +81,7 @@ class Fleet:
         logs = Path(folder).resolve() / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         procs = Procs(logs, build_hosts(config, logs))
-        setup = TrainerSetup(
-            section=config.trainer,
-            facts=prepared.facts,
-            temperature=config.sampling.temperature,
-            loss=config.algorithm if loss is None else loss,
-            seed=config.seed,
-            checkpoint=prepared.model_path,
-            lora=config.lora,
-        )
+        setup = trainer_setup(prepared, config.algorithm if loss is None else loss)
         try:
             async with procs.naming_deaths():
                 await procs.open()

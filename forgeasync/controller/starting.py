@@ -1,6 +1,7 @@
 """The procs of a run: all roles started side by side, and connected."""
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +11,7 @@ from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.algorithms.loss import Loss
 from forgeasync.config.buffer_schema import AgeOf
 from forgeasync.config.schema import RunConfig
 from forgeasync.controller.preparation import Prepared
@@ -39,6 +41,11 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, conso
         + (", 1 environment" if has_environment else ""),
         num_parts=5 if has_environment else 4,
     )
+    setup = dataclasses.replace(
+        trainer_setup(prepared, config.algorithm),
+        max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
+        resume_from=None if resumed is None else resumed.folder,
+    )
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
         scorer = starting.create_task(fleet.start_scorer(config))
@@ -46,7 +53,7 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, conso
             fleet.start_buffer(config, None if resumed is None else resumed.state.buffer)
         )
         environment = starting.create_task(fleet.start_environment(config, prepared.model_path))
-        trainer = starting.create_task(fleet.start_trainer(_trainer_setup(config, prepared), config.timeouts))
+        trainer = starting.create_task(fleet.start_trainer(setup, config.timeouts))
         for name, role in (
             ("generators", generators),
             ("scorer", scorer),
@@ -71,17 +78,17 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, conso
     )
 
 
-def _trainer_setup(config: RunConfig, prepared: Prepared) -> TrainerSetup:
+def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
+    """What the trainer of a new run is started with."""
+    config = prepared.config
     return TrainerSetup(
         section=config.trainer,
         facts=prepared.facts,
         temperature=config.sampling.temperature,
-        loss=config.algorithm,
+        loss=loss,
         seed=config.seed,
         checkpoint=prepared.model_path,
         lora=config.lora,
-        max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
-        resume_from=None if prepared.resumed is None else prepared.resumed.folder,
     )
 
 

@@ -289,49 +289,38 @@ class SamplerEngine:
             GroupCancelled: ``cancel`` was called with the group's number.
         """
         with self._busy():
-            await self._sample_turn(sequence, group_key, group, sampling, max_tokens, seed)
-
-    async def _sample_turn(
-        self,
-        sequence: EngineSequence,
-        group_key: int,
-        group: RunningGroup,
-        sampling: SamplingSection,
-        max_tokens: int,
-        seed: int | None,
-    ) -> None:
-        num_left = max_tokens
-        sequence.stop = sampling.stop
-        start = sequence.trajectory.num_tokens
-        while True:
-            if group.is_cancelled:
-                raise GroupCancelled
-            params = SamplingParams(
-                temperature=sampling.temperature,
-                # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
-                top_k=sampling.top_k or (self._vocab_size if self._records.kept_tokens else 0),
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                max_tokens=num_left,
-                logprobs=0,
-                seed=part_seed(seed, sample=sequence.index, part=sequence.num_requests),
-                # Texts are decoded once, from all parts; here only to look for texts that end a turn.
-                detokenize=bool(sampling.stop),
-                stop=list(sampling.stop),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={GROUP_ARGUMENT: group_key},
-            )
-            sequence.num_requests += 1
-            part = await self._run_request(list(sequence.trajectory.token_ids), params)
-            if group.is_cancelled:
-                raise GroupCancelled
-            group.num_tokens += len(part.token_ids)
-            self._num_generated_tokens += len(part.token_ids)
-            end = self._reader.grow(sequence.trajectory, part, turn_start=start, stop=sampling.stop)
-            num_left -= len(part.token_ids)
-            if end is not None:
-                sequence.finish_reason, sequence.has_end_token = end.finish_reason, end.has_end_token
-                return
+            num_left = max_tokens
+            sequence.stop = sampling.stop
+            start = sequence.trajectory.num_tokens
+            while True:
+                if group.is_cancelled:
+                    raise GroupCancelled
+                params = SamplingParams(
+                    temperature=sampling.temperature,
+                    # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
+                    top_k=sampling.top_k or (self._vocab_size if self._records.kept_tokens else 0),
+                    top_p=sampling.top_p,
+                    min_p=sampling.min_p,
+                    max_tokens=num_left,
+                    logprobs=0,
+                    seed=part_seed(seed, sample=sequence.index, part=sequence.num_requests),
+                    # Texts are decoded once, from all parts; here only to look for texts that end a turn.
+                    detokenize=bool(sampling.stop),
+                    stop=list(sampling.stop),
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                    extra_args={GROUP_ARGUMENT: group_key},
+                )
+                sequence.num_requests += 1
+                part = await self._run_request(list(sequence.trajectory.token_ids), params)
+                if group.is_cancelled:
+                    raise GroupCancelled
+                group.num_tokens += len(part.token_ids)
+                self._num_generated_tokens += len(part.token_ids)
+                end = self._reader.grow(sequence.trajectory, part, turn_start=start, stop=sampling.stop)
+                num_left -= len(part.token_ids)
+                if end is not None:
+                    sequence.finish_reason, sequence.has_end_token = end.finish_reason, end.has_end_token
+                    return
 
     async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
         async with self._gate.inside():
