@@ -31,37 +31,33 @@ from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.checkpoint.folders import FINAL, checkpoint_name, list_checkpoints, step_of
 from forgeasync.checkpoint.run_state import RunState, model_shape
-from forgeasync.config.data_schema import named_sources
-from forgeasync.config.evaluation_schema import SamplingSection
-from forgeasync.config.launch_schema import LocalLauncher
+from forgeasync.config.data import named_sources
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.load import load_config
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import largest_group_payload_bytes
-from forgeasync.config.weights_schema import Interruption
-from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments
-from forgeasync.controller.dry_run import show_plan
+from forgeasync.config.run import RunConfig
+from forgeasync.config.weights import Interruption
+from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments, show_plan
 from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.controller.recorder import RunRecorder
+from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.controller.rescue import save_newest_weights
 from forgeasync.controller.resume import open_files
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.starting import Roles, start_roles
-from forgeasync.controller.step_record import StepRecord, StepTimes
 from forgeasync.controller.stopping import run_main, telling
-from forgeasync.data.draws import sampling_seed
-from forgeasync.data.order import weighted_order
-from forgeasync.data.rollout import Group
-from forgeasync.data.task import Task
+from forgeasync.environments.order import sampling_seed, weighted_order
 from forgeasync.environments.reward import response_of
 from forgeasync.launch.job_hosts import build_hosts
+from forgeasync.models.sizes import largest_group_payload_bytes
 from forgeasync.observability.console import StepConsole
-from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_log import RunLog
-from forgeasync.payload.async_budget import AsyncPayloadBudget
-from forgeasync.payload.budget import PayloadBudget, largest_excess
+from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, largest_excess
+from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.scoring.score import Score
 from forgeasync.trainer.advantage_spans import steps_problem
 from forgeasync.trainer.batch import deal_items, split_by_groups, training_items
 from forgeasync.trainer.step_result import StepResult

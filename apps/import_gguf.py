@@ -14,12 +14,11 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from forgeasync.config.problems import ConfigError, Problem
 from forgeasync.controller.cli import exit_code
-from forgeasync.data.file_mode import use_umask
-from forgeasync.data.gguf_model import GgufModel
-from forgeasync.data.gguf_tokenizer import read_tokenizer
-from forgeasync.data.tokenizer import save_tokenizer
+from forgeasync.models.gguf import GgufModel, read_tokenizer
+from forgeasync.models.hf_folder import use_umask
+from forgeasync.models.tokenizer import save_tokenizer
+from forgeasync.schema.problems import ConfigError, Problem
 
 
 def find_in_package(package: str) -> Path:

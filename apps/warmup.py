@@ -19,17 +19,18 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 from forgeasync.actors.procs import Procs
 from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.objectives import Supervised
-from forgeasync.config.model_facts import ModelFacts, read_model_facts
-from forgeasync.config.problems import ConfigError, Problem
-from forgeasync.config.schema import RunConfig, WarmupSection
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig, WarmupSection
 from forgeasync.controller.cli import run_app
 from forgeasync.controller.stopping import run_main
-from forgeasync.data.order import TaskOrder
-from forgeasync.data.prompts import PromptEncoder
-from forgeasync.data.sources import build_source
-from forgeasync.data.task import Task
-from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
-from forgeasync.data.worked_examples import guess, worked_example
+from forgeasync.environments.order import TaskOrder
+from forgeasync.environments.sources import build_source
+from forgeasync.environments.worked_examples import guess, worked_example
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
+from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError, Problem
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.setup import TrainerSetup
 

@@ -44,11 +44,11 @@ from common import (
 from rich.console import Console
 
 from forgeasync.algorithms.objectives import PpoClip
-from forgeasync.config.data_schema import AnswerPart, ReasoningGymSource
+from forgeasync.config.data import AnswerPart, ReasoningGymSource
 from forgeasync.config.load import load_config
-from forgeasync.config.schema import RunConfig
-from forgeasync.data.order import TaskOrder
-from forgeasync.data.reasoning_gym_source import ReasoningGymProblems
+from forgeasync.config.run import RunConfig
+from forgeasync.environments.order import TaskOrder
+from forgeasync.environments.reasoning_gym import ReasoningGymProblems
 
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 TRL_VENV = REPOSITORY / ".venv-trl"

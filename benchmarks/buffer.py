@@ -28,7 +28,7 @@ from rich.table import Table
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.procs import Procs
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer_schema import (
+from forgeasync.config.buffer import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,
@@ -38,10 +38,9 @@ from forgeasync.config.buffer_schema import (
     StaleGroups,
 )
 from forgeasync.config.load import load_config
-from forgeasync.data.progress import GroupProgress
-from forgeasync.data.rollout import FinishReason, Group, StoredRollout, VersionSpan
-from forgeasync.data.task import Task
-from forgeasync.payload.reference import PayloadRef
+from forgeasync.rollouts.payload_format import PayloadRef
+from forgeasync.rollouts.rollout import FinishReason, Group, GroupProgress, StoredRollout, VersionSpan
+from forgeasync.rollouts.task import Task
 
 GROUP_SIZE = 8
 MAX_OFF_POLICY_STEPS = 32

@@ -17,11 +17,10 @@ import numpy as np
 from forgeasync.buffer.accounting import length_bucket
 from forgeasync.buffer.decisions import DropReason, Start
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer_schema import AccountingSection, BufferSection
-from forgeasync.data.progress import GroupProgress
-from forgeasync.data.rollout import FinishReason, Group, StoredRollout, VersionSpan
-from forgeasync.data.task import Task
-from forgeasync.payload.reference import PayloadRef
+from forgeasync.config.buffer import AccountingSection, BufferSection
+from forgeasync.rollouts.payload_format import PayloadRef
+from forgeasync.rollouts.rollout import FinishReason, Group, GroupProgress, StoredRollout, VersionSpan
+from forgeasync.rollouts.task import Task
 
 NOWHERE = PayloadRef(host_id="", file="", payload_id="", offset=0, num_bytes=0, checksum=0)
 

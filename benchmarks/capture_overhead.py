@@ -42,10 +42,10 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from forgeasync.config.schema import GeneratorSection
-    from forgeasync.config.weights_schema import WeightsSection
-    from forgeasync.data.records import Records
-    from forgeasync.sampler.engine import SamplerEngine
+    from forgeasync.config.generator import GeneratorSection
+    from forgeasync.config.weights import WeightsSection
+    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.rollouts.records import Records
 
     engine = await SamplerEngine.start(
         model_path=model,

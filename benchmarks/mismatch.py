@@ -41,12 +41,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import ModelFacts, read_model_facts
-from forgeasync.config.schema import GeneratorSection, OptimizerSection, SamplingSection, TrainerSection
-from forgeasync.config.weights_schema import WeightsSection
-from forgeasync.data.kept_tokens import all_kept
-from forgeasync.data.records import Records, check_rollout
-from forgeasync.data.rollout import Rollout
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.trainer import OptimizerSection, TrainerSection
+from forgeasync.config.weights import WeightsSection
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.kept_tokens import all_kept
+from forgeasync.rollouts.records import Records, check_rollout
+from forgeasync.rollouts.rollout import Rollout
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
@@ -111,7 +113,7 @@ def sample(folder: Path, num_groups: int) -> list[Rollout]:
 
 
 async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
-    from forgeasync.sampler.engine import SamplerEngine
+    from forgeasync.generator.engine import SamplerEngine
 
     records = Records(routing=True, kept_tokens=True)
     engine = await SamplerEngine.start(

@@ -36,11 +36,10 @@ from rich.console import Console
 from rich.table import Table
 
 from forgeasync.launch.placement import spawn_role
-from forgeasync.payload.layout import measure
-from forgeasync.payload.reference import PayloadRef
-from forgeasync.payload.remote import PayloadServer, RemotePayloadReader
-from forgeasync.payload.run_folder import SHARED_MEMORY, create_run_folder, remove_run_folder
-from forgeasync.payload.shared_memory import PayloadReader, PayloadWriter
+from forgeasync.rollouts.payload_format import PayloadRef, measure
+from forgeasync.rollouts.payload_remote import PayloadServer, RemotePayloadReader
+from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
+from forgeasync.rollouts.run_folder import SHARED_MEMORY, create_run_folder, remove_run_folder
 
 NUM_ROLLOUTS = 8
 NUM_TOKENS = 32_768

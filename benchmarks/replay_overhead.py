@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import OptimizerSection, TrainerSection
-from forgeasync.data.kept_tokens import KeptTokens, all_kept
+from forgeasync.config.trainer import OptimizerSection, TrainerSection
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers

@@ -13,8 +13,8 @@ from throughput_data import BETAS, CLIP_HIGH, CLIP_LOW, EPS, LEARNING_RATE, MAX_
 
 from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.objectives import PpoClip
-from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup

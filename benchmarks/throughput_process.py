@@ -14,7 +14,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from forgeasync.config.schema import ParallelSection
+from forgeasync.config.trainer import ParallelSection
 from forgeasync.trainer.packing import TrainingSequence
 
 PADDED, PADDED_SORTED = "padded", "padded, sorted"

@@ -27,8 +27,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig
 
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import ModelFacts, read_model_facts
-from forgeasync.config.schema import ActivationCheckpointing, Dtype, OptimizerSection, TrainerSection
+from forgeasync.config.model import Dtype
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.trainer import ActivationCheckpointing, OptimizerSection, TrainerSection
+from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup

@@ -21,13 +21,14 @@ import forgeasync.actors.procs
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import Dtype, RunConfig
-from forgeasync.config.weights_schema import Interruption
-from forgeasync.data.dtypes import TORCH_DTYPES
+from forgeasync.config.model import Dtype
+from forgeasync.config.run import RunConfig
+from forgeasync.config.weights import Interruption
 from forgeasync.launch.jobs import HostRole
+from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.weights.layout import TORCH_DTYPES
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.build import build_transport

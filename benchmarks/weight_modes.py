@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from weight_clock import StepClock
 
-from forgeasync.config.weights_schema import Interruption, KvAfterSwap
+from forgeasync.config.weights import Interruption, KvAfterSwap
 from forgeasync.weights.manifest import Manifest
 
 if TYPE_CHECKING:
-    from forgeasync.sampler.engine import SamplerEngine
-    from forgeasync.sampler.weight_receiver import WeightReceiver
+    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.weight_receiver import WeightReceiver
 
 MEAN_LENGTH, LONG_LENGTH = 32, 320
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
@@ -62,7 +62,7 @@ class Streams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from forgeasync.sampler.interruption import GROUP_ARGUMENT
+        from forgeasync.generator.interruption import GROUP_ARGUMENT
 
         params = SamplingParams(
             max_tokens=num_tokens,
@@ -99,8 +99,8 @@ async def run_mode(
     num_sequences: int,
 ) -> ModeRun:
     """One update under a mode, which stays the engine's."""
-    from forgeasync.sampler.interruption import interruption_policy
-    from forgeasync.sampler.updates import WeightUpdates
+    from forgeasync.generator.interruption import interruption_policy
+    from forgeasync.generator.updates import WeightUpdates
 
     policy = interruption_policy(mode, client=engine._client, gate=engine._gate)
     engine._updates = WeightUpdates(engine._client, policy, KvAfterSwap.KEEP)

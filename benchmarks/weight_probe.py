@@ -22,8 +22,8 @@ from weight_modes import PROMPT, ModeRun, Streams, run_mode
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.trainer import TrainerActor
-from forgeasync.config.weights_schema import Interruption, WeightsSection
-from forgeasync.sampler.swap import SwapReport
+from forgeasync.config.weights import Interruption, WeightsSection
+from forgeasync.generator.reports import SwapReport
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
@@ -144,7 +144,7 @@ class ProbedGenerator(GeneratorActor):
         choices: Sequence[str],
     ) -> None:
         """Plan once, for all transports: workers know one landing. ``sources`` are by rank."""
-        from forgeasync.sampler.weight_receiver import WeightReceiver
+        from forgeasync.generator.weight_receiver import WeightReceiver
 
         self._layout = layout
         self._transports = {
@@ -169,7 +169,7 @@ class ProbedGenerator(GeneratorActor):
     @concurrent_endpoint
     async def forget(self, choice: str, is_delta: bool) -> None:
         """Start anew with nothing fetched by this transport; before its first ``update``."""
-        from forgeasync.sampler.weight_receiver import WeightReceiver
+        from forgeasync.generator.weight_receiver import WeightReceiver
         from forgeasync.weights.fetcher import WeightFetcher
 
         known = self._first_receiver._fetcher

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from forgeasync.checkpoint.folders import FINAL
 from forgeasync.config.load import dump_config, load_config
-from forgeasync.config.problems import ConfigError, Problem
-from forgeasync.config.python_code import code_of
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.section import Section
+from forgeasync.config.run import RunConfig
 from forgeasync.observability.run_dir import RunDir, default_run_dir
+from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.schema.python_code import code_of
+from forgeasync.schema.section import Section
 
 Overrides = Mapping[str, object] | Sequence[str]
 """``{"max_steps": 20, "algorithm.objective": PpoClip(clip_high=0.3)}``, or ``["max_steps=20"]`` as on the

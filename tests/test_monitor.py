@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.monitor import Monitor
+from forgeasync.waiting import Monitor
 
 
 class Account:

@@ -12,15 +12,13 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.decisions import Batch, Committed, DropReason, Start
+from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.buffer.snapshot import BufferSnapshot
-from forgeasync.config.schema import RunConfig
-from forgeasync.data.progress import GroupProgress
-from forgeasync.data.rollout import Group
-from forgeasync.data.task import Task
+from forgeasync.config.run import RunConfig
 from forgeasync.observability.logs import redirect_process_output
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.rollout import Group, GroupProgress
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

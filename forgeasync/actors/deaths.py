@@ -15,8 +15,8 @@ from pathlib import Path
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.launch.hosts import Host
+from forgeasync.waiting import DeadlineExceeded, deadline
 
 REPORT_S = 15.0
 """For Monarch to report a death: it looks every few seconds."""

@@ -11,14 +11,10 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from forgeasync.actors.deadline import deadline
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor, RefusedGroup
 from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.python_code import PythonCode
-from forgeasync.config.schema import SamplingSection
-from forgeasync.config.timeout_schema import TimeoutSection
-from forgeasync.data.rollout import StoredRollout
-from forgeasync.data.task import Task
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import TimeoutSection
 from forgeasync.environments.episodes import (
     EpisodeFailed,
     EpisodeResult,
@@ -27,7 +23,11 @@ from forgeasync.environments.episodes import (
     SampleEpisodeTurn,
 )
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from forgeasync.schema.python_code import PythonCode
+from forgeasync.waiting import deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.evaluation_schema import SamplingSection
-from forgeasync.data.prompts import PromptEncoder
-from forgeasync.data.task import Task
-from forgeasync.observability.held_out import HeldOutScores
-from forgeasync.observability.scored_groups import part_means
-from forgeasync.scoring.score import Score
+from forgeasync.config.generator import SamplingSection
+from forgeasync.observability.scored_groups import HeldOutScores, part_means
+from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 
 logger = logging.getLogger(__name__)
 

@@ -17,31 +17,30 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch.rdma import RDMABuffer
 
 from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.checkpoint_shapes import expected_shapes
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import GeneratorSection, LoraSection, SamplingSection
-from forgeasync.config.weights_schema import WeightsSection
-from forgeasync.data.dtypes import TORCH_DTYPES
-from forgeasync.data.group_payload import encode_group
-from forgeasync.data.problems import RecordError
-from forgeasync.data.records import Records, check_rollout
-from forgeasync.data.rollout import Rollout, StoredRollout
+from forgeasync.config.weights import WeightsSection
 from forgeasync.environments.reward import Response, response_of
+from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
+from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.observability.logs import redirect_process_output
-from forgeasync.payload.reference import PayloadRef
-from forgeasync.payload.remote import PayloadServer
-from forgeasync.payload.shared_memory import PayloadStoreFull, PayloadWriter
+from forgeasync.rollouts.group_payload import encode_group
+from forgeasync.rollouts.payload_format import PayloadRef
+from forgeasync.rollouts.payload_remote import PayloadServer
+from forgeasync.rollouts.payload_store import PayloadStoreFull, PayloadWriter
+from forgeasync.rollouts.records import Records, check_rollout
+from forgeasync.rollouts.rollout import Rollout, StoredRollout
+from forgeasync.rollouts.routing import RecordError
 from forgeasync.rollouts.turns import EpisodeId, SampledTurn
-from forgeasync.sampler.stats import EngineStats
-from forgeasync.sampler.swap import GroupCancelled, SwapReport
 from forgeasync.weights.fetcher import FetchReport
-from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.build import connect_transports
 from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
-    from forgeasync.sampler.engine import SamplerEngine
+    from forgeasync.generator.engine import SamplerEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +109,9 @@ class GeneratorActor(Actor):
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
         """Load the model as policy version 0; returns the proc's id. The folder is of this proc's host."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
-        from forgeasync.sampler.engine import SamplerEngine
-        from forgeasync.sampler.episodes import EngineEpisodes
-        from forgeasync.sampler.served_adapters import AdapterSetup, can_serve
+        from forgeasync.generator.engine import SamplerEngine
+        from forgeasync.generator.episodes import EngineEpisodes
+        from forgeasync.generator.workarounds.served_adapters import AdapterSetup, can_serve
 
         self._setup = setup
         self._host_id = host_id
@@ -239,7 +238,7 @@ class GeneratorActor(Actor):
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
-        from forgeasync.sampler.weight_receiver import AdapterBase, WeightReceiver
+        from forgeasync.generator.weight_receiver import AdapterBase, WeightReceiver
 
         assert self._engine is not None
         setup = self._setup

@@ -2,15 +2,15 @@
 
 from contextlib import AbstractAsyncContextManager
 
-from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.environment import EnvironmentActor, EpisodeGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.buffer.decisions import DropReason
-from forgeasync.config.timeout_schema import TimeoutSection
-from forgeasync.data.task import Task
-from forgeasync.scoring.score import Score
+from forgeasync.config.run import TimeoutSection
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
+from forgeasync.waiting import DeadlineExceeded, deadline
 
 
 class GroupEpisodes:

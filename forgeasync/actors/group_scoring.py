@@ -5,13 +5,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from forgeasync.actors.deadline import deadline
 from forgeasync.actors.scorer import ScoredResponses
-from forgeasync.config.scorer_schema import ScorerSection
-from forgeasync.data.task import Task
+from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.observability.failures import last_words
-from forgeasync.scoring.score import Score, VerifierCounts
+from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.task import Task
+from forgeasync.waiting import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class GroupScoring:
     """Scores groups, up to ``scorer.max_concurrent`` at once. Whatever goes wrong costs one group at most.
 
     The deadline of a group, ``timeouts.score_s``, is kept by the scorer, which knows when it begins with a
-    group (``forgeasync.actors.response_scoring``). Here is only a backstop for a scorer that does not answer
+    group (``forgeasync.actors.reward_scoring``). Here is only a backstop for a scorer that does not answer
     any more: since no more than ``max_concurrent`` groups are with it, none waits there for longer than that
     many deadlines. Waiting here, for a place among them, has no limit.
     """

@@ -15,7 +15,6 @@ from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.deadline import deadline
 from forgeasync.actors.deaths import (
     BETTER_REPORT_S,
     END_S,
@@ -34,17 +33,20 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.buffer.snapshot import BufferSnapshot
-from forgeasync.config.data_schema import named_sources
-from forgeasync.config.evaluation_schema import named_sets
+from forgeasync.buffer.decisions import BufferSnapshot
+from forgeasync.config.data import named_sources
+from forgeasync.config.evaluation import named_sets
+from forgeasync.config.model import Dtype
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import Dtype, RoutingReplay, RunConfig, TimeoutSection
-from forgeasync.data.records import Records
+from forgeasync.config.run import RunConfig, TimeoutSection
+from forgeasync.config.trainer import RoutingReplay
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
+from forgeasync.rollouts.records import Records
 from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.waiting import deadline
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.build import build_transport, require_reach
 

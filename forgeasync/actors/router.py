@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import ActorError
 
-from forgeasync.actors.deadline import deadline
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor, GeneratorSetup, RefusedGroup
-from forgeasync.config.schema import SamplingSection, TimeoutSection
-from forgeasync.data.rollout import StoredRollout
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import TimeoutSection
 from forgeasync.environments.reward import Response
-from forgeasync.sampler.stats import EngineStats
-from forgeasync.sampler.swap import SwapReport
+from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.waiting import deadline
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest

@@ -7,12 +7,12 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.actors.reward_scoring import RunRewards
-from forgeasync.config.data_schema import NamedSource
-from forgeasync.config.scorer_schema import ScorerSection
-from forgeasync.data.task import Task
+from forgeasync.config.data import NamedSource
+from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.observability.logs import redirect_process_output
-from forgeasync.scoring.score import Score, VerifierCounts
+from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

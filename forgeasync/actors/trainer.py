@@ -15,22 +15,20 @@ import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint
 
 from forgeasync.actors.generator import GeneratorActor
-from forgeasync.config.schema import Dtype
-from forgeasync.config.weights_schema import TransportChoice
-from forgeasync.data.dtypes import TORCH_DTYPES
-from forgeasync.data.group_payload import Arrays, decode_rollout
+from forgeasync.config.model import Dtype
+from forgeasync.config.weights import TransportChoice
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.observability.run_dir import SKIPPED_STEPS
-from forgeasync.payload.reference import PayloadRef
-from forgeasync.payload.remote import RemotePayloadReader
-from forgeasync.payload.shared_memory import PayloadReader
+from forgeasync.rollouts.group_payload import Arrays, decode_rollout
+from forgeasync.rollouts.payload_format import PayloadRef
+from forgeasync.rollouts.payload_remote import RemotePayloadReader
+from forgeasync.rollouts.payload_store import PayloadReader
+from forgeasync.trainer.advantage_spans import TokenPlaces
 from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.skipped_step import write_skipped_rows
-from forgeasync.trainer.step_result import StepResult
-from forgeasync.trainer.token_places import TokenPlaces
-from forgeasync.weights.layout import RankLayout
+from forgeasync.trainer.step_result import StepResult, write_skipped_rows
+from forgeasync.weights.layout import TORCH_DTYPES, RankLayout
 from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.publisher import WeightPublisher
 from forgeasync.weights.transports.build import build_transport
@@ -60,8 +58,8 @@ class TrainerActor(Actor):
             ValueError: as ``PolicyTrainer``.
         """
         # TorchTitan takes seconds to import: only the procs that train pay for it.
+        from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
         from forgeasync.trainer.policy_trainer import PolicyTrainer
-        from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 
         self._section = setup.section
         self._host_id = host_id

@@ -5,17 +5,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from forgeasync.actors.deadline import deadline
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
-from forgeasync.config.schema import Dtype, TimeoutSection
-from forgeasync.config.weights_schema import TransportChoice
-from forgeasync.data.dtypes import TORCH_DTYPES
+from forgeasync.config.model import Dtype
+from forgeasync.config.run import TimeoutSection
+from forgeasync.config.weights import TransportChoice
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
-from forgeasync.weights.layout import WeightLayout
+from forgeasync.waiting import deadline
+from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staged_version import StagedWeights
 from forgeasync.weights.transports.transport import StagingSource

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_advantages
-from forgeasync.config.python_code import PythonCode, build_code
-from forgeasync.config.section import SHORT_FORM, Count, Section
+from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.section import SHORT_FORM, Count, Section
 
 if TYPE_CHECKING:
     import torch

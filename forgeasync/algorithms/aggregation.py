@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from forgeasync.algorithms.own_results import WrongResult, check_scalar
-from forgeasync.algorithms.sequences import num_sequences, sequence_sums
-from forgeasync.config.python_code import PythonCode, build_code
-from forgeasync.config.section import Count, Section
+from forgeasync.algorithms.row_tokens import num_sequences, sequence_sums
+from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.section import Count, Section
 
 if TYPE_CHECKING:
     import torch

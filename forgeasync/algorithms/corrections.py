@@ -16,8 +16,8 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_weights
 from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens
-from forgeasync.config.python_code import PythonCode, build_code
-from forgeasync.config.section import Factor, Section
+from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.section import Factor, Section
 
 if TYPE_CHECKING:
     import torch

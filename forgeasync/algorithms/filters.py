@@ -16,8 +16,8 @@ from pydantic import Field
 
 from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
 from forgeasync.algorithms.own_results import check_filtered
-from forgeasync.config.python_code import PythonCode, build_code
-from forgeasync.config.section import MAX_COUNT, Count, Factor, Section
+from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.section import MAX_COUNT, Count, Factor, Section
 
 if TYPE_CHECKING:
     import numpy as np

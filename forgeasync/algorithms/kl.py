@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_estimates
-from forgeasync.algorithms.row_tokens import RowTokens, capped
-from forgeasync.algorithms.sequences import sequence_sums
-from forgeasync.config.python_code import PythonCode, build_code
-from forgeasync.config.section import SHORT_FORM, Factor, Section
+from forgeasync.algorithms.row_tokens import RowTokens, capped, sequence_sums
+from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.section import SHORT_FORM, Factor, Section
 
 if TYPE_CHECKING:
     import torch

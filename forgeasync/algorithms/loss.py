@@ -19,7 +19,7 @@ from forgeasync.algorithms.corrections import AnyCorrection, product
 from forgeasync.algorithms.kl import KlPenalty, KlPlace, penalty_to_go
 from forgeasync.algorithms.objectives import AnyObjective, PpoClip
 from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.section import Section
+from forgeasync.schema.section import Section
 
 if TYPE_CHECKING:
     import torch

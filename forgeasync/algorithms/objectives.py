@@ -14,8 +14,8 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_losses
 from forgeasync.algorithms.row_tokens import RowTokens, capped
-from forgeasync.config.python_code import PythonCode, build_code
-from forgeasync.config.section import Factor, Section
+from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.section import Factor, Section
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forgeasync.buffer.snapshot import Deficit
-from forgeasync.config.buffer_schema import AccountingPolicy, AccountingSection, Replacement
-from forgeasync.data.task import Task
+from forgeasync.buffer.decisions import Deficit
+from forgeasync.config.buffer import AccountingPolicy, AccountingSection, Replacement
+from forgeasync.rollouts.task import Task
 
 
 @dataclass(frozen=True, slots=True)

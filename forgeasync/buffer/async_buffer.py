@@ -7,14 +7,12 @@ the serving loop's ``set_served_version`` and the training loop's ``take`` move;
 
 from collections.abc import Sequence
 
-from forgeasync.buffer.decisions import Batch, Committed, DropReason, Start
+from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.buffer.snapshot import BufferSnapshot
-from forgeasync.data.progress import GroupProgress
-from forgeasync.data.rollout import Group
-from forgeasync.data.task import Task
-from forgeasync.monitor import Monitor
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.rollout import Group, GroupProgress
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
+from forgeasync.waiting import Monitor
 
 
 class AsyncReplayBuffer(Monitor[ReplayBuffer]):

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from forgeasync.data.rollout import Group
-from forgeasync.data.task import Task
+from forgeasync.buffer.submissions import Submission
+from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.task import Task
 
 
 class DropReason(StrEnum):
@@ -57,3 +58,31 @@ class Committed:
     """Decision: groups in flight that can be given up."""
     lost: tuple[Group, ...]
     """Complete groups that became too old: their arrays can be freed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deficit:
+    """Weight of lost groups of one stratum that no other group has taken over yet."""
+
+    source: str
+    length_bucket: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSnapshot:
+    """A buffer between two batches."""
+
+    trainer_version: int
+    num_submitted: int
+    """Position in the data's order: submitted prompts are its first ones."""
+    next_group_id: int
+    started: tuple[Submission, ...]
+    """Of groups being sampled or scored, in the order in which they started."""
+    complete: tuple[Submission, ...]
+    """Of groups that waited for training; what was sampled for them is lost."""
+    pending: tuple[Submission, ...]
+    num_reissued: int
+    num_restarted: int
+    deficits: tuple[Deficit, ...]
+    num_censored: int

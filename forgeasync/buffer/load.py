@@ -11,6 +11,7 @@ from enum import StrEnum
 TRAINER_WAITS_SHARE = 0.05
 """Of a step spent waiting for its batch; less is within the noise of one slow group."""
 
+
 CALM_STEPS = 3
 """Steps in a row with a whole batch to spare before the bound goes down: one may be chance."""
 

@@ -9,8 +9,8 @@ batch, those are given up, that prompt is submitted again. A group is
                   +------------+--> lost: dropped with a reason, or its prompt submitted again
 
 The largest age that anything trains at follows from the policies; docs/off_policy.md states and proves it,
-tests/test_replay_buffer.py looks for counterexamples. Every event costs O(log n) at most in the number n of
-groups, most of them O(1).
+tests/buffer/test_replay_buffer.py looks for counterexamples. Every event costs O(log n) at most in the number
+n of groups, most of them O(1).
 """
 
 import dataclasses
@@ -19,14 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forgeasync.buffer.accounting import AccountingLedger
-from forgeasync.buffer.ages import known_reference, reference_version
-from forgeasync.buffer.deadlines import Deadlines
-from forgeasync.buffer.decisions import AGE_REASONS, Batch, Committed, DropReason, Start
+from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
+from forgeasync.buffer.decisions import (
+    AGE_REASONS,
+    Batch,
+    BufferSnapshot,
+    Committed,
+    Deficit,
+    DropReason,
+    Start,
+)
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
-from forgeasync.buffer.snapshot import BufferSnapshot, Deficit
 from forgeasync.buffer.submissions import Submission, Submissions
-from forgeasync.config.buffer_schema import (
+from forgeasync.config.buffer import (
     AccountingPolicy,
     AccountingSection,
     BatchOrder,
@@ -34,10 +40,9 @@ from forgeasync.config.buffer_schema import (
     Replacement,
     StaleGroups,
 )
-from forgeasync.data.progress import GroupProgress
-from forgeasync.data.rollout import Group
-from forgeasync.data.task import Task
-from forgeasync.scoring.score import Score, Step
+from forgeasync.rollouts.rollout import Group, GroupProgress
+from forgeasync.rollouts.score import Score, Step
+from forgeasync.rollouts.task import Task
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ class StarvationWatch:
 
     Reasons of age do not count: a group only grows old because the trainer makes steps, so that a run that
     loses groups to age alone goes on. Groups that filters drop have a limit of their own
-    (``forgeasync.algorithms.filter_watch``), since a batch may need many of them.
+    (``forgeasync.scoring.filtering``), since a batch may need many of them.
     """
 
     def __init__(self, limit: int) -> None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from forgeasync.data.task import Task
+from forgeasync.rollouts.task import Task
 
 HISTORY_DECAY = 0.5
 """Share of the newest length in an expected one: policies change their lengths as they learn."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forgeasync.checkpoint.folders import list_checkpoints
-from forgeasync.config.checkpoint_shapes import expected_shapes
-from forgeasync.config.lora_checks import EXPERT_TARGETS
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.problems import Problem
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import num_adapter_parameters
+from forgeasync.config.rules import EXPERT_TARGETS
+from forgeasync.config.run import RunConfig
+from forgeasync.models.checkpoint_shapes import expected_shapes
+from forgeasync.models.sizes import num_adapter_parameters
+from forgeasync.schema.problems import Problem
 
 FLOAT32_BYTES = 4
 

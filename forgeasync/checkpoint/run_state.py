@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from forgeasync.buffer.snapshot import BufferSnapshot
+from forgeasync.buffer.decisions import BufferSnapshot
 from forgeasync.checkpoint.folders import RUN_FILE
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.problems import Problem
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
+from forgeasync.schema.problems import Problem
 
 UNCHANGEABLE = {
     "seed": "the order of the data and all random draws follow from it",

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from forgeasync.algorithms.advantages import AnyAdvantage, GroupPassAtK, Grpo
 from forgeasync.algorithms.filters import AnyFilter
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.section import Count
+from forgeasync.schema.section import Count
 
 
 class AlgorithmSection(Loss):

@@ -20,10 +20,9 @@ from forgeasync.algorithms.filters import (
 from forgeasync.algorithms.kl import K1, KlPlace, UnbiasedK3
 from forgeasync.algorithms.objectives import Gspo, Supervised
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.problems import Problem
-from forgeasync.config.python_code import PythonCode
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import longest_response
+from forgeasync.config.run import RunConfig, longest_response
+from forgeasync.schema.problems import Problem
+from forgeasync.schema.python_code import PythonCode
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Problem]:
@@ -42,7 +41,7 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
     )
     if _has_own_code(algorithm):
         # Only here, as it takes torch, which other configs are checked without.
-        from forgeasync.algorithms.trial_call import check_own_code
+        from forgeasync.config.trial_call import check_own_code
 
         yield from check_own_code(algorithm)
 

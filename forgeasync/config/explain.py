@@ -7,8 +7,8 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from forgeasync.config.problems import Problem
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
+from forgeasync.schema.problems import Problem
 
 _EXPECTED = {
     "int_type": "a whole number",

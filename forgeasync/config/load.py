@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from forgeasync.config.explain import explain
-from forgeasync.config.problems import ConfigError, Problem, raise_if_any
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
+from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 
 _MISSING = "???"
 """How omegaconf marks a value that is still to be given."""

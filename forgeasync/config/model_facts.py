@@ -1,134 +1,97 @@
-"""The shape of the model at ``model.path``, read from its Hugging Face config.json alone.
+"""What a model's config.json says about its shape, in the terms of this repository."""
 
-Looked for in this order: a folder, the local hub cache, the hub itself (one short attempt), and for models
-whose published shape ships with this repository, ``configs/models/<org>--<name>/config.json``.
-"""
-
-import json
-import re
-from collections.abc import Mapping
-from pathlib import Path
-
-import httpx
-from huggingface_hub import (
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    snapshot_download,
-    try_to_load_from_cache,
-)
-from huggingface_hub.errors import HfHubHTTPError
-
-from forgeasync.config.config_json import ConfigReader
-from forgeasync.config.families import FAMILIES
-from forgeasync.config.model_shape import ModelFacts
-from forgeasync.config.problems import ConfigError, Problem, raise_if_any
-
-SHIPPED_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Shapes of published models, for planning a run where neither the model nor the hub is at hand."""
-
-HUB_TIMEOUT_S = 5.0
-"""How long a machine without network may take to learn that the hub cannot be reached."""
-
-_HUB_ERRORS = (OSError, HfHubHTTPError, httpx.HTTPError)
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+from dataclasses import dataclass
 
 
-def read_model_facts(path: str) -> ModelFacts:
-    """The facts of the model at ``model.path``, a folder or a hub id.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Rope:
+    """Rotary frequencies of Llama 3.1: long wavelengths are stretched by ``factor``."""
 
-    Raises:
-        ConfigError: no such model, no readable config.json, a key missing or of the wrong type, or a
-            model of another family or with options the trainer has not; every problem names ``model.path``.
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRope:
+    """Rotary frequencies by YaRN (Peng et al., 2023), as DeepSeek-V3 has them.
+
+    ``mscale`` enlarges the softmax scale; cosines and sines stay as they are.
     """
-    file = model_config_file(path)
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _error(path, f"{file} is not a readable JSON file: {error}") from None
-    if not isinstance(raw, dict):
-        raise _error(path, f"{file} must hold a JSON object")
-    return parse_model_facts(raw, path)
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    original_max_position_embeddings: int
 
 
-def parse_model_facts(raw: Mapping[str, object], path: str) -> ModelFacts:
-    """The facts in a parsed config.json; ``path`` is for the messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)."""
 
-    Raises:
-        ConfigError: as ``read_model_facts``.
+    query_rank: int
+    """0: queries are projected directly."""
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasedRouting:
+    """How a DeepSeek-V3 router chooses (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2).
+
+    Scores are sigmoids; a bias per expert is added for the choice alone. Experts come from the best
+    ``num_limited_groups`` of ``num_groups``.
     """
-    model_type = raw["model_type"] if "model_type" in raw else None
-    if model_type not in FAMILIES:
-        # Other families lack most keys below: naming those too would only hide this.
-        supported = ", ".join(map(repr, FAMILIES))
-        raise _error(path, f"its config.json has model_type {model_type!r}; only {supported} are supported")
-    family = FAMILIES[str(model_type)]
-    reader = ConfigReader(raw, path)
-    reader.only("architectures", [family.architecture], None)
-    facts = family.read(reader)
-    raise_if_any(reader.problems)
-    return facts
+
+    num_groups: int
+    num_limited_groups: int
+    normalizes: bool
+    scale: float
+    num_shared_experts: int
 
 
-def model_config_file(path: str) -> Path:
-    """The config.json of the model at ``model.path``; under ``SHIPPED_MODELS`` if it was found only there.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The shape of a model. Without experts ``num_experts``, ``top_k`` and ``expert_hidden_size`` are 0."""
 
-    Raises:
-        ConfigError: there is none.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        if (folder / "config.json").is_file():
-            return folder / "config.json"
-        raise _error(path, "the folder has no config.json; it must be a Hugging Face model folder")
-    if not _HUB_ID.fullmatch(path):
-        raise _error(path, "no such folder; give a Hugging Face model folder or a hub id such as org/name")
-    cached = try_to_load_from_cache(path, "config.json")
-    if isinstance(cached, str):
-        return Path(cached)
-    try:
-        _probe_hub(path)
-        return Path(hf_hub_download(path, "config.json"))
-    except _HUB_ERRORS as error:
-        shipped = SHIPPED_MODELS / path.replace("/", "--") / "config.json"
-        if shipped.is_file():
-            return shipped
-        raise _error(path, _not_on_hub(error)) from None
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    expert_hidden_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope_theta: float
+    rms_norm_eps: float
+    num_dense_layers: int = 0
+    """The first layers, which have one feed-forward network instead of experts."""
+    dense_hidden_size: int = 0
+    """Of those networks."""
+    rope_scaling: Llama3Rope | YarnRope | None = None
+    latent: LatentAttention | None = None
+    routing: BiasedRouting | None = None
+    """None: softmax scores, normalized over the chosen experts."""
 
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts: the last ones."""
+        return self.num_layers - self.num_dense_layers
 
-def model_folder(path: str) -> Path:
-    """The folder with the weights and tokenizer of ``model.path``; a hub id is downloaded unless cached.
+    @property
+    def shared_hidden_size(self) -> int:
+        """Of the network that all shared experts are together; 0 without."""
+        return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
 
-    Raises:
-        ConfigError: no such folder, and not on the hub or the hub cannot be reached.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    if not _HUB_ID.fullmatch(path):
-        raise _error(path, "no such folder; give a Hugging Face model folder or a hub id such as org/name")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
-    try:
-        _probe_hub(path)
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except _HUB_ERRORS as error:
-        try:
-            return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
-        except _HUB_ERRORS:
-            raise _error(path, _not_on_hub(error)) from None
-
-
-def _probe_hub(hub_id: str) -> None:
-    """One request: without network, huggingface_hub's own downloads retry for half a minute."""
-    get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_TIMEOUT_S)
-
-
-def _not_on_hub(error: Exception) -> str:
-    return (
-        "no such folder, not in the hub cache, and the hub did not give it "
-        f"({type(error).__name__}); give a folder, or download the model first"
-    )
-
-
-def _error(path: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(field="model.path", value=path, remedy=remedy)])
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_head_dim

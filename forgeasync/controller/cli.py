@@ -13,18 +13,24 @@ import traceback
 from collections.abc import Callable
 
 from monarch.actor import shutdown_context
+from rich.console import Console
 
 from forgeasync.config.load import load_config
-from forgeasync.config.problems import ConfigError
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
+from forgeasync.controller.preparation import check_plan
 from forgeasync.controller.stopping import install_handlers, received_signal
+from forgeasync.models.config_file import model_config_file
 from forgeasync.observability.failures import failure_line, root_cause
+from forgeasync.schema.problems import ConfigError
 
 _closing_words: list[str] = []
 """What the last line says besides the reason."""
 
+
 EXIT_REFUSED = 2
+
 EXIT_FAILED = 1
+
 EXIT_SIGNAL = 128
 """Plus the number of the signal that the app was told to stop with."""
 
@@ -100,3 +106,21 @@ def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
     """Load the config that the arguments name and run ``main`` on it."""
     arguments = parse_arguments(description)
     return exit_code(lambda: main(load_config(arguments.config, arguments.overrides)))
+
+
+REPORT_COLUMNS = 120
+"""Width of the table, also in a pipe."""
+
+
+def show_plan(config: RunConfig) -> None:
+    """Check the config and print what it would start; needs no GPU and starts nothing."""
+    # Builds the model on the meta device, which only a dry run has to wait for.
+    from forgeasync.launch.render import render_launch
+    from forgeasync.planning.report import dry_run_report
+
+    facts, looked_at = check_plan(config)
+    shape_from = model_config_file(config.model.path)
+    report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at)
+    Console(width=REPORT_COLUMNS).print(report)
+    if (spec := render_launch(config)) is not None:
+        print(f"\nwith launcher {config.launcher.kind}:\n{spec}")

@@ -18,18 +18,17 @@ from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.data_schema import named_sources
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.data import named_sources
+from forgeasync.config.run import RunConfig
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.starting import trainer_setup
-from forgeasync.data.draws import sampling_seed
-from forgeasync.data.order import weighted_order
-from forgeasync.data.rollout import Group, StoredRollout
-from forgeasync.data.task import Task
+from forgeasync.environments.order import sampling_seed, weighted_order
 from forgeasync.environments.reward import response_of
 from forgeasync.launch.job_hosts import build_hosts
-from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.run_dir import default_run_dir
+from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.rollouts.rollout import Group, StoredRollout
+from forgeasync.rollouts.task import Task
 from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items
 from forgeasync.trainer.step_result import StepResult

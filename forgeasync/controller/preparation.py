@@ -9,17 +9,13 @@ import torch
 from transformers import AutoTokenizer
 
 from forgeasync.checkpoint.room import check_room
-from forgeasync.config.checkpoint_shapes import check_checkpoint_shapes
-from forgeasync.config.checks import check_config, check_without_model
-from forgeasync.config.data_schema import named_sources
-from forgeasync.config.evaluation_schema import SamplingSection, named_sets
-from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
-from forgeasync.config.machine_checks import check_gpus
-from forgeasync.config.model_facts import ModelFacts, model_folder, read_model_facts
-from forgeasync.config.problems import ConfigError, Problem, raise_if_any
-from forgeasync.config.resolve import resolve
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import published_weight_bytes, weight_copies_in_shared_memory
+from forgeasync.config.data import named_sources
+from forgeasync.config.evaluation import named_sets
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.rules import check_gpus, check_without_model
+from forgeasync.config.run import RunConfig, resolve
 from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
@@ -27,13 +23,18 @@ from forgeasync.controller.resume import (
     planned_export,
     planned_folder,
 )
-from forgeasync.data.prompts import PromptEncoder
-from forgeasync.data.sources import build_source, look_at_data
-from forgeasync.data.task import Task
 from forgeasync.environments.build import check_environment
+from forgeasync.environments.sources import build_source, look_at_data
+from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
+from forgeasync.models.config_file import model_folder, read_model_facts
+from forgeasync.models.rules import check_config
+from forgeasync.models.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.observability.run_dir import check_run_dir
-from forgeasync.payload.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.planning.memory.machine import available_host_bytes, check_memory
+from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 from forgeasync.scoring.reward_trial import try_rewards
 from forgeasync.weights.transports.build import check_transport
 

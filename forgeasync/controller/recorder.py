@@ -1,25 +1,64 @@
-"""Writes what a run does to its files and to the console."""
+"""What is known of an optimizer step once it is done."""
 
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
+from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
-from forgeasync.config.schema import RunConfig
-from forgeasync.controller.step_record import StepRecord
+from forgeasync.config.run import RunConfig
 from forgeasync.environments.episodes import EpisodeResult
+from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.observability.console import StepConsole, StepLine
-from forgeasync.observability.held_out import HeldOutScores
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
 from forgeasync.observability.run_dir import RunDir
-from forgeasync.observability.scored_groups import ScoredGroups
-from forgeasync.sampler.stats import EngineStats
-from forgeasync.sampler.swap import SwapReport
-from forgeasync.scoring.score import Score
+from forgeasync.observability.scored_groups import HeldOutScores, ScoredGroups
+from forgeasync.rollouts.score import Score
+from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the wall time of a step of the training loop went, in seconds."""
+
+    step_s: float
+    wait_for_batch_s: float
+    train_s: float
+    publish_weights_s: float
+    eval_s: float
+
+    def longest(self) -> str:
+        """What the loop waited for most, for the console."""
+        parts = {
+            "batch": self.wait_for_batch_s,
+            "train": self.train_s,
+            "publish": self.publish_weights_s,
+            "eval": self.eval_s,
+        }
+        name = max(parts, key=parts.__getitem__)
+        return f"{name} {parts[name]:.1f}/{self.step_s:.1f}s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step of a run, complete: the recorder asks nobody for more."""
+
+    step: int
+    batch: Batch
+    result: StepResult
+    times: StepTimes
+    engines: tuple[EngineStats, ...]
+    """By generator, since each started."""
+    buffer: BufferReport
+    counters: Mapping[str, float]
+    """What else is counted since the run began or holds now, under the names in metrics.jsonl."""
+    held_out: HeldOutScores | None
+    """None: there was no evaluation after this step."""
 
 
 class RunRecorder:

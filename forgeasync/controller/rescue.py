@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from forgeasync.actors.deadline import DeadlineExceeded, deadline
 from forgeasync.actors.procs import ActorDied
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
-from forgeasync.checkpoint.hf_folder import HfFolderWriter
+from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, RunConfig, TimeoutSection
+from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stopping import received_signal
 from forgeasync.launch.hosts import HostLost
+from forgeasync.models.hf_folder import HfFolderWriter
 from forgeasync.observability.failures import last_words, root_cause
 from forgeasync.observability.run_dir import RunDir
+from forgeasync.waiting import DeadlineExceeded, deadline
 from forgeasync.weights.staged_version import StagedVersion, StagedWeights
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from forgeasync.checkpoint.folders import (
 from forgeasync.checkpoint.run_state import RunState, check_resumable, differences, read_run_state
 from forgeasync.config.load import dump_config
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.problems import ConfigError, Problem, raise_if_any
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
 from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir, check_folder
 from forgeasync.observability.truncation import cut_after, put_aside
+from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 
 LATEST = "latest"
 

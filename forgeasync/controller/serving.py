@@ -9,10 +9,10 @@ from collections.abc import Coroutine
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.weights_schema import WeightsSection
+from forgeasync.config.weights import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
-from forgeasync.monitor import Monitor
-from forgeasync.weights.board import WeightBoard
+from forgeasync.waiting import Monitor
+from forgeasync.weights.exchange import WeightExchange
 from forgeasync.weights.ledger import WeightLedger
 
 MAX_FAILED_FETCHES = 5
@@ -35,7 +35,7 @@ class WeightServing:
         self._generators = generators
         self._buffer = buffer
         self._recorder = recorder
-        self._board = WeightBoard(WeightLedger(lease_timeout_s=section.lease_timeout_s))
+        self._board = WeightExchange(WeightLedger(lease_timeout_s=section.lease_timeout_s))
         self._served = Monitor([0] * generators.num_replicas)
         """The version of every generator."""
 

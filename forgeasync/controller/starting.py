@@ -12,8 +12,8 @@ from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.buffer_schema import AgeOf
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.buffer import AgeOf
+from forgeasync.config.run import RunConfig
 from forgeasync.controller.preparation import Prepared
 from forgeasync.observability.console import StepConsole
 from forgeasync.trainer.setup import TrainerSetup

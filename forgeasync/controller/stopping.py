@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from forgeasync.launch.bootstrap_main import STOPPING
-from forgeasync.payload.run_folder import remove_own_folders
+from forgeasync.rollouts.run_folder import remove_own_folders
 
 SAME_S = 1.0
 """Two signals so close to each other count as one: schedulers send them to a process on several ways."""

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import cast
 
-from forgeasync.config.problems import Problem
-from forgeasync.config.python_code import PythonCode, build_code
-from forgeasync.data.task import Task
 from forgeasync.environments.environment import Agent, Environment
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import Problem
+from forgeasync.schema.python_code import PythonCode, build_code
 
 PARAMETERS = ("task", "agent")
 """What a rollout is called with."""

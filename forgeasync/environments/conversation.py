@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import jinja2
 import numpy as np
 
-from forgeasync.data.rollout import FinishReason
 from forgeasync.environments.environment import Message
+from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.turns import SampledTurn
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from forgeasync.data.rollout import FinishReason
-from forgeasync.data.task import Task
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 
 Message = Mapping[str, str]
 """``{"role": "user", "content": "2 + 2 ="}``, as chat endpoints take it."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.data.task import Task
 from forgeasync.environments.agent import EpisodeAgent
 from forgeasync.environments.conversation import MessageRenderer
 from forgeasync.environments.environment import ContextFull, Environment
 from forgeasync.observability.failures import last_words
+from forgeasync.rollouts.score import NO_SCORE, Score
+from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.turns import EpisodeId, SampledTurn
-from forgeasync.scoring.score import NO_SCORE, Score
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from forgeasync.data.rollout import FinishReason, Rollout, StoredRollout
-from forgeasync.data.task import Task
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 import inspect
 from collections.abc import Awaitable, Callable
 
-from forgeasync.data.task import Task
 from forgeasync.environments.environment import Agent, Environment, Turn
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 
 TurnReward = Callable[[Task, Turn], Score | Awaitable[Score]]
 """Scores the only turn of an episode."""

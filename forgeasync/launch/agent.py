@@ -14,7 +14,7 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.observability.logs import redirect_process_output
-from forgeasync.payload.run_folder import (
+from forgeasync.rollouts.run_folder import (
     create_run_folder,
     is_running,
     remove_run_folder,

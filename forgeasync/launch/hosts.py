@@ -11,7 +11,7 @@ from monarch.actor import ProcMesh, this_host
 
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import GpuAllocator, spawn_role
-from forgeasync.payload.run_folder import (
+from forgeasync.rollouts.run_folder import (
     create_run_folder,
     is_running,
     remove_run_folder,

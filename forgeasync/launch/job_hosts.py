@@ -12,8 +12,7 @@ from pathlib import Path
 from monarch.actor import ActorError, HostMesh, ProcMesh
 from monarch.job import JobState, JobTrait
 
-from forgeasync.actors.deadline import DeadlineExceeded, deadline
-from forgeasync.config.launch_schema import (
+from forgeasync.config.launcher import (
     KubernetesLauncher,
     LocalLauncher,
     ProcessLauncher,
@@ -22,12 +21,13 @@ from forgeasync.config.launch_schema import (
     SshLauncher,
     gpus_per_host,
 )
-from forgeasync.config.schema import RunConfig, TimeoutSection
+from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
 from forgeasync.launch.jobs import HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
-from forgeasync.payload.run_folder import sweep_stale_folders
+from forgeasync.rollouts.run_folder import sweep_stale_folders
+from forgeasync.waiting import DeadlineExceeded, deadline
 
 BEAT_S = 1.0
 CLOSE_S = 20.0

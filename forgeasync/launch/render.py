@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from forgeasync.config.launch_schema import (
+from forgeasync.config.launcher import (
     KubernetesLauncher,
     LocalLauncher,
     ProcessLauncher,
@@ -27,7 +27,7 @@ from forgeasync.config.launch_schema import (
     SshLauncher,
     num_hosts,
 )
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
 from forgeasync.launch.jobs import HostRole, build_job, build_kubernetes_job, mesh_name
 
 PLANNED_LOGS = "runs/<name>-<time>/logs"

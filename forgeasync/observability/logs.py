@@ -9,6 +9,7 @@ from pathlib import Path
 NOISY_LIBRARIES = ("monarch", "torchstore", "torchtitan", "vllm")
 """Loggers, with their children, that bring handlers of their own which print to the terminal."""
 
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 

@@ -128,9 +128,8 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from forgeasync.buffer.decisions import Batch
-from forgeasync.data.rollout import FinishReason, Group
-from forgeasync.observability.held_out import HeldOutScores
-from forgeasync.observability.scored_groups import part_means
+from forgeasync.observability.scored_groups import HeldOutScores, part_means
+from forgeasync.rollouts.rollout import FinishReason, Group
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -19,16 +19,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.config.problems import ConfigError, Problem, raise_if_any
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
 from forgeasync.observability.truncation import put_aside
+from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 
 SKIPPED_STEPS = "skipped_steps"
 
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
 
 RUNS_FOLDER = Path("runs")
 """Parent of the runs that do not name their own folder; relative to the working directory."""
+
 
 _held: dict[Path, int] = {}
 """Folders that this process has claimed for its runs; the descriptors stay open as long as it lives."""

@@ -31,7 +31,9 @@ PACKAGES = (
 )
 """Those that a result may depend on; the ones that are not installed are left out."""
 
+
 WARNING_LOGGERS = ("py.warnings", "forgeasync")
+
 
 GIT_S = 5.0
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forgeasync.config.launch_schema import LocalLauncher, gpus_per_host, num_hosts
-from forgeasync.config.machine_checks import num_gpus_needed
-from forgeasync.config.model_facts import SHIPPED_MODELS, ModelFacts
-from forgeasync.config.resolve import resolve
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import kv_bytes_per_token
+from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.rules import num_gpus_needed
+from forgeasync.config.run import RunConfig, resolve
+from forgeasync.models.config_file import SHIPPED_MODELS
+from forgeasync.models.sizes import kv_bytes_per_token
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
     count_parameters,

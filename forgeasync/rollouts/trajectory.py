@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.data.kept_tokens import KeptTokens, all_kept, concatenate
-from forgeasync.data.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.data.routing import RoutedExperts
+from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate
+from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
+from forgeasync.rollouts.routing import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from forgeasync.data.rollout import FinishReason
+from forgeasync.rollouts.rollout import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

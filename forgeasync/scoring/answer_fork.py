@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from forgeasync.rollouts.score import Score
 from forgeasync.scoring.isolation import address_space_bytes, lock_down
-from forgeasync.scoring.score import Score
 from forgeasync.scoring.verifier import Verifier
 
 MAX_VERDICT_BYTES = 4096

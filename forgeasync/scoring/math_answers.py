@@ -11,7 +11,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.score import Score
 from forgeasync.scoring.verifier import MathProblem
 
 MAX_UNBOXED_CHARS = 2000

@@ -4,16 +4,16 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from forgeasync.config.reward_schema import PythonReward, name_of
-from forgeasync.data.task import Task
+from forgeasync.config.data import PythonReward, name_of
 from forgeasync.environments.reward import Response
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 from forgeasync.scoring.reward_process import (
     ProcessKilled,
     RewardFailure,
     RewardProcess,
     RewardTimeout,
 )
-from forgeasync.scoring.score import Score
 
 CALLS_SIDE_BY_SIDE = 64
 """Of a coroutine, in each process."""

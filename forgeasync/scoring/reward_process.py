@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from forgeasync.config.reward_schema import PythonReward
-from forgeasync.data.task import Task
+from forgeasync.config.data import PythonReward
 from forgeasync.environments.reward import Response
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 from forgeasync.scoring.reward_worker import decode_score, encode_responses
 from forgeasync.scoring.sandbox import python_path
-from forgeasync.scoring.score import Score
 from forgeasync.scoring.verifier_process import kill_group, stop_process
 
 STARTUP_LIMIT_S = 120.0

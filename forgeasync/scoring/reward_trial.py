@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from forgeasync.config.data_schema import NamedSource
-from forgeasync.config.problems import Problem
-from forgeasync.config.reward_schema import PythonReward, ScoredUnit
-from forgeasync.data.rollout import FinishReason
-from forgeasync.data.task import Task
+from forgeasync.config.data import NamedSource, PythonReward, ScoredUnit
 from forgeasync.environments.reward import Response
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import Problem
 from forgeasync.scoring.reward_process import RewardFailure, RewardProcess
 
 MADE_UP_TEXT = "0"

@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from forgeasync.actors.deadline import DeadlineExceeded, deadline
-from forgeasync.config.python_code import build_code
-from forgeasync.config.reward_schema import PythonReward, ScoredUnit
-from forgeasync.data.rollout import FinishReason
-from forgeasync.data.task import Task
+from forgeasync.config.data import PythonReward, ScoredUnit
 from forgeasync.environments.reward import Response
-from forgeasync.scoring.score import Score, Step
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.score import Score, Step
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.python_code import build_code
+from forgeasync.waiting import DeadlineExceeded, deadline
 
 CORRECT_FROM = 1.0
 """A reward that returns a bare number calls the response correct from here on."""

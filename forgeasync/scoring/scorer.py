@@ -1,10 +1,9 @@
 """From a response to its score, by a verifier of ours."""
 
-from forgeasync.config.data_schema import NamedSource, ReasoningGymSource
-from forgeasync.config.reward_schema import MathReward, ReasoningGymReward
-from forgeasync.config.scorer_schema import ScorerSection
-from forgeasync.data.task import Task
-from forgeasync.scoring.score import Score, VerifierCounts
+from forgeasync.config.data import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource
+from forgeasync.config.run import ScorerSection
+from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.task import Task
 from forgeasync.scoring.verifier import (
     GymProblem,
     GymVerifierChoice,

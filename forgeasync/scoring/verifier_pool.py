@@ -8,16 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
 
-from forgeasync.config.scorer_schema import ScorerSection
+from forgeasync.config.run import ScorerSection
+from forgeasync.rollouts.score import NO_SCORE, Score, VerifierCounts
 from forgeasync.scoring.sandbox import Bubblewrap, find_bubblewrap
-from forgeasync.scoring.score import NO_SCORE, Score, VerifierCounts
-from forgeasync.scoring.verifier import Problem, VerifierChoice
+from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice, Problem, VerifierChoice
 from forgeasync.scoring.verifier_process import AnswerLimits, VerifierProcess
 
 logger = logging.getLogger(__name__)
 
+
 MAX_ANSWER_BYTES = 1 << 20
 """A longer answer scores 0 unread: no verifier needs as much, and for many time grows with its square."""
+
 
 _NUM_LOGGED = 20
 """Lost answers that are logged one by one, of each kind; all are counted."""
@@ -135,3 +137,15 @@ class VerifierPool:
         if number <= _NUM_LOGGED:
             logger.warning("an answer scores 0, %s no. %d: %s", kind, number, reason)
         return NO_SCORE
+
+
+DEFAULT_VERIFIERS = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
+"""What is behind ``math_reward``; it holds no process until its first call."""
+
+
+def math_reward(response: str, answer: str) -> float:
+    r"""1.0 if the final answer of ``response`` (its last ``\boxed``, if any) equals ``answer``, else 0.0.
+
+    Works from any thread. Raises VerifierFailure if no process can be started.
+    """
+    return DEFAULT_VERIFIERS.score(MathProblem(answer=answer), response).value

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from forgeasync.config.reward_schema import RewardSection, name_of
-from forgeasync.scoring.score import Score
+from forgeasync.config.data import RewardSection, name_of
+from forgeasync.rollouts.score import Score
 
 
 def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:

@@ -1,4 +1,4 @@
 """Everything that touches TorchTitan."""
 
 # TorchTitan's modules copy the device type when they are imported: this has to come before all of them.
-from forgeasync.trainer import titan_cpu as titan_cpu
+from forgeasync.models.workarounds import titan_cpu as titan_cpu

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.schema import RoutingReplay
-from forgeasync.data.group_payload import TokenTrace
-from forgeasync.data.rollout import Group, StoredRollout
-from forgeasync.data.routing import NO_RECORD
-from forgeasync.trainer.advantage_spans import AdvantageSpan, advantage_spans, spread
+from forgeasync.config.trainer import RoutingReplay
+from forgeasync.rollouts.group_payload import TokenTrace
+from forgeasync.rollouts.rollout import Group, StoredRollout
+from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
 from forgeasync.trainer.packing import TrainingSequence, plan_rows
-from forgeasync.trainer.token_places import TokenPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
-from forgeasync.config.schema import RouterBias, TrainerSection
-from forgeasync.data.routing import NO_RECORD
+from forgeasync.config.trainer import RouterBias, TrainerSection
+from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.trainer.head import Targets
 from forgeasync.trainer.logprobs import SumRanks
 from forgeasync.trainer.model import attention_masks
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
-from forgeasync.trainer.titan_cpu import DEVICE_TYPE
 
 
 class RowForward:

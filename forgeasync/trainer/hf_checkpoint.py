@@ -4,6 +4,8 @@ No rank ever holds the model: of every tensor a rank reads the part that its sha
 parameter is gathered (a layer's experts together), handed to rank 0 and dropped.
 """
 
+import functools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.checkpoint.hf_folder import MAX_FILE_BYTES, HfFolderWriter
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.data.checkpoint_tensors import CheckpointTensors
-from forgeasync.trainer.hf_names import hf_names, is_experts, unstack_experts
-from forgeasync.trainer.lora import is_adapter
-from forgeasync.trainer.router_bias import checkpoint_weights
+from forgeasync.models.hf_folder import MAX_FILE_BYTES, CheckpointTensors, HfFolderWriter
+from forgeasync.models.registry import FAMILIES
+from forgeasync.trainer.lora import adapted_parameter, is_adapter
+from forgeasync.trainer.model import titan_config
+from forgeasync.trainer.replay_router import checkpoint_weights
 from forgeasync.weights.layout import shard_box
 
 
@@ -88,3 +90,50 @@ def full_tensors(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[st
     for name, weight in checkpoint_weights(model):
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         yield from zip(hf_names(name, facts), unstack_experts(full, name), strict=True)
+
+
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+
+
+@functools.cache
+def _templates(facts: ModelFacts) -> dict[str, str]:
+    """Hugging Face name template by TorchTitan name template."""
+    adapter = FAMILIES[facts.model_type].titan().adapter(titan_config(facts), None)
+    return {titan: hf for hf, titan in adapter.from_hf_map.items() if titan is not None}
+
+
+def is_experts(name: str) -> bool:
+    """Whether a TorchTitan parameter stacks a layer's experts."""
+    return ".inner_experts." in name
+
+
+def canonical_name(name: str) -> str:
+    """A TorchTitan parameter name without what activation checkpointing and compile put into it."""
+    return _WRAPPERS.sub("", name)
+
+
+def hf_names(name: str, facts: ModelFacts) -> list[str]:
+    """The Hugging Face (or peft) tensors that make up a TorchTitan parameter: one, or one per expert."""
+    if is_adapter(name):
+        base, side = adapted_parameter(name)
+        modules = (hf_name.removesuffix(".weight") for hf_name in hf_names(base, facts))
+        return [f"base_model.model.{module}.lora_{side}.weight" for module in modules]
+    layer_ids = re.findall(r"layers\.(\d+)\.", name)
+    key = re.sub(r"layers\.\d+\.", "layers.{}.", canonical_name(name))
+    if facts.tie_word_embeddings and key == "lm_head.weight":
+        # One tensor under two names; the files have it under the embedding's.
+        key = "tok_embeddings.weight"
+    template = _templates(facts)[key]
+    if is_experts(name):
+        return [template.format(*layer_ids, expert) for expert in range(facts.num_experts)]
+    return [template.format(*layer_ids)]
+
+
+def stack_experts(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
+    """Hugging Face tensors as one TorchTitan parameter."""
+    return torch.stack(tensors) if is_experts(name) else tensors[0]
+
+
+def unstack_experts(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """One TorchTitan parameter as Hugging Face tensors."""
+    return list(tensor.unbind(0)) if is_experts(name) else [tensor]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from forgeasync.config.sizes import GATHER_BLOCK_BYTES, GATHER_COST, LOGITS_CHUNK_TOKENS
+from forgeasync.models.sizes import GATHER_BLOCK_BYTES, GATHER_COST, LOGITS_CHUNK_TOKENS
 
 
 def kept_logprobs(

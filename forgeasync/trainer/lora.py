@@ -17,9 +17,9 @@ from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import Linear
 
-from forgeasync.config.schema import LoraSection
-from forgeasync.trainer.experts import TrainingDtypeExperts
+from forgeasync.config.model import LoraSection
 from forgeasync.trainer.lora_experts import GroupedAdapter, LoraExperts, adapter_sharding
+from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
 
 ATTENTION_MODULES = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
 """TorchTitan's name of a linear layer by the last part of its Hugging Face name."""

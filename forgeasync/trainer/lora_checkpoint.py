@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection
-from forgeasync.data.file_mode import use_umask
-from forgeasync.trainer.hf_names import hf_names, stack_experts, unstack_experts
+from forgeasync.models.hf_folder import use_umask
+from forgeasync.trainer.hf_checkpoint import hf_names, stack_experts, unstack_experts
 from forgeasync.trainer.lora import EXPERT_PARAMETERS, adapter_parameters, copy_whole
 
 CONFIG_FILE = "adapter_config.json"

@@ -15,8 +15,7 @@ from torchtitan.models.common.moe_sharding import expert_param_placement_dense, 
 from torchtitan.protocols.module import Module, ModuleDict
 from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
-from forgeasync.trainer.experts import TrainingDtypeExperts
-from forgeasync.trainer.grouped_mm import grouped_mm
+from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts, grouped_mm
 
 _GROUPED_STRIDE_BYTES = 16
 """Rows of the operands of a grouped product start at multiples of this many bytes."""

@@ -13,16 +13,17 @@ from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.sharding import ShardingConfig
 
+from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import ActivationCheckpointing, LoraSection, TrainerSection
-from forgeasync.trainer.attention import PackedAttention, PackedSequences, packed_sequences
-from forgeasync.trainer.experts import TrainingDtypeExperts
-from forgeasync.trainer.families import TITAN_FAMILIES
-from forgeasync.trainer.families.family import LINEAR_INIT, norm_config
+from forgeasync.config.trainer import ActivationCheckpointing, TrainerSection
+from forgeasync.models.registry import FAMILIES
+from forgeasync.models.titan_family import LINEAR_INIT, norm_config
+from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE, allow_gloo_reduction, unpin_offloaded
 from forgeasync.trainer.head import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import replay_config
-from forgeasync.trainer.titan_cpu import DEVICE_TYPE, allow_gloo_reduction, unpin_offloaded
+from forgeasync.trainer.workarounds.attention import PackedAttention, PackedSequences, packed_sequences
+from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
 
 
 def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Decoder.Config:
@@ -30,7 +31,7 @@ def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Dec
 
     On a machine without an accelerator the attention is ``PackedAttention``, whatever the backend.
     """
-    family = TITAN_FAMILIES[facts.model_type]
+    family = FAMILIES[facts.model_type].titan()
     layers = family.layers(facts, attention_backend)
     for layer in layers:
         _adapt_layer(layer)
@@ -146,7 +147,7 @@ def build_parallel_model(
     # Where all is trained, nothing changes.
     store_base_in(model, TORCH_DTYPE_MAP[section.dtype.value])
     checkpointing = ActivationCheckpointing.NONE if is_frozen else section.activation_checkpointing
-    TITAN_FAMILIES[facts.model_type].parallelize(
+    FAMILIES[facts.model_type].titan().parallelize(
         model,
         parallel_dims=parallel_dims,
         training=training,

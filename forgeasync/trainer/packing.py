@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.config.sizes import ROW_ALIGNMENT
-from forgeasync.data.kept_tokens import KeptTokens, all_kept, concatenate
-from forgeasync.data.routing import NO_RECORD
+from forgeasync.config.trainer import ROW_ALIGNMENT
+from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate
+from forgeasync.rollouts.routing import NO_RECORD
 
 NO_SEQUENCE = -1
 """Sequence id of padding."""

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.schema import RouterBias
+from forgeasync.config.trainer import RouterBias
+from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
 from forgeasync.trainer.finite import (
     MismatchTooLarge,
@@ -31,17 +32,15 @@ from forgeasync.trainer.finite import (
     value_ranges,
 )
 from forgeasync.trainer.forward import RowForward
-from forgeasync.trainer.hf_names import hf_names
+from forgeasync.trainer.hf_checkpoint import hf_names
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.optimizer import build_optimizer, scheduled_learning_rate
 from forgeasync.trainer.packing import PackedRow
-from forgeasync.trainer.probe import Probe
-from forgeasync.trainer.router_bias import RouterBiasUpdate, checkpoint_weights
+from forgeasync.trainer.replay_router import RouterBiasUpdate, checkpoint_weights
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
-from forgeasync.trainer.step_sums import StepSums
-from forgeasync.trainer.titan_cpu import DEVICE_TYPE
+from forgeasync.trainer.step_sums import Probe, StepSums
 from forgeasync.weights.named_weight import NamedWeight
 
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forgeasync.checkpoint.folders import TRAINER_FOLDER, partial_folder, prune, publish
-from forgeasync.trainer.checkpoint_reader import SafeFileSystemReader
-from forgeasync.trainer.titan_cpu import DEVICE_TYPE
+from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.trainer.workarounds.checkpoint_reader import SafeFileSystemReader
 
 State = dict[str, torch.Tensor]
 """Tensors by their names in a checkpoint."""

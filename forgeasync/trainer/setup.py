@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.algorithms.loss import Loss
+from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, TrainerSection
+from forgeasync.config.trainer import TrainerSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, capped
-from forgeasync.data.routing import NO_RECORD
+from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 
 
@@ -205,3 +205,20 @@ def _k3(difference_T: torch.Tensor) -> torch.Tensor:
     """
     capped_T = capped(difference_T)
     return capped_T.expm1() - capped_T
+
+
+class Probe:
+    """Picks a share of rows, evenly spread, the same ones on every rank."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self.owed = 0.0
+        """All that its choices depend on."""
+
+    def is_due(self) -> bool:
+        """Whether the next row is one of them."""
+        self.owed += self._share
+        if self.owed < 1.0:
+            return False
+        self.owed -= 1.0
+        return True

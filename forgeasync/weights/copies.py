@@ -17,7 +17,7 @@ from forgeasync.weights.layout import BLOCK_BYTES, Box, WeightLayout
 
 
 class Destination(Protocol):
-    """A box of a tensor and where it goes (see ``forgeasync.sampler.load_trace.Region``)."""
+    """A box of a tensor and where it goes (see ``forgeasync.generator.workarounds.load_trace.Region``)."""
 
     @property
     def name(self) -> str: ...

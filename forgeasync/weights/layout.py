@@ -6,7 +6,7 @@ shards it holds, cut into pieces; of shards that several ranks hold (replicas) o
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,13 +14,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from forgeasync.config.model import Dtype
 from forgeasync.weights.named_weight import NamedWeight
 
 ALIGNMENT = 64
 """Of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
 
+
 BLOCK_BYTES = 256 * 2**10
 """What one checksum covers: small enough to be still in the cache after it was copied."""
+
 
 SEGMENT_BYTES = 16 * BLOCK_BYTES
 """What a transport between hosts moves at once."""
@@ -161,3 +164,27 @@ def _piece(weight: NamedWeight) -> Piece:
     first, count = box.start[0], box.size[0]
     inner = Box(start=box.start[1:], size=box.size[1:])
     return Piece(names=weight.names[first : first + count], shape=shape[1:], box=inner, offset=0)
+
+
+def whole_tensors(layout: WeightLayout, images: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a landing by name; those in one piece are views, the others are put together."""
+    parts: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
+    for rank, image in zip(layout.ranks, images, strict=True):
+        for piece in rank.pieces:
+            first = piece.offset // layout.dtype.itemsize
+            count = piece.box.num_elements
+            place = tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.size, strict=True))
+            for index, name in enumerate(piece.names):
+                start = first + index * count
+                parts.setdefault(name, []).append((place, image[start : start + count].view(piece.box.size)))
+    for name, shape in layout.shapes.items():
+        if len(parts[name]) == 1:
+            yield name, parts[name][0][1]
+            continue
+        whole = torch.empty(shape, dtype=layout.dtype)
+        for place, part in parts[name]:
+            whole[place] = part
+        yield name, whole
+
+
+TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}

@@ -1,4 +1,4 @@
-"""A parameter of the trained model under the names that generators know it by."""
+"""A parameter under the names that generators know it by, and a base weight with its adapter folded in."""
 
 from dataclasses import dataclass
 
@@ -14,3 +14,13 @@ class NamedWeight:
 
     names: tuple[str, ...]
     tensor: torch.Tensor
+
+
+def merged(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """``base + scaling * lora_b @ lora_a``, computed in float32, in the dtype of ``base``.
+
+    Shapes: base [..., out, in], lora_a [..., rank, in], lora_b [..., out, rank]; leading dimensions (experts)
+    are the same in all three. W = W0 + (alpha / rank) B A: Hu et al., "LoRA", 2021, section 4.1.
+    """
+    delta = lora_b.float() @ lora_a.float()
+    return torch.add(base.float(), delta, alpha=scaling).to(base.dtype)

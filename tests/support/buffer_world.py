@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer_schema import AccountingSection, AgeOf, BufferSection, StaleGroups
-from forgeasync.data.progress import GroupProgress
-from forgeasync.data.rollout import Group, StoredRollout
-from forgeasync.data.task import Task
+from forgeasync.config.buffer import AccountingSection, AgeOf, BufferSection, StaleGroups
+from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
+from forgeasync.rollouts.task import Task
 from tests.support.rollouts import make_stored_rollout
 
 GROUP_SIZE = 2

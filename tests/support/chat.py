@@ -7,7 +7,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forgeasync.data.rollout import FinishReason
+from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.turns import SampledTurn
 
 START, END = "<|im_start|>", "<|im_end|>"

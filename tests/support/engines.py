@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
-from forgeasync.config.schema import GeneratorSection, SamplingSection
-from forgeasync.config.weights_schema import WeightsSection
-from forgeasync.data.records import Records
-from forgeasync.data.rollout import Rollout
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.weights import WeightsSection
+from forgeasync.rollouts.records import Records
+from forgeasync.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-    from forgeasync.sampler.engine import SamplerEngine
-    from forgeasync.sampler.swap import SwapReport
+    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.reports import SwapReport
 
 CONTEXT = 160
 RECORDS = Records(routing=True, kept_tokens=True)
@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 
 
 async def start_engine(folder: Path, generator: GeneratorSection, weights: WeightsSection) -> "SamplerEngine":
-    from forgeasync.sampler.engine import SamplerEngine
+    from forgeasync.generator.engine import SamplerEngine
 
     return await SamplerEngine.start(
         model_path=folder,

@@ -1,8 +1,8 @@
 """Environments of runs in tests, importable by every process of them."""
 
-from forgeasync.data.task import Task
 from forgeasync.environments.environment import Agent, Environment
-from forgeasync.scoring.score import Score
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
 
 
 class TryAgain(Environment):

@@ -13,7 +13,7 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS
 
-from forgeasync.config.data_schema import ReasoningGymSource
+from forgeasync.config.data import ReasoningGymSource
 from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
 from forgeasync.scoring.gym_answers import GymVerifier
 from forgeasync.scoring.isolation import enter_isolation, read_only_roots

@@ -9,17 +9,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import (
+from forgeasync.config.model import Dtype
+from forgeasync.config.trainer import (
     ActivationCheckpointing,
-    Dtype,
     OptimizerSection,
     ParallelSection,
     TrainerSection,
 )
-from forgeasync.data.routing import NO_RECORD
-from forgeasync.trainer.hf_checkpoint import full_tensors
-from forgeasync.trainer.hf_names import unstack_experts
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.trainer.hf_checkpoint import full_tensors, unstack_experts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.replay_router import replay_routers

@@ -17,28 +17,27 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.decisions import Batch, Committed
+from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.buffer.snapshot import BufferSnapshot
+from forgeasync.config.generator import SamplingSection
 from forgeasync.config.load import load_config
-from forgeasync.config.schema import RunConfig, SamplingSection, TimeoutSection
+from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.recorder import StepRecord
 from forgeasync.controller.starting import Roles
-from forgeasync.controller.step_record import StepRecord
-from forgeasync.data.rollout import FinishReason, StoredRollout
-from forgeasync.data.task import Task
 from forgeasync.environments.reward import Response
-from forgeasync.observability.held_out import HeldOutScores
-from forgeasync.sampler.stats import EngineStats
-from forgeasync.sampler.swap import SwapReport
-from forgeasync.scoring.score import Score, VerifierCounts
+from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.rollouts.rollout import FinishReason, StoredRollout
+from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.task import Task
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
-from tests.config_samples import FACTS, MINIMAL
 from tests.support.buffer_world import make_task
+from tests.support.config_samples import FACTS, MINIMAL
 from tests.support.rollouts import make_stored_rollout
 
 P = ParamSpec("P")

@@ -8,16 +8,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forgeasync.algorithms.loss import Loss
-from forgeasync.config.lora_checks import ADAPTABLE
-from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.schema import (
+from forgeasync.config.model import Dtype, LoraSection
+from forgeasync.config.rules import ADAPTABLE
+from forgeasync.config.trainer import (
     ActivationCheckpointing,
-    Dtype,
-    LoraSection,
     OptimizerSection,
     ParallelSection,
     TrainerSection,
 )
+from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.lora import adapter_parameters, copy_whole, is_adapter
 from forgeasync.trainer.packing import TrainingSequence
 from forgeasync.trainer.policy_trainer import PolicyTrainer

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from forgeasync.data.tokenizer import build_tokenizer, save_tokenizer
+from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
 
 TEXTS = (
     "State the final answer to the following arithmetic problem: 0123456789 + 4 - 5 =",

@@ -6,9 +6,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from forgeasync.data.task import Task
 from forgeasync.environments.reward import Response, Reward
-from forgeasync.scoring.score import Score, Step
+from forgeasync.rollouts.score import Score, Step
+from forgeasync.rollouts.task import Task
 
 
 def length(task: Task, response: Response) -> float:

@@ -4,7 +4,7 @@ import inspect
 import textwrap
 from pathlib import Path
 
-from forgeasync.config.python_code import PythonCode
+from forgeasync.schema.python_code import PythonCode
 from forgeasync.weights.transports.transport import Transport
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.payload import shared_memory
-from forgeasync.payload.reference import PayloadGone, PayloadRef
-from forgeasync.payload.shared_memory import PayloadReader, PayloadWriter
+from forgeasync.rollouts import payload_store as shared_memory
+from forgeasync.rollouts.payload_format import PayloadGone, PayloadRef
+from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
 
 MIB = 2**20
 HOST = "host-a"

@@ -2,8 +2,8 @@
 
 import itertools
 
-from forgeasync.data.rollout import FinishReason, StoredRollout, VersionSpan
-from forgeasync.payload.reference import PayloadRef
+from forgeasync.rollouts.payload_format import PayloadRef
+from forgeasync.rollouts.rollout import FinishReason, StoredRollout, VersionSpan
 
 _payload_ids = itertools.count()
 

@@ -3,19 +3,13 @@
 from pathlib import Path
 
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.buffer_schema import PayloadSection
-from forgeasync.config.data_schema import ReasoningGymSource
-from forgeasync.config.schema import (
-    DataSection,
-    EvaluationSection,
-    GeneratorSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-    RunConfig,
-    SamplingSection,
-    TrainerSection,
-)
+from forgeasync.config.buffer import PayloadSection
+from forgeasync.config.data import DataSection, ReasoningGymSource
+from forgeasync.config.evaluation import EvaluationSection
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.model import ModelSection
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
 
 
 def tiny_config(folder: Path) -> RunConfig:

@@ -6,13 +6,12 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from forgeasync.config.checks import check_config
 from forgeasync.config.load import load_config
-from forgeasync.config.model_facts import read_model_facts
-from forgeasync.config.problems import ConfigError, raise_if_any
-from forgeasync.config.resolve import resolve
-from forgeasync.config.schema import RunConfig
+from forgeasync.config.run import RunConfig, resolve
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.models.rules import check_config
 from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows
+from forgeasync.schema.problems import ConfigError, raise_if_any
 
 COLUMNS = 160
 """Width of the table, also in a pipe."""

@@ -2,15 +2,16 @@
 
 Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
 differ without an accelerator: norms are computed step by step and keep x / rms(x) too, and attention works on
-copies that are laid out by sequence (``forgeasync.trainer.attention_kernel``).
+copies that are laid out by sequence (``forgeasync.trainer.workarounds.attention_kernel``).
 """
 
 from dataclasses import dataclass
 
-from forgeasync.config.checkpoint_shapes import expected_shapes
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import ActivationCheckpointing, RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import ActivationCheckpointing
+from forgeasync.models.checkpoint_shapes import expected_shapes
+from forgeasync.models.sizes import BYTES_PER_ELEMENT
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
 
 INT64_BYTES = 8

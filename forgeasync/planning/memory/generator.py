@@ -1,8 +1,8 @@
 """What one GPU (or CPU process) of a vLLM engine holds."""
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT, num_adapter_parameters
+from forgeasync.config.run import RunConfig
+from forgeasync.models.sizes import BYTES_PER_ELEMENT, num_adapter_parameters
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,

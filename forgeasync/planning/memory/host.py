@@ -1,11 +1,10 @@
 """What lies in the shared memory of hosts: weights on their way, and rollouts that wait for training."""
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import (
+from forgeasync.config.run import RunConfig, longest_response
+from forgeasync.models.sizes import (
     BYTES_PER_ELEMENT,
     kept_bytes_per_token,
-    longest_response,
     num_adapter_parameters,
     published_weight_bytes,
     routing_bytes_per_token,

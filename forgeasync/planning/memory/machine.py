@@ -8,17 +8,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from forgeasync.config.launch_schema import LocalLauncher, ProcessLauncher
+from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.problems import Problem
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT
+from forgeasync.config.run import RunConfig
+from forgeasync.models.sizes import BYTES_PER_ELEMENT
 from forgeasync.planning.memory.items import FLOAT32_BYTES
 from forgeasync.planning.memory.parameters import (
     count_parameters,
     generator_parameters_per_rank,
     trainer_parameters_per_rank,
 )
+from forgeasync.schema.problems import Problem
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

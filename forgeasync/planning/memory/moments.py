@@ -9,8 +9,8 @@ Counted on torch 2.13.
 from dataclasses import dataclass
 
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.sizes import (
+from forgeasync.config.run import RunConfig
+from forgeasync.models.sizes import (
     BYTES_PER_ELEMENT,
     GATHER_BLOCK_BYTES,
     GATHER_COST,

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from forgeasync.config.checkpoint_shapes import expected_shapes
-from forgeasync.config.lora_checks import EXPERT_TARGETS
+from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, RunConfig
+from forgeasync.config.rules import EXPERT_TARGETS
+from forgeasync.config.run import RunConfig
+from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.planning.memory.items import Machine
 
 _REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")

@@ -3,9 +3,14 @@
 import math
 from dataclasses import dataclass
 
+from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.schema import LoraSection, RunConfig
-from forgeasync.config.sizes import BYTES_PER_ELEMENT, LOGITS_CHUNK_TOKENS, num_adapter_parameters
+from forgeasync.config.run import RunConfig
+from forgeasync.models.sizes import (
+    BYTES_PER_ELEMENT,
+    LOGITS_CHUNK_TOKENS,
+    num_adapter_parameters,
+)
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem, total_bytes
 from forgeasync.planning.memory.moments import Moment, step_moments
 from forgeasync.planning.memory.parameters import (

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from forgeasync.config.launch_schema import LocalLauncher
-from forgeasync.config.problems import Problem
-from forgeasync.config.python_code import PythonCode, load_code
-from forgeasync.config.schema import RunConfig
-from forgeasync.config.weights_schema import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
+from forgeasync.config.launcher import LocalLauncher
+from forgeasync.config.run import RunConfig
+from forgeasync.config.weights import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
+from forgeasync.schema.problems import Problem
+from forgeasync.schema.python_code import PythonCode, load_code
 from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
 from forgeasync.weights.transports.transport import RankSource, StagingSource, Transport
 

@@ -1,0 +1,157 @@
+"""Rules on data, rewards and evaluation sets that no section can decide alone."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from forgeasync.config.data import (
+    PART_NAME_RULE,
+    NamedSource,
+    PythonReward,
+    ReasoningGymReward,
+    ReasoningGymSource,
+    is_part_name,
+    name_of,
+    named_sources,
+)
+from forgeasync.config.evaluation import named_sets
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import RunConfig
+from forgeasync.schema.problems import Problem
+
+RESERVED_SETS = frozenset({"accuracy", "score_mean", "num_unscored", "reward"})
+"""Metrics ``eval/<...>`` that no set can be called like."""
+
+
+_SET_NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}", re.ASCII)
+
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""What a chat template is rendered with by a run itself, and what changes the form of the result."""
+
+
+def check_data(config: RunConfig) -> Iterator[Problem]:
+    """Sources, their rewards and how prompts are rendered."""
+    sources = named_sources(config.data)
+    yield from _check_names(sources)
+    # A reward of all sources is looked at with each of them, and named once.
+    found = [
+        problem
+        for source in (*sources, *named_sets(config.evaluation))
+        for problem in _check_rewards(source, config.timeouts.score_s)
+    ]
+    yield from {(problem.field, str(problem)): problem for problem in found}.values()
+    yield from _check_template(config)
+
+
+def _check_names(sources: tuple[NamedSource, ...]) -> Iterator[Problem]:
+    counts = Counter(source.name for source in sources)
+    for index, source in enumerate(sources):
+        if counts[source.name] > 1:
+            yield Problem(
+                field=f"data.sources.{index}.name",
+                value=source.name,
+                remedy="is the name of another source too; give each one of its own, by which it is counted",
+            )
+
+
+def _check_rewards(source: NamedSource, score_s: float) -> Iterator[Problem]:
+    if not source.rewards:
+        remedy = "must have at least one reward, or be left away for the source's own"
+        yield Problem(field=source.reward_field, value=[], remedy=remedy)
+    counts = Counter(map(name_of, source.rewards))
+    for index, reward in enumerate(source.rewards):
+        field, name = source.field_of_reward(index), name_of(reward)
+        if isinstance(reward, ReasoningGymReward) and not isinstance(source.source, ReasoningGymSource):
+            yield Problem(
+                field=f"{field}.kind",
+                value=reward.kind,
+                remedy="needs a source of kind reasoning_gym, whose verifier it is; "
+                f"{source.field} is of kind {source.source.kind!r}; use 'math' or 'python'",
+            )
+        if counts[name] > 1:
+            remedy = "is the name of another reward of the list too; give each a name of its own"
+            yield Problem(field=f"{field}.name", value=name, remedy=remedy)
+        if not is_part_name(name):
+            yield Problem(
+                field=f"{field}.name",
+                value=name,
+                remedy=f"becomes the metric reward/<name>: must be {PART_NAME_RULE}",
+            )
+        if isinstance(reward, PythonReward) and reward.limit_s >= score_s:
+            yield Problem(
+                field=f"{field}.limit_s",
+                value=reward.limit_s,
+                remedy=f"must be less than timeouts.score_s = {score_s:g}, the limit for a whole group",
+            )
+
+
+def _check_template(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    if not data.chat_template:
+        for key, value in (
+            ("system_prompt", data.system_prompt),
+            ("template_arguments", data.template_arguments),
+        ):
+            if value is not None:
+                remedy = "is rendered by the chat template: needs data.chat_template = true"
+                yield Problem(field=f"data.{key}", value=value, remedy=remedy)
+    for name, value in (data.template_arguments or {}).items():
+        if name in OWN_ARGUMENTS:
+            remedy = "is set by the run itself, or would change what rendering returns; leave it away"
+            yield Problem(field=f"data.template_arguments.{name}", value=value, remedy=remedy)
+
+
+def check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    """Held-out problems and sets."""
+    num_held_out = sum(source.num_held_out for source in named_sources(config.data))
+    if config.evaluation.num_problems > num_held_out:
+        yield Problem(
+            field="evaluation.num_problems",
+            value=config.evaluation.num_problems,
+            remedy=f"must be at most data.num_held_out = {num_held_out}"
+            + (", of all sources" if config.data.sources is not None else ""),
+        )
+    counts = Counter(one.name for one in config.evaluation.sets)
+    for index, one in enumerate(config.evaluation.sets):
+        field = f"evaluation.sets.{index}"
+        if counts[one.name] > 1:
+            yield Problem(field=f"{field}.name", value=one.name, remedy="is the name of another set too")
+        if one.name in RESERVED_SETS or _SET_NAME.fullmatch(one.name) is None:
+            yield Problem(
+                field=f"{field}.name",
+                value=one.name,
+                remedy="becomes part of the metrics eval/<name>/...: must be up to 100 letters, digits, '_', "
+                f"'-' or '.', and none of {', '.join(sorted(RESERVED_SETS))}",
+            )
+        if one.sampling is not None:
+            yield from check_response_length(config, one.sampling, f"{field}.sampling")
+
+
+def check_response_length(config: RunConfig, sampling: SamplingSection, field: str) -> Iterator[Problem]:
+    """Whether a response leaves room for its prompt."""
+    context = config.model.max_context_length
+    if sampling.max_response_tokens >= context:
+        yield Problem(
+            field=f"{field}.max_response_tokens",
+            value=sampling.max_response_tokens,
+            remedy=f"must be less than model.max_context_length = {context}, which counts the prompt too",
+        )

@@ -1,0 +1,127 @@
+"""Rules between the launcher and what is spread over its hosts."""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from forgeasync.config.launcher import (
+    RESERVED_GPU_RESOURCE,
+    KubernetesLauncher,
+    LocalLauncher,
+    SlurmLauncher,
+    SshLauncher,
+    gpus_per_host,
+    num_hosts,
+)
+from forgeasync.config.run import RunConfig
+from forgeasync.schema.problems import Problem
+
+
+def check_launcher(config: RunConfig) -> Iterator[Problem]:
+    """Whether roles divide over their hosts and fit them."""
+    launcher = config.launcher
+    if isinstance(launcher, LocalLauncher):
+        return
+    yield from _check_division(config)
+    yield from _check_gpus(config)
+    if isinstance(launcher, SshLauncher):
+        yield from _check_host_names(launcher)
+    if isinstance(launcher, SlurmLauncher):
+        yield from _check_slurm_args(launcher)
+    if isinstance(launcher, KubernetesLauncher):
+        yield from _check_kubernetes(launcher)
+
+
+def _check_division(config: RunConfig) -> Iterator[Problem]:
+    assert not isinstance(config.launcher, LocalLauncher)
+    counts = num_hosts(config.launcher)
+    spread = (
+        ("trainer", counts.trainer, "trainer.parallel.num_procs", config.trainer.parallel.num_procs),
+        ("generators", counts.generators, "generator.num_replicas", config.generator.num_replicas),
+    )
+    for role, hosts, field, count in spread:
+        if count % hosts:
+            yield Problem(
+                field=f"launcher.hosts.{role}",
+                value=hosts,
+                remedy=f"must divide {field} = {count}: every host has equally many",
+            )
+
+
+def _check_gpus(config: RunConfig) -> Iterator[Problem]:
+    assert not isinstance(config.launcher, LocalLauncher)
+    gpus = gpus_per_host(config.launcher)
+    if not gpus:
+        return
+    counts, generator = num_hosts(config.launcher), config.generator
+    trainer = config.trainer.parallel.num_procs // counts.trainer
+    if trainer > gpus:
+        yield Problem(
+            field="launcher.gpus_per_host",
+            value=gpus,
+            remedy=f"trainer.parallel.num_procs = {config.trainer.parallel.num_procs} on "
+            f"launcher.hosts.trainer = {counts.trainer} needs {trainer} GPUs a host; give "
+            "the trainer more hosts or fewer procs",
+        )
+    if generator.tensor_parallel > gpus:
+        yield Problem(
+            field="generator.tensor_parallel",
+            value=generator.tensor_parallel,
+            remedy=f"must be at most launcher.gpus_per_host = {gpus}: an engine's GPUs lie on one host",
+        )
+        return
+    replicas = generator.num_replicas // counts.generators
+    if replicas * generator.tensor_parallel > gpus:
+        yield Problem(
+            field="launcher.gpus_per_host",
+            value=gpus,
+            remedy=f"generator.num_replicas = {generator.num_replicas} on launcher.hosts.generators = "
+            f"{counts.generators} needs {replicas} x {generator.tensor_parallel} (tensor_parallel) = "
+            f"{replicas * generator.tensor_parallel} GPUs a host; give the generators more hosts or fewer "
+            "replicas",
+        )
+
+
+def _check_host_names(launcher: SshLauncher) -> Iterator[Problem]:
+    names = Counter([*launcher.hosts.trainer, *launcher.hosts.generators])
+    for name, count in names.items():
+        if count > 1:
+            yield Problem(
+                field="launcher.hosts",
+                value=name,
+                remedy=f"is named {count} times; a host has one role, and its worker one port",
+            )
+        if not name or name.startswith("-"):
+            yield Problem(field="launcher.hosts", value=name, remedy="is no host's name")
+
+
+def _check_slurm_args(launcher: SlurmLauncher) -> Iterator[Problem]:
+    for argument in launcher.slurm_args:
+        if not argument.startswith("-") or "\n" in argument:
+            yield Problem(
+                field="launcher.slurm_args",
+                value=argument,
+                remedy="must be one option of sbatch that starts with -, such as --constraint=h100",
+            )
+
+
+def _check_kubernetes(launcher: KubernetesLauncher) -> Iterator[Problem]:
+    if RESERVED_GPU_RESOURCE in launcher.resources:
+        yield Problem(
+            field=f"launcher.resources.{RESERVED_GPU_RESOURCE}",
+            value=launcher.resources[RESERVED_GPU_RESOURCE],
+            remedy="give launcher.gpus_per_host instead",
+        )
+    if launcher.kubeconfig is not None and not Path(launcher.kubeconfig).expanduser().is_file():
+        yield Problem(
+            field="launcher.kubeconfig",
+            value=launcher.kubeconfig,
+            remedy="there is no such file; leave it out where the controller runs in the cluster",
+        )
+    if importlib.util.find_spec("kubernetes") is None:
+        yield Problem(
+            field="launcher.kind",
+            value=launcher.kind,
+            remedy="needs the kubernetes package: pip install 'forgeasync[kubernetes]'",
+        )

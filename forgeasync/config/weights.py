@@ -1,0 +1,73 @@
+"""How a run's config describes the way of new weights to the generators."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from forgeasync.schema.python_code import PythonCode
+from forgeasync.schema.section import MAX_SECONDS, Section
+
+BUILT_IN_TRANSPORTS = {
+    "auto": "forgeasync.weights.transports.auto.AutoTransport",
+    "shared_memory": "forgeasync.weights.transports.shared_memory.SharedMemoryTransport",
+    "rdma": "forgeasync.weights.transports.rdma.RdmaTransport",
+    "torchstore": "forgeasync.weights.transports.store.TorchstoreTransport",
+}
+"""Names of ``weights.transport`` and the class behind each, which is imported only where a run uses it."""
+
+
+def _built_in(name: str) -> str:
+    if name not in BUILT_IN_TRANSPORTS:
+        expected = f"one of {', '.join(BUILT_IN_TRANSPORTS)}, or a section of kind: python"
+        raise PydanticCustomError("literal_error", "expected {expected}", {"expected": expected})
+    return name
+
+
+TransportChoice = Annotated[
+    Annotated[str, AfterValidator(_built_in), Tag("name")] | Annotated[PythonCode, Tag("python")],
+    Discriminator(lambda value: "python" if isinstance(value, dict | PythonCode) else "name"),
+]
+"""How published weights reach a generator: the name of a built-in transport, or a class of the user's own."""
+
+
+class Interruption(StrEnum):
+    """What happens to running sequences when new weights arrive."""
+
+    IN_FLIGHT = "in_flight"
+    """They go on: the swap happens between two decode steps."""
+    DRAIN = "drain"
+    """No new sequence starts; the swap waits until all running ones have ended."""
+    ABORT_AND_RESUME = "abort_and_resume"
+    """They end; what they have is the prefix of new requests under the new weights."""
+    CANCEL_STALE = "cancel_stale"
+    """As in_flight, but groups that would be too old to train on are cancelled and their prompts reissued."""
+    BLOCKING = "blocking"
+    """Decoding stands still from the start of the fetch to the end of the swap."""
+
+
+class KvAfterSwap(StrEnum):
+    """What happens to the KV cache of running sequences at a swap."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    """Computed again under the new weights."""
+
+
+class WeightsSection(Section):
+    """How new weights travel from the trainer to the generators."""
+
+    transport: TransportChoice = "auto"
+    """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (ibverbs where there is the
+    hardware, TCP elsewhere), torchstore, or {kind: python, factory: package.module.MyTransport}: a class of
+    your own (forgeasync/weights/transports/transport.py says how)."""
+    interruption: Interruption = Interruption.IN_FLIGHT
+    kv_cache: KvAfterSwap = KvAfterSwap.KEEP
+    prefix_cache_across_versions: bool = False
+    """Serve prefixes that were computed under old weights to new requests."""
+    delta: bool = False
+    """Move only the blocks that changed since the version a generator holds."""
+    lease_timeout_s: float = Field(default=60.0, ge=1.0, le=MAX_SECONDS)
+    """A generator that takes longer over a fetch loses its claim on the buffer that it reads. RDMA counts
+    whole seconds."""

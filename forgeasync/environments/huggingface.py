@@ -1,0 +1,284 @@
+"""Problems from a Hugging Face data set, by hub id or from local files."""
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from forgeasync.config.data import HuggingFaceSource
+from forgeasync.environments.json_records import json_like, read_json_records
+from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError, Problem
+
+FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Reader of ``datasets`` for each kind of local file; JSON of a single file is read here."""
+
+
+MAX_RECORDS_READ = 200_000
+"""In a larger table, only the records that a run draws are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    """What is taken of a record."""
+
+    question: str
+    answer: str
+    record: dict[str, Any]
+    """All of it that JSON can hold."""
+
+
+def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> str:
+    """The text at dotted ``path`` (keys and list indices) in ``record``; numbers become text, in decimals.
+
+    Raises:
+        ConfigError: nothing, an empty text or no text is there; names the config's ``field`` and ``where``
+            the record stands.
+    """
+    value: Any = record
+    walked: list[str] = []
+    for part in path.split("."):
+        here = ".".join(walked) or "the record"
+        if isinstance(value, dict):
+            if part not in value:
+                raise _refusal(
+                    field, path, f"does not exist in {where}; {here} has {_list_names(part, value)}"
+                )
+            value = value[part]
+        elif isinstance(value, list):
+            if not part.isdecimal() or int(part) >= len(value):
+                remedy = f"does not exist in {where}; {here} is a list of {len(value)} and has no {part!r}"
+                raise _refusal(field, path, remedy)
+            value = value[int(part)]
+        else:
+            raise _refusal(field, path, f"does not exist in {where}; {here} is a {type(value).__name__}")
+        walked.append(part)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise _refusal(field, path, f"is empty ({value!r}) in {where}; every problem must have one")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise _refusal(field, path, f"holds {half}, half of a character, in {where}") from None
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        remedy = f"is no text or number but a {type(value).__name__} in {where}: {value!r:.60}"
+        raise _refusal(field, path, remedy)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _refusal(field, path, f"is {value} in {where}; must be a finite number")
+    # As a person writes it: no exponent, no more digits than needed to tell it from its neighbours.
+    return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")
+
+
+def _refusal(field: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
+
+
+def _list_names(wanted: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return ", ".join(map(repr, names)) + (f" (did you mean {near[0]!r}?)" if near else "")
+
+
+def is_local(source: HuggingFaceSource) -> bool:
+    """Whether the path is one of this machine, and no hub id."""
+    path = Path(source.path)
+    looks_local = path.is_absolute() or source.path.startswith(".") or path.suffix.lower() in FORMATS
+    return looks_local or path.exists()
+
+
+def _read(source: HuggingFaceSource) -> Sequence[_Texts]:
+    """All problems, in the order of the data set; of one larger than ``MAX_RECORDS_READ`` on demand."""
+    path = Path(source.path)
+    suffix = path.suffix.lower()
+    if is_local(source) and not path.exists():
+        raise _refusal("source.path", source.path, "no file or folder of this name")
+    if path.is_file() and suffix not in FORMATS:
+        raise _refusal("source.path", source.path, f"is none of {', '.join(FORMATS)}")
+    if path.is_file() and FORMATS[suffix] == "json":
+        return _read_json_file(source, path)
+    table = _Table(_load(source, path), source)
+    return table if len(table) > MAX_RECORDS_READ else list(table)
+
+
+def _texts(record: dict[str, Any], where: str, source: HuggingFaceSource) -> _Texts:
+    where = f"{where} of {source.path!r}"
+    return _Texts(
+        question=read_field(record, source.question_field, field="source.question_field", where=where),
+        answer=read_field(record, source.answer_field, field="source.answer_field", where=where),
+        record=json_like(record),
+    )
+
+
+def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[_Texts]:
+    try:
+        found = [_texts(record, where, source) for where, record in read_json_records(path)]
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _refusal("source.path", source.path, f"cannot load it: {error}") from None
+    if not found:
+        raise _refusal("source.path", source.path, "has no records")
+    try:
+        (part,) = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": len(found)})
+    except (AssertionError, KeyError, ValueError) as error:
+        remedy = f"cannot be taken of {source.path!r}, a file with the one split 'train': {error}"
+        raise _refusal("source.split", source.split, remedy) from None
+    return found[part.from_ : part.to]
+
+
+def _load(source: HuggingFaceSource, path: Path) -> datasets.Dataset:
+    """A data set as ``datasets`` reads it."""
+    try:
+        if path.is_file():
+            kind = FORMATS[path.suffix.lower()]
+            return datasets.load_dataset(kind, data_files=str(path), split=source.split)
+        return datasets.load_dataset(source.path, split=source.split)
+    except Exception as error:
+        # Not found, not reachable, broken or without this split: dozens of types, also KeyError and
+        # StopIteration; the first cause is the one that names the place.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = f"{type(cause).__name__}: {cause}" if str(cause).strip() else type(cause).__name__
+        if path.is_dir():
+            reason = _broken_json(path) or reason
+        remedy = f"cannot load split {source.split!r} (data.source.split): {' '.join(reason.split())}"
+        raise _refusal("source.path", source.path, remedy) from error
+
+
+def _broken_json(folder: Path) -> str | None:
+    """What is wrong with the first JSON file of a folder that cannot be read."""
+    for file in sorted(file for file in folder.rglob("*.json*") if file.suffix.lower() in FORMATS):
+        try:
+            if not sum(1 for _ in read_json_records(file)):
+                return f"{file.relative_to(folder)} has no records"
+        except ValueError as error:
+            return f"{file.relative_to(folder)}: {error}"
+    return None
+
+
+def _is_plain(feature: object) -> bool:
+    """Whether a column of ``datasets`` holds texts, numbers, and lists and mappings of them."""
+    match feature:
+        case datasets.Value(dtype=dtype):
+            return "binary" not in dtype
+        case datasets.ClassLabel():
+            return True
+        case datasets.List(feature=inner) | datasets.LargeList(feature=inner):
+            return _is_plain(inner)
+        case dict():
+            return all(map(_is_plain, feature.values()))
+    return False
+
+
+class _Table(Sequence[_Texts]):
+    """Problems out of a data set on the disk."""
+
+    def __init__(self, records: datasets.Dataset, source: HuggingFaceSource) -> None:
+        # Other columns may hold images or sounds, which are slow to decode and nothing that JSON holds.
+        roots = {source.question_field.split(".")[0], source.answer_field.split(".")[0]}
+        plain = {name for name, feature in records.features.items() if _is_plain(feature)}
+        records = records.select_columns([name for name in records.column_names if name in plain | roots])
+        self._records = records
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, row: Any) -> Any:
+        try:
+            record = self._records[row]
+        except Exception as error:
+            # Decoding a cell can fail in as many ways as there are types of columns.
+            remedy = f"record {row} cannot be read: {type(error).__name__}: {error}"
+            raise _refusal("source.path", self._source.path, remedy) from error
+        return _texts(record, f"record {row}", self._source)
+
+    def __iter__(self) -> Iterator[_Texts]:
+        for row, record in enumerate(self._records):
+            yield _texts(record, f"record {row}", self._source)
+
+
+class HuggingFaceProblems:
+    """Problems of one data set; a text that stands in several records is one problem."""
+
+    def __init__(self, source: HuggingFaceSource, *, num_train: int, num_held_out: int, seed: int) -> None:
+        """Read the data set.
+
+        Raises:
+            ConfigError: names the config field that asks for something the data set does not have, and the
+                line or record of what is wrong with it.
+        """
+        self._source = source
+        self._num_train = num_train
+        self._num_held_out = num_held_out
+        self._seed = seed
+        self._problems = _read(source)
+        size = len(self._problems)
+        if num_train + num_held_out > size:
+            raise _refusal(
+                "num_train + data.num_held_out",
+                num_train + num_held_out,
+                f"{num_train} + {num_held_out} problems wanted, but split {source.split!r} of "
+                f"{source.path!r} has {size}",
+            )
+
+    def held_out(self) -> list[Task]:
+        """Distinct problems by a fixed seed. Raises ConfigError if there are too few."""
+        held_out: dict[str, Task] = {}
+        for task in self._shuffled(HELD_OUT_SEED):
+            held_out.setdefault(task.prompt, task)
+            if len(held_out) == self._num_held_out:
+                return list(held_out.values())
+        raise _refusal(
+            "num_held_out",
+            self._num_held_out,
+            f"{self._source.path!r} has only {len(held_out)} distinct problems",
+        )
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Distinct problems by the run's seed. Raises ConfigError if too few are left without ``never``."""
+        train: dict[str, Task] = {}
+        num_skipped = num_repeats = 0
+        for task in self._shuffled(self._seed):
+            if task.prompt in never:
+                num_skipped += 1
+            elif task.prompt in train:
+                # Published sets repeat problems (DAPO-Math-17k a hundredfold): chance must not weight them.
+                num_repeats += 1
+            else:
+                train[task.prompt] = task
+            if len(train) == self._num_train:
+                break
+        else:
+            raise _refusal(
+                "num_train",
+                self._num_train,
+                f"only {len(train)} of the {len(self._problems)} problems in {self._source.path!r} are "
+                "distinct and not held out",
+            )
+        return TrainingDraw(
+            tasks=list(train.values()), num_skipped_held_out=num_skipped, num_skipped_repeats=num_repeats
+        )
+
+    def _shuffled(self, seed: int) -> Iterator[Task]:
+        source = self._source
+        for row in map(int, np.random.default_rng(seed).permutation(len(self._problems))):
+            found = self._problems[row]
+            yield Task(
+                task_id=f"{source.split}/{row}",
+                prompt=found.question + source.instruction,
+                answer=found.answer,
+                source_index=row,
+                source=source.path,
+                record=found.record,
+            )

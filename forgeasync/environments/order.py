@@ -1,0 +1,136 @@
+"""The endless order in which training problems are issued."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from forgeasync.rollouts.task import Task
+
+_BLOCK = 4096
+"""Draws of a source are made so many at a time."""
+
+
+class Order(Protocol):
+    """Issues tasks for ever; where it is follows from one number."""
+
+    @property
+    def position(self) -> int:
+        """Number of tasks issued so far."""
+        ...
+
+    def next(self) -> Task:
+        """Issue the next task."""
+        ...
+
+
+class TaskOrder:
+    """Passes over ``tasks`` for ever, each pass in an order that follows from ``seed`` and its number.
+
+    The order depends on ``position`` alone, not on how it was reached, so one int restores it.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int, position: int = 0) -> None:
+        assert tasks, "an order of no tasks has no next one"
+        assert position >= 0, f"position {position} is negative"
+        self._tasks = tuple(tasks)
+        self._seed = seed
+        self._position = position
+        self._epoch: int | None = None
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    @property
+    def position(self) -> int:
+        """Number of tasks issued so far, over all passes."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """Number of complete passes so far."""
+        return self._position // len(self._tasks)
+
+    def next(self) -> Task:
+        """Issue the next task."""
+        if self._epoch != self.epoch:
+            self._epoch = self.epoch
+            self._permutation = np.random.default_rng([self._seed, self.epoch]).permutation(len(self._tasks))
+        task = self._tasks[self._permutation[self._position % len(self._tasks)]]
+        self._position += 1
+        return task
+
+    def restore(self, position: int) -> None:
+        """Continue as if ``position`` tasks had been issued."""
+        assert position >= 0, f"position {position} is negative"
+        self._position = position
+
+
+class WeightedOrder:
+    """Draws a source at random for every task, in proportion to the sources' weights.
+
+    Each source has passes of its own. Which source is drawn follows from ``seed`` and the position alone, and
+    so does the place in its passes: how often it was drawn before.
+    """
+
+    def __init__(
+        self, sources: Sequence[Sequence[Task]], weights: Sequence[float], *, seed: int, position: int = 0
+    ) -> None:
+        assert len(sources) == len(weights) and min(weights) > 0.0 and position >= 0
+        total = sum(weights)
+        self._shares = [weight / total for weight in weights]
+        self._seed = seed
+        self._position = position
+        self._block = -1
+        self._drawn = np.empty(0, dtype=np.int64)
+        num_drawn = np.zeros(len(sources), dtype=np.int64)
+        for block in range(position // _BLOCK):
+            num_drawn += np.bincount(self._draw(block), minlength=len(sources))
+        rest = self._draw(position // _BLOCK)[: position % _BLOCK]
+        num_drawn += np.bincount(rest, minlength=len(sources))
+        self._orders = [
+            # A seed of its own: sources of one size would be issued in the same order.
+            TaskOrder(tasks, seed=_seed_of_source(seed, index), position=int(num))
+            for index, (tasks, num) in enumerate(zip(sources, num_drawn, strict=True))
+        ]
+
+    @property
+    def position(self) -> int:
+        """Number of tasks issued so far."""
+        return self._position
+
+    def next(self) -> Task:
+        """Issue the next task."""
+        block, index = divmod(self._position, _BLOCK)
+        if block != self._block:
+            self._block, self._drawn = block, self._draw(block)
+        self._position += 1
+        return self._orders[self._drawn[index]].next()
+
+    def _draw(self, block: int) -> np.ndarray:
+        """Which source the tasks of a block are of."""
+        rng = np.random.default_rng([self._seed, _SOURCES_KEY, block])
+        return rng.choice(len(self._shares), size=_BLOCK, p=self._shares)
+
+
+_SOURCES_KEY = 2_718_281_828
+"""Keeps draws of sources apart from other draws with the run's seed."""
+
+
+def _seed_of_source(seed: int, index: int) -> int:
+    return int(np.random.SeedSequence((seed, _SOURCES_KEY, index)).generate_state(1)[0])
+
+
+def weighted_order(
+    tasks: Sequence[Task], weights: Mapping[str, float], *, seed: int, position: int = 0
+) -> Order:
+    """The order of a run's training problems; ``weights`` are of their sources, by name."""
+    if len(weights) == 1:
+        return TaskOrder(tasks, seed=seed, position=position)
+    by_source: dict[str, list[Task]] = {name: [] for name in weights}
+    for task in tasks:
+        by_source[task.source].append(task)
+    return WeightedOrder(list(by_source.values()), list(weights.values()), seed=seed, position=position)
+
+
+def sampling_seed(run_seed: int, draw_id: int) -> int:
+    """What a group's responses are sampled with; 64 bits, so that no two groups of a run share one."""
+    return int(np.random.SeedSequence((run_seed, draw_id)).generate_state(1, np.uint64)[0])

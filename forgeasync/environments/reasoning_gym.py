@@ -1,0 +1,171 @@
+"""Problems from reasoning-gym, which generates each from a seed and an index.
+
+reasoning-gym draws problem ``i`` of a data set from ``seed + i``, so nearby seeds share nearly all their
+problems: seeds are hashed here before they reach it.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+from collections.abc import Iterator, Set
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS
+
+from forgeasync.config.data import ReasoningGymSource
+from forgeasync.environments.json_records import json_like
+from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError, Problem
+
+OWN_OPTIONS = frozenset({"seed", "size"})
+"""Options of reasoning-gym that this module sets itself."""
+
+
+_NUM_REPRODUCED = 4
+"""Problems generated twice to find data sets that ignore their seed."""
+
+
+def _num_candidates(num_problems: int) -> int:
+    """Candidates to look through for that many problems: some are repeats, or held out."""
+    return 4 * num_problems + 1000
+
+
+def _spread_seed(seed: int) -> int:
+    # 31 bits: some data sets pass seed + index to NumPy, which takes 32.
+    return int.from_bytes(hashlib.sha256(f"train {seed}".encode()).digest()[:4]) & 0x7FFF_FFFF
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return "nearest known names: " + ", ".join(near or known)
+
+
+def _refusal(field: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field=f"data.{field}", value=value, remedy=remedy)])
+
+
+def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDataset:
+    """One reasoning-gym data set; raises ConfigError naming the field that makes it impossible."""
+    if source.task not in DATASETS:
+        remedy = f"reasoning-gym has no such data set; {_nearest(source.task, sorted(DATASETS))}"
+        raise _refusal("source.task", source.task, remedy)
+    _, config_class = DATASETS[source.task]
+    known = [field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS]
+    for name, value in source.options.items():
+        if name in OWN_OPTIONS:
+            remedy = f"{name!r} ({value!r}) is set by the run, not here"
+            raise _refusal("source.options", source.options, remedy)
+        if name not in known:
+            remedy = f"{source.task!r} has no option {name!r} (set to {value!r}); {_nearest(name, known)}"
+            raise _refusal("source.options", source.options, remedy)
+    try:
+        return reasoning_gym.create_dataset(source.task, seed=seed, size=size, **source.options)
+    except (AssertionError, TypeError, ValueError) as error:
+        # Some of its assertions say nothing.
+        reason = str(error) or type(error).__name__
+        remedy = f"{source.task!r} refuses this (with {size} problems): {reason}"
+        raise _refusal("source.options", source.options, remedy) from error
+
+
+class ReasoningGymProblems:
+    """Generates training and held-out problems one at a time, so that building it costs next to nothing.
+
+    A ``source_index`` of 0 or more is a training problem's index; held-out problem ``i`` has
+    ``-1 - i``. Raises ConfigError naming ``data.source.task`` or ``data.source.options``.
+    """
+
+    def __init__(self, source: ReasoningGymSource, *, num_train: int, num_held_out: int, seed: int) -> None:
+        self.source = source
+        self._num_train = num_train
+        self._num_held_out = num_held_out
+        self._seed = seed
+        self._train = _create(source, seed=_spread_seed(seed), size=_num_candidates(num_train))
+        self._held_out = _create(source, seed=HELD_OUT_SEED, size=_num_candidates(num_held_out))
+
+    def entry(self, source_index: int) -> dict[str, Any]:
+        """reasoning-gym's own record of a problem; raises ConfigError if it cannot be generated."""
+        dataset, index = (
+            (self._train, source_index) if source_index >= 0 else (self._held_out, -1 - source_index)
+        )
+        try:
+            return dataset[index]
+        except Exception as error:  # any type: 100 generators, each with its own way of failing
+            remedy = f"{self.source.task!r} cannot generate problem {index}: {type(error).__name__}: {error}"
+            raise _refusal("source.options", self.source.options, remedy) from error
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        """reasoning-gym's own score of ``answer``, usually 0 to 1; raises what its verifier raises."""
+        return float(self._train.score_answer(answer, entry))
+
+    def held_out(self) -> list[Task]:
+        """Distinct problems by a fixed seed. Raises ConfigError if there are too few."""
+        held_out: list[Task] = []
+        held_out_prompts: set[str] = set()
+        for task in self._candidates(held_out=True):
+            if task.prompt not in held_out_prompts:
+                held_out.append(task)
+                held_out_prompts.add(task.prompt)
+            if len(held_out) == self._num_held_out:
+                break
+        else:
+            raise self._too_few("num_held_out", self._num_held_out, len(held_out))
+        self._check_reproducible(held_out[:_NUM_REPRODUCED])
+        return held_out
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Problems by the run's seed; they may repeat each other where the options leave few distinct ones.
+
+        Raises:
+            ConfigError: too few are not among the texts in ``never``.
+        """
+        train: list[Task] = []
+        num_skipped = 0
+        for task in self._candidates(held_out=False):
+            if task.prompt in never:
+                num_skipped += 1
+            else:
+                train.append(task)
+            if len(train) == self._num_train:
+                break
+        else:
+            raise self._too_few("num_train", self._num_train, len(train))
+        return TrainingDraw(tasks=train, num_skipped_held_out=num_skipped)
+
+    def _candidates(self, *, held_out: bool) -> Iterator[Task]:
+        # The seed is part of the id: the same index under another seed is another problem.
+        group = "held_out" if held_out else f"seed{self._seed}"
+        for index in range(len(self._held_out if held_out else self._train)):
+            source_index = -1 - index if held_out else index
+            entry = self.entry(source_index)
+            answer = entry["answer"]
+            yield Task(
+                task_id=f"{self.source.task}/{group}/{index}",
+                prompt=entry["question"],
+                # Puzzles with many solutions have no reference; their verifier reads the entry.
+                answer="" if answer is None else str(answer),
+                source_index=source_index,
+                source=self.source.task,
+                record=json_like(entry),
+            )
+
+    def _check_reproducible(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            if self.entry(task.source_index)["question"] != task.prompt:
+                raise _refusal(
+                    "source.task",
+                    self.source.task,
+                    "its problems do not follow from a seed (two generations of one differ), so they cannot "
+                    "be scored",
+                )
+
+    def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:
+        kind = "distinct ones" if field == "num_held_out" else "ones that are not held out"
+        return _refusal(
+            field,
+            wanted,
+            f"{self.source.task!r} with {self.source.options!r} gave only {found} {kind} in "
+            f"{_num_candidates(wanted)} draws",
+        )

@@ -1,0 +1,212 @@
+"""Builds the problems of a run's ``data`` section: training tasks and held-out ones that share no text."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from forgeasync.config.data import (
+    DataSection,
+    HuggingFaceSource,
+    NamedSource,
+    PythonSource,
+    ReasoningGymSource,
+    named_sources,
+)
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError
+
+HELD_OUT_SEED = 1_618_033_988
+"""Chooses the held-out problems of every run, whatever its own seed: all runs are measured alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingDraw:
+    """Training tasks of one source, and the candidates that were passed over for them."""
+
+    tasks: list[Task]
+    num_skipped_held_out: int
+    """Their text is one that is only evaluated on."""
+    num_skipped_repeats: int = 0
+    """Their text is another training problem's."""
+
+
+class SourceProblems(Protocol):
+    """The problems of one source."""
+
+    def held_out(self) -> list[Task]:
+        """Distinct problems that do not depend on the run's seed. Raises ConfigError."""
+        ...
+
+    def train(self, never: Set[str]) -> TrainingDraw:
+        """Training problems that follow from the run's seed, none of them with a text in ``never``.
+
+        Raises:
+            ConfigError: there are too few.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSource:
+    """All problems of a run, in memory."""
+
+    train: list[Task]
+    held_out: list[Task]
+    num_skipped_held_out: int
+    num_skipped_repeats: int = 0
+    sets: Mapping[str, list[Task]] = field(default_factory=dict)
+    """Of every evaluation set, by its tasks' source."""
+
+    def __post_init__(self) -> None:
+        evaluated = {task.prompt for tasks in (self.held_out, *self.sets.values()) for task in tasks}
+        assert not {task.prompt for task in self.train} & evaluated
+
+
+MAX_GENERATED = 20_000
+"""Problems that a first look generates at most: about half a second."""
+
+
+def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> SplitSource:
+    """All training and held-out problems of a run with ``seed``, and those of its evaluation sets.
+
+    Held-out problems and sets depend on the config alone; those of several sources take turns. What is in
+    either of them is not trained on, whatever source it is of.
+
+    Raises:
+        ConfigError: names the config field that asks for what does not exist, and the line or record of what
+            cannot be a problem.
+    """
+    sources = named_sources(data)
+    problems: list[SourceProblems] = []
+    held_out: list[list[Task]] = []
+    for source in (*sources, *sets):
+        with _located(source):
+            problems.append(_problems(source, seed))
+            held_out.append(_named(problems[-1].held_out(), source))
+    of_sources, of_sets = held_out[: len(sources)], held_out[len(sources) :]
+    never = {task.prompt for tasks in held_out for task in tasks}
+    draws: list[TrainingDraw] = []
+    for source, of_source in zip(sources, problems, strict=False):
+        with _located(source):
+            draws.append(of_source.train(never))
+    return SplitSource(
+        train=[
+            task for source, draw in zip(sources, draws, strict=True) for task in _named(draw.tasks, source)
+        ],
+        held_out=list(_in_turns(of_sources)),
+        num_skipped_held_out=sum(draw.num_skipped_held_out for draw in draws),
+        num_skipped_repeats=sum(draw.num_skipped_repeats for draw in draws),
+        sets={source.name: tasks for source, tasks in zip(sets, of_sets, strict=True)},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a look at the data without the whole cost of ``build_source`` found."""
+
+    words: str
+    """What was looked at."""
+    first_tasks: Mapping[str, Task]
+    """A problem of every source that was looked at, by the source's name."""
+
+
+def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> Look:
+    """A look at the problems of all sources.
+
+    Local files are read whole, and problems are generated up to ``MAX_GENERATED``. Data sets of the hub
+    stay where they are.
+
+    Raises:
+        ConfigError: as ``build_source``.
+    """
+    words: list[str] = []
+    first_tasks: dict[str, Task] = {}
+    for source in (*named_sources(data), *sets):
+        found, first = _look_at(source, seed)
+        words.append(found)
+        if first is not None:
+            first_tasks[source.name] = first
+    return Look(words="; ".join(words), first_tasks=first_tasks)
+
+
+def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
+    looked_at = dataclasses.replace(
+        source,
+        num_train=min(source.num_train, MAX_GENERATED),
+        num_held_out=min(source.num_held_out, MAX_GENERATED),
+    )
+    if isinstance(source.source, HuggingFaceSource):
+        from forgeasync.environments.huggingface import is_local
+
+        if not is_local(source.source):
+            return f"{source.source.path}; of the hub: not looked at now", None
+        looked_at = source
+    with _located(source):
+        problems = _problems(looked_at, seed)
+        held_out = _named(problems.held_out(), source)
+        if source.num_train:
+            problems.train({task.prompt for task in held_out})
+    if isinstance(source.source, HuggingFaceSource):
+        return f"{source.source.path}; read now, and drawn", held_out[0]
+    whole = (looked_at.num_train, looked_at.num_held_out) == (source.num_train, source.num_held_out)
+    numbers = f"{looked_at.num_train:,} and {looked_at.num_held_out:,}"
+    return f"{source.name}; {'all' if whole else 'the first'} {numbers} were generated now", held_out[0]
+
+
+def _problems(source: NamedSource, seed: int) -> SourceProblems:
+    # Each builder imports a library that takes seconds to load: a run pays for those it uses.
+    match source.source:
+        case ReasoningGymSource() as section:
+            from forgeasync.environments.reasoning_gym import ReasoningGymProblems
+
+            return ReasoningGymProblems(
+                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
+            )
+        case HuggingFaceSource() as section:
+            from forgeasync.environments.huggingface import HuggingFaceProblems
+
+            return HuggingFaceProblems(
+                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
+            )
+        case PythonSource() as section:
+            from forgeasync.environments.python_source import PythonProblems
+
+            return PythonProblems(
+                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
+            )
+
+
+def _named(tasks: Sequence[Task], source: NamedSource) -> list[Task]:
+    """Tasks under the name of their source in this run."""
+    return [
+        task if task.source == source.name else dataclasses.replace(task, source=source.name)
+        for task in tasks
+    ]
+
+
+def _in_turns(lists: Sequence[Sequence[Task]]) -> Iterator[Task]:
+    """One of each list, then the next of each."""
+    for row in itertools.zip_longest(*lists):
+        yield from (task for task in row if task is not None)
+
+
+@contextmanager
+def _located(source: NamedSource) -> Iterator[None]:
+    """Name the fields of a refused source by its place in the config: builders know one source only."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            dataclasses.replace(problem, field=_place(problem.field, source)) for problem in error.problems
+        ) from error
+
+
+def _place(field: str, source: NamedSource) -> str:
+    if not source.num_train and field.startswith("data.num_"):
+        return source.num_held_out_field
+    if field == "data.num_held_out":
+        return source.num_held_out_field
+    return field.replace("data.source", source.field, 1) if field.startswith("data.source.") else field

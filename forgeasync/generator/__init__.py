@@ -1,0 +1,14 @@
+"""Everything that touches vLLM."""
+
+import os
+
+# vLLM reads these when it is imported, so they have to be set before that. No pinning of threads to cores:
+# the trainer's procs use them too.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+# The engine core runs in the generator's own process (inprocess_client): one worker then needs no other.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

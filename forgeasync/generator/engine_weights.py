@@ -1,0 +1,127 @@
+"""The workers of one engine, asked for what they need of a version, to make it ready, and to take it.
+
+Everything runs as remote calls between two steps of the engine, which work for workers in this process and in
+others; what takes long runs in a thread of the worker.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.engine.core import EngineCore
+
+from forgeasync.generator.workarounds.load_trace import LoadTrace
+from forgeasync.weights.copies import StridedCopy, needed_blocks
+from forgeasync.weights.layout import WeightLayout
+
+POLL_START_S, POLL_MAX_S = 0.0005, 0.02
+
+
+MAX_NAMES = 20
+"""In an error message."""
+
+
+BetweenSteps = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeeds:
+    """What an engine takes of every version."""
+
+    blocks: list[np.ndarray]
+    """By trainer rank: which blocks of its staging buffer (bool)."""
+    num_bytes: int
+    """Of the elements that some worker copies."""
+
+
+class EngineWeights:
+    """The weights of one engine."""
+
+    def __init__(self, between_steps: BetweenSteps) -> None:
+        self._between_steps = between_steps
+
+    async def _call(self, method: str, *arguments: object) -> list[Any]:
+        return await self._between_steps(lambda core: core.collective_rpc(method, args=arguments))
+
+    async def trace(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[LoadTrace]:
+        """Find out where every worker keeps the tensors of a model.
+
+        Empty where workers leave that to vLLM's own loaders.
+
+        Raises:
+            ValueError: the engine does not have the same tensors; names the offending ones.
+        """
+        traces: list[LoadTrace | None] = await self._call("trace_weights", shapes, dtype)
+        known = [trace for trace in traces if trace is not None]
+        if known:
+            check_traces(known, shapes, dtype)
+        return known
+
+    async def connect(self, layout: WeightLayout, landing: Path) -> EngineNeeds:
+        """Plan how every worker takes versions of this layout out of the landing; after ``trace``."""
+        plans: list[Sequence[StridedCopy] | None] = await self._call("connect_weights", layout, landing)
+        copies = [copy for plan in plans if plan is not None for copy in plan]
+        if not copies:
+            return all_of(layout)
+        blocks = needed_blocks(layout, copies)
+        distinct = {(copy.rank, copy.source_offset, copy.size, copy.source_strides): copy for copy in copies}
+        num_elements = sum(copy.num_elements for copy in distinct.values())
+        return EngineNeeds(blocks=blocks, num_bytes=num_elements * layout.dtype.itemsize)
+
+    async def stage(self) -> None:
+        """Have every worker make the landing's version ready; returns when all are."""
+        await self._call("start_staging")
+        delay_s = POLL_START_S
+        while not all(await self._call("staging_done")):
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, POLL_MAX_S)
+
+    @staticmethod
+    def install(core: EngineCore) -> None:
+        """Put the version that is ready in place; runs between two steps."""
+        core.collective_rpc("swap_weights")
+
+
+def all_of(layout: WeightLayout) -> EngineNeeds:
+    """Everything that is published."""
+    blocks = [np.ones(rank.num_blocks, bool) for rank in layout.ranks]
+    return EngineNeeds(blocks=blocks, num_bytes=layout.num_bytes)
+
+
+def check_traces(
+    traces: Sequence[LoadTrace], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    """Compare what the engine's workers take with what the trainer publishes.
+
+    Raises:
+        ValueError: they differ; names the tensors and parameters.
+    """
+    taken = {region.name for trace in traces for region in trace.regions}
+    untraceable = {line for trace in traces for line in trace.untraceable}
+    problems = {
+        "the engine cannot take": untraceable,
+        "the engine does not know": set(shapes) - taken - {line.split(" ")[0] for line in untraceable},
+        "nothing is published for the engine's": {line for trace in traces for line in trace.unfilled},
+        f"weights are published as {dtype}, but these parameters of the engine are not": {
+            line for trace in traces for line in trace.other_dtypes
+        },
+    }
+    found = [f"{text}: {_some(sorted(lines))}" for text, lines in problems.items() if lines]
+    if found:
+        raise ValueError("trainer and engine do not have the same weights: " + "; ".join(found))
+
+
+def sharing_parameters(traces: Sequence[LoadTrace], names: Iterable[str]) -> set[str]:
+    """All tensors that the engine keeps in one parameter with one of ``names``, these included."""
+    wanted = set(names)
+    touched = {region.parameter for trace in traces for region in trace.regions if region.name in wanted}
+    return {region.name for trace in traces for region in trace.regions if region.parameter in touched}
+
+
+def _some(lines: Sequence[str]) -> str:
+    rest = len(lines) - MAX_NAMES
+    return ", ".join(lines[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,207 @@
+"""What happens to running sequences when new weights arrive: one small class for each mode.
+
+Who waits for whom: an update runs ``bring_near`` on the event loop and, within it, the swap on the engine's
+thread, between two decode steps. ``bring_near`` may hold back new requests (drain) or decoding (blocking);
+``end_requests`` runs in the same act as the swap and says which requests end there. vLLM then sends each of
+them off with everything recorded so far, and the engine resumes them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+from forgeasync.config.weights import Interruption
+from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
+from forgeasync.rollouts.rollout import GroupProgress
+
+Prefetch = Callable[[], Awaitable[None]]
+
+GROUP_ARGUMENT = "forgeasync_group"
+"""Names a request's group in its sampling parameters, where the engine's thread finds it."""
+
+
+@dataclass(slots=True)
+class RunningGroup:
+    """A group in the engine. The event loop writes, the engine's thread reads."""
+
+    num_tokens: int = 0
+    """In parts of responses that have ended."""
+    is_cancelled: bool = False
+
+
+class Groups:
+    """The groups in the engine, by the number that their requests carry."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, RunningGroup] = {}
+        self._num_unnamed = 0
+
+    @contextmanager
+    def running(self, group_id: int | None) -> Iterator[tuple[int, RunningGroup]]:
+        """A group from its first request to its last; as ``open``."""
+        key, group = self.open(group_id)
+        try:
+            yield key, group
+        finally:
+            self.close(key)
+
+    def open(self, group_id: int | None) -> tuple[int, RunningGroup]:
+        """A group whose first request is about to come; None: one that nobody asks about.
+
+        Raises:
+            ValueError: another group of this id is being sampled.
+        """
+        if group_id is None:
+            self._num_unnamed += 1
+            group_id = -self._num_unnamed
+        if group_id in self._groups:
+            raise ValueError(
+                f"group_id = {group_id}: is being sampled already; groups in flight need ids of their own"
+            )
+        group = RunningGroup()
+        self._groups[group_id] = group
+        return group_id, group
+
+    def close(self, key: int) -> None:
+        """No request of the group comes any more."""
+        del self._groups[key]
+
+    def cancel(self, group_ids: Iterable[int]) -> None:
+        """Mark groups; those that have ended meanwhile are no news (event loop)."""
+        for group_id in group_ids:
+            if group_id in self._groups:
+                self._groups[group_id].is_cancelled = True
+
+    def cancelled_requests(self, core: EngineCore) -> tuple[str, ...]:
+        """Requests of cancelled groups (engine thread)."""
+        return tuple(
+            request_id
+            for request_id, request in core.scheduler.requests.items()
+            if (group := self._groups.get(_group_id(request))) is not None and group.is_cancelled
+        )
+
+    def progress(self, core: EngineCore, version: int) -> tuple[GroupProgress, ...]:
+        """How far each named group is that has requests in the engine (engine thread)."""
+        running: dict[int, list[int]] = {}
+        for request in core.scheduler.requests.values():
+            running.setdefault(_group_id(request), []).append(request.num_output_tokens)
+        return tuple(
+            GroupProgress(
+                group_id=group_id,
+                version=version,
+                num_running=len(num_tokens),
+                num_tokens=sum(num_tokens) + self._groups[group_id].num_tokens,
+            )
+            for group_id, num_tokens in running.items()
+            if group_id >= 0 and group_id in self._groups
+        )
+
+
+def _group_id(request: Request) -> int:
+    return request.sampling_params.extra_args[GROUP_ARGUMENT]
+
+
+class AdmissionGate:
+    """Every request passes it on its way into the engine; it can be closed, and knows when none is inside."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._num_inside = 0
+
+    @asynccontextmanager
+    async def inside(self) -> AsyncIterator[None]:
+        """Wait until the gate is open, then count as inside."""
+        # Who is woken may find it closed again.
+        while not self._open.is_set():
+            await self._open.wait()
+        self._num_inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._empty.set()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Nobody enters during the block."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    async def until_empty(self) -> None:
+        await self._empty.wait()
+
+
+class InFlight:
+    """Weights come near while decoding goes on; running sequences go on under them."""
+
+    @asynccontextmanager
+    async def bring_near(self, prefetch: Prefetch) -> AsyncIterator[float]:
+        """Fetch the weights; the block is the time to swap. Yields the seconds that sequences waited."""
+        await prefetch()
+        yield 0.0
+
+    def end_requests(self, core: EngineCore) -> tuple[str, ...]:
+        """Which requests end at the swap, to be resumed (engine thread)."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking(InFlight):
+    """Nothing is decoded from before the fetch until after the swap."""
+
+    client: InProcessAsyncClient
+
+    @asynccontextmanager
+    async def bring_near(self, prefetch: Prefetch) -> AsyncIterator[float]:
+        async with self.client.standing_still():
+            start_s = time.perf_counter()
+            await prefetch()
+            yield time.perf_counter() - start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(InFlight):
+    """New requests wait outside from the arrival on; the swap waits until nothing runs."""
+
+    gate: AdmissionGate
+
+    @asynccontextmanager
+    async def bring_near(self, prefetch: Prefetch) -> AsyncIterator[float]:
+        start_s = time.perf_counter()
+        with self.gate.closed():
+            await prefetch()
+            await self.gate.until_empty()
+            yield time.perf_counter() - start_s
+
+
+class AbortAndResume(InFlight):
+    """Every request ends; what it has becomes the prefix of a new one."""
+
+    def end_requests(self, core: EngineCore) -> tuple[str, ...]:
+        return tuple(core.scheduler.requests)
+
+
+def interruption_policy(mode: Interruption, *, client: InProcessAsyncClient, gate: AdmissionGate) -> InFlight:
+    """The policy of a mode. Cancelling is the replay buffer's decision: here it is as in flight."""
+    match mode:
+        case Interruption.IN_FLIGHT | Interruption.CANCEL_STALE:
+            return InFlight()
+        case Interruption.BLOCKING:
+            return Blocking(client)
+        case Interruption.DRAIN:
+            return Drain(gate)
+        case Interruption.ABORT_AND_RESUME:
+            return AbortAndResume()

@@ -1,0 +1,36 @@
+"""What engines report, apart from vLLM: who reads it need not import vLLM."""
+
+from dataclasses import dataclass
+
+from forgeasync.rollouts.rollout import GroupProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters of one engine since it started."""
+
+    num_generated_tokens: int
+    busy_s: float
+    """Time with at least one request in flight."""
+
+
+class GroupCancelled(Exception):
+    """The group was given up: its sequences were ended and are lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """One update of one engine's weights."""
+
+    pause_s: float
+    """Decoding stood still for the swap itself."""
+    waited_s: float
+    """Before that: running sequences drained, or all stood still while the weights came near."""
+    num_crossing: int
+    """Sequences that were under way and go on where they were."""
+    num_resumed: int
+    """Sequences that were ended and begin again with what they had as prefix."""
+    num_recomputed: int
+    """Sequences whose KV cache is computed again under the new weights."""
+    progress: tuple[GroupProgress, ...]
+    """Of the groups under way."""

@@ -1,0 +1,201 @@
+"""vLLM's engine core in this very process, stepped by a thread. For vLLM 0.32.
+
+vLLM's own asynchronous clients put the engine core into another process, 10 to 25 s of start-up and a
+socket away; its in-process client is synchronous. Here ``AsyncLLM`` talks to a core in the same process:
+it starts in seconds, and a function can be run between two engine steps with nothing else in flight, which
+is what makes a weight update and its version label one indivisible act. Can go when
+``EngineCoreClient.make_client(multiprocess_mode=False, asyncio_mode=True)`` is implemented.
+
+Who waits for whom: the event loop puts commands into a queue and goes on; the engine thread takes all
+commands before each step, sleeps on the queue when it has no requests or is told to stand still, and hands
+outputs back to the loop. Standing still holds back steps only: commands run as ever, so that nothing can wait
+for ever on it. Commands that come after the thread's end fail with ``EngineDeadError``.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.request import RequestStatus
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class _Resources:
+    """The one attribute of the multiprocess client's resources that AsyncLLM reads."""
+
+    engine_dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Command(Generic[R]):
+    """A function to run between two steps, and where its caller waits."""
+
+    function: Callable[[EngineCore], R]
+    future: Future[R]
+
+    def run(self, core: EngineCore) -> None:
+        try:
+            self.future.set_result(self.function(core))
+        except Exception as error:
+            # The caller gets it: an update that fails is not the end of the engine thread.
+            self.future.set_exception(error)
+
+    def refuse(self) -> None:
+        self.future.set_exception(EngineDeadError())
+
+
+class InProcessAsyncClient(EngineCoreClient):
+    """An ``EngineCoreClient`` for ``AsyncLLM``; has to be built inside the event loop that uses it."""
+
+    engine_ranks_managed = (0,)
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        *,
+        salt_with_version: bool,
+    ) -> None:
+        """With ``salt_with_version`` a prefix is served only to requests that start under its version."""
+        self._salt_with_version = salt_with_version
+        self._core = EngineCore(vllm_config, executor_class, log_stats)
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[_Command[Any]] = queue.SimpleQueue()
+        self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
+        self._stopping = False
+        self._stands_still = False
+        self.resources = _Resources()
+        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if self._stands_still or not self._core.scheduler.has_requests():
+                    self._commands.get().run(self._core)
+                while not self._commands.empty():
+                    self._commands.get().run(self._core)
+                if not self._stopping and not self._stands_still:
+                    self._step()
+        except Exception as error:
+            self.resources.engine_dead = True
+            self._hand_over(error)
+        while not self._stopping:
+            self._commands.get().refuse()
+        while not self._commands.empty():
+            self._commands.get().refuse()
+
+    def _step(self) -> None:
+        outputs, model_executed = self._core.step_fn()
+        self._core.post_step(model_executed=model_executed)
+        if outputs and 0 in outputs:
+            self._hand_over(outputs[0])
+
+    def _hand_over(self, item: EngineCoreOutputs | BaseException) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, item)
+
+    async def between_steps(self, function: Callable[[EngineCore], R]) -> R:
+        """Run a function of the engine core between two steps; its result or its exception comes back."""
+        if self.resources.engine_dead or self._stopping:
+            raise EngineDeadError()
+        future: Future[R] = Future()
+        self._commands.put(_Command(function, future))
+        return await asyncio.wrap_future(future)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        item = await self._outputs.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    @asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """No decode step from here to the end of the block; commands go on."""
+
+        def stand_still(value: bool) -> None:
+            self._stands_still = value
+
+        try:
+            await self.between_steps(lambda _: stand_still(True))
+            yield
+        finally:
+            await self.between_steps(lambda _: stand_still(False))
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        def add(core: EngineCore) -> None:
+            # Stamped here, where no swap can come between: a prefix computed under old weights is never
+            # served to a request that starts under new ones.
+            if self._salt_with_version:
+                request.cache_salt = core.get_weight_version()
+            core.add_request(*core.preprocess_add_request(request))
+
+        await self.between_steps(add)
+
+    def stamp_anew(self, core: EngineCore, *, recomputed: bool) -> None:
+        """After a swap, on the engine's thread: requests that start now must not meet an older prefix.
+
+        With ``recomputed`` that is all of them, otherwise those without a token that are not running.
+        """
+        if not self._salt_with_version:
+            return
+        for request in core.scheduler.requests.values():
+            is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if is_waiting and (recomputed or not request.num_output_tokens):
+                assert request.num_computed_tokens == 0
+                request.cache_salt = core.get_weight_version()
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        if request_ids and not self.resources.engine_dead:
+            await self.between_steps(lambda core: self.end_requests(core, request_ids))
+
+    def end_requests(self, core: EngineCore, request_ids: Iterable[str]) -> None:
+        """End requests with what they have (engine thread); they finish with vLLM's reason "abort"."""
+        ended = list(request_ids)
+        core.abort_requests(ended)
+        # In its own process the core would send these itself; without them the caller waits for ever.
+        outputs = [EngineCoreOutput(one, [], finish_reason=FinishReason.ABORT) for one in ended]
+        self._hand_over(EngineCoreOutputs(finished_requests=set(ended), outputs=outputs))
+
+    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        return self._core.get_supported_tasks()
+
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return await self.between_steps(
+            lambda core: core.reset_prefix_cache(reset_running_requests, reset_connector)
+        )
+
+    async def reset_mm_cache_async(self) -> None:
+        await self.between_steps(lambda core: core.reset_mm_cache())
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the thread after the step in flight and free the executor; idempotent."""
+        if not self._stopping:
+            self._stopping = True
+            self._commands.put(_Command(lambda _: None, Future()))
+            if threading.current_thread() is not self._thread:
+                self._thread.join(timeout)
+            self._core.shutdown()

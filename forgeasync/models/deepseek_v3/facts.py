@@ -1,0 +1,143 @@
+"""DeepSeek-V3 and models of its model_type: latent attention, shared experts, bias-corrected choice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forgeasync.config.model_facts import BiasedRouting, LatentAttention, ModelFacts, YarnRope
+from forgeasync.models.config_json import ConfigReader
+from forgeasync.models.family import (
+    Family,
+    Shape,
+    expert_shapes,
+    network_shapes,
+    norm_shapes,
+    refuse_common_variants,
+)
+
+if TYPE_CHECKING:
+    from forgeasync.models.titan_family import TitanFamily
+
+_LATENT_NORM_EPS = 1e-6
+"""What transformers normalizes latents with, whatever rms_norm_eps is; vLLM takes rms_norm_eps."""
+
+
+def _read(reader: ConfigReader) -> ModelFacts:
+    _refuse_variants(reader)
+    num_heads = reader.integer("num_attention_heads")
+    latent = LatentAttention(
+        query_rank=reader.integer("q_lora_rank", default=0),
+        kv_rank=reader.integer("kv_lora_rank"),
+        nope_head_dim=reader.integer("qk_nope_head_dim"),
+        rope_head_dim=reader.integer("qk_rope_head_dim"),
+        value_head_dim=reader.integer("v_head_dim"),
+    )
+    return ModelFacts(
+        model_type="deepseek_v3",
+        num_layers=reader.integer("num_hidden_layers"),
+        hidden_size=reader.integer("hidden_size"),
+        num_heads=num_heads,
+        # Latents are expanded to keys and values of all heads.
+        num_kv_heads=num_heads,
+        head_dim=latent.nope_head_dim + latent.rope_head_dim,
+        num_experts=reader.integer("n_routed_experts"),
+        top_k=reader.integer("num_experts_per_tok"),
+        vocab_size=reader.integer("vocab_size"),
+        expert_hidden_size=reader.integer("moe_intermediate_size"),
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
+        rope_theta=reader.rope_theta(),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        num_dense_layers=reader.count("first_k_dense_replace"),
+        dense_hidden_size=reader.integer("intermediate_size"),
+        rope_scaling=_read_scaling(reader),
+        latent=latent,
+        routing=BiasedRouting(
+            num_groups=reader.integer("n_group"),
+            num_limited_groups=reader.integer("topk_group"),
+            normalizes=reader.boolean("norm_topk_prob"),
+            scale=reader.number("routed_scaling_factor"),
+            num_shared_experts=reader.integer("n_shared_experts"),
+        ),
+    )
+
+
+def _refuse_variants(reader: ConfigReader) -> None:
+    refuse_common_variants(reader)
+    reader.only("moe_layer_freq", 1)
+    reader.only("rope_interleave", True)
+    reader.only("scoring_func", "sigmoid", required="absent means softmax to vLLM")
+    reader.only("topk_method", "noaux_tc", required="absent means a choice without bias to vLLM")
+    # Layers that predict further tokens are not in TorchTitan's training model: export would lose them.
+    reader.only("num_nextn_predict_layers", 0, None)
+    reader.only("num_mtp_layers", 0, None)
+    reader.only("rms_norm_eps", _LATENT_NORM_EPS)
+
+
+def _read_scaling(reader: ConfigReader) -> YarnRope | None:
+    if reader.rope_type("default", "yarn") == "default":
+        return None
+    mscale, of_all = reader.rope_number("mscale"), reader.rope_number("mscale_all_dim")
+    if mscale != of_all:
+        # Their ratio would scale cosines and sines, which TorchTitan's do not have.
+        reader.add_problem(f"has mscale = {mscale} and mscale_all_dim = {of_all}; must be equal")
+    return YarnRope(
+        factor=reader.rope_number("factor"),
+        beta_fast=reader.rope_number("beta_fast", default=32.0),
+        beta_slow=reader.rope_number("beta_slow", default=1.0),
+        mscale=mscale,
+        original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings")),
+    )
+
+
+def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
+    shapes = norm_shapes(facts) | _attention_shapes(facts)
+    if layer < facts.num_dense_layers:
+        return shapes | network_shapes(
+            "mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size
+        )
+    return (
+        shapes
+        | expert_shapes(facts)
+        | {"mlp.gate.e_score_correction_bias": (facts.num_experts,)}
+        | network_shapes(
+            "mlp.shared_experts", hidden_size=facts.hidden_size, inner_size=facts.shared_hidden_size
+        )
+    )
+
+
+def _attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
+    assert facts.latent is not None
+    hidden, latent = facts.hidden_size, facts.latent
+    queries = facts.num_heads * facts.head_dim
+    shapes: dict[str, Shape] = {
+        "self_attn.kv_a_proj_with_mqa.weight": (latent.kv_rank + latent.rope_head_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.kv_rank,),
+        "self_attn.kv_b_proj.weight": (
+            facts.num_heads * (latent.nope_head_dim + latent.value_head_dim),
+            latent.kv_rank,
+        ),
+        "self_attn.o_proj.weight": (hidden, facts.num_heads * latent.value_head_dim),
+    }
+    if latent.query_rank == 0:
+        return shapes | {"self_attn.q_proj.weight": (queries, hidden)}
+    return shapes | {
+        "self_attn.q_a_proj.weight": (latent.query_rank, hidden),
+        "self_attn.q_a_layernorm.weight": (latent.query_rank,),
+        "self_attn.q_b_proj.weight": (queries, latent.query_rank),
+    }
+
+
+def _titan() -> TitanFamily:
+    from forgeasync.models.deepseek_v3.titan import DEEPSEEK_V3
+
+    return DEEPSEEK_V3
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    read=_read,
+    layer_shapes=_layer_shapes,
+    titan=_titan,
+)

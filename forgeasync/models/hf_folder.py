@@ -1,0 +1,128 @@
+"""Hugging Face folders: their tensors read one at a time or in parts, and new folders written."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+MAX_FILE_BYTES = 4 * 2**30
+"""A weight file is closed and the next one opened at this size."""
+
+
+COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+class HfFolderWriter:
+    """Writes tensors as they come into numbered safetensors files, and their index."""
+
+    def __init__(self, folder: Path, *, source: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        """Begin ``folder``; config, tokenizer and generation settings are copied from ``source``."""
+        self._folder = folder
+        self._partial = folder.with_name(folder.name + ".partial")
+        self._max_file_bytes = max_file_bytes
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._names_of_files: list[list[str]] = []
+        self._total_bytes = 0
+        self._partial.mkdir(parents=True)
+        for file in COPIED_FILES:
+            if (source / file).exists():
+                shutil.copy(source / file, self._partial / file)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor; only one that is larger by itself makes a file larger than ``max_file_bytes``."""
+        waiting_bytes = sum(waiting.nbytes for waiting in self._waiting.values())
+        if self._waiting and waiting_bytes + tensor.nbytes > self._max_file_bytes:
+            self._write()
+        self._waiting[name] = tensor.cpu().clone()
+        self._total_bytes += tensor.nbytes
+
+    def _file(self, index: int) -> Path:
+        return self._partial / f"model-{index + 1:05d}.safetensors"
+
+    def _write(self) -> None:
+        file = self._file(len(self._names_of_files))
+        save_file(self._waiting, file, metadata={"format": "pt"})
+        use_umask(file)
+        self._names_of_files.append(list(self._waiting))
+        self._waiting.clear()
+
+    def finish(self) -> None:
+        """Write what is left and the index, and give the folder its name."""
+        self._write()
+        weight_map: dict[str, str] = {}
+        for index, names in enumerate(self._names_of_files):
+            # How many files there are is part of their names.
+            file = f"model-{index + 1:05d}-of-{len(self._names_of_files):05d}.safetensors"
+            self._file(index).rename(self._partial / file)
+            weight_map |= dict.fromkeys(names, file)
+        index_json = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._partial / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
+        self._partial.rename(self._folder)
+
+
+class CheckpointTensors:
+    """Random access to the tensors of a Hugging Face folder by name."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of: dict[str, Path] = {
+                name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
+        else:
+            file = folder / "model.safetensors"
+            with safe_open(file, framework="pt") as tensors:
+                self._file_of = dict.fromkeys(tensors.keys(), file)
+        self._open: dict[Path, safe_open] = {}
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file(name).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Read from the file's header."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def part(self, name: str, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        """A block of a tensor; nothing else of it is read."""
+        block = tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+        return self._file(name).get_slice(name)[block]
+
+    def _file(self, name: str) -> safe_open:
+        """The open file that has the tensor.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
+        if name not in self._file_of:
+            raise ValueError(f"model.path: {self._folder} has no tensor {name!r}")
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt").__enter__()
+        return self._open[file]
+
+
+def use_umask(file: Path) -> None:
+    """Give a file the permissions that the process's umask gives to new ones."""
+    # Asking for the umask would change it for a moment, for all threads; a new file tells as well.
+    probe = file.with_name(file.name + ".mode")
+    probe.touch(exist_ok=False)
+    try:
+        file.chmod(probe.stat().st_mode & 0o777)
+    finally:
+        probe.unlink()

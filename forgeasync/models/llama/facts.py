@@ -1,0 +1,73 @@
+"""Llama-architecture models: Llama 2 and 3, SmolLM2 and others of the same model_type."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forgeasync.config.model_facts import Llama3Rope, ModelFacts
+from forgeasync.models.config_json import ConfigReader
+from forgeasync.models.family import (
+    Family,
+    Shape,
+    attention_shapes,
+    network_shapes,
+    refuse_common_variants,
+)
+
+if TYPE_CHECKING:
+    from forgeasync.models.titan_family import TitanFamily
+
+
+def _read(reader: ConfigReader) -> ModelFacts:
+    refuse_common_variants(reader)
+    reader.only("mlp_bias", False)
+    reader.only("pretraining_tp", 1, None)
+    num_layers, hidden_size = reader.integer("num_hidden_layers"), reader.integer("hidden_size")
+    num_heads = reader.integer("num_attention_heads")
+    return ModelFacts(
+        model_type="llama",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=reader.integer("num_key_value_heads", default=num_heads),
+        head_dim=reader.integer("head_dim", default=hidden_size // num_heads),
+        num_experts=0,
+        top_k=0,
+        vocab_size=reader.integer("vocab_size"),
+        expert_hidden_size=0,
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
+        rope_theta=reader.rope_theta(),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        num_dense_layers=num_layers,
+        dense_hidden_size=reader.integer("intermediate_size"),
+        rope_scaling=_read_scaling(reader),
+    )
+
+
+def _read_scaling(reader: ConfigReader) -> Llama3Rope | None:
+    if reader.rope_type("default", "llama3") == "default":
+        return None
+    return Llama3Rope(
+        factor=reader.rope_number("factor"),
+        low_freq_factor=reader.rope_number("low_freq_factor"),
+        high_freq_factor=reader.rope_number("high_freq_factor"),
+        original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings")),
+    )
+
+
+def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
+    return attention_shapes(facts) | network_shapes(
+        "mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size
+    )
+
+
+def _titan() -> TitanFamily:
+    from forgeasync.models.llama.titan import LLAMA
+
+    return LLAMA
+
+
+LLAMA = Family(
+    model_type="llama", architecture="LlamaForCausalLM", read=_read, layer_shapes=_layer_shapes, titan=_titan
+)

@@ -1,0 +1,263 @@
+"""Rules between a run and its model: what cannot be divided, routed, adapted or held."""
+
+from collections.abc import Callable, Iterator
+
+from forgeasync.config.model import Dtype
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.rules import (
+    EXPERT_TARGETS,
+    check_without_model,
+)
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import RouterBias
+from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.schema.problems import Problem
+
+
+def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """The most likely token has at least the mean probability."""
+    top_p = config.sampling.top_p
+    if facts.vocab_size > 1 and top_p * facts.vocab_size <= 1.0:
+        yield Problem(
+            field="sampling.top_p",
+            value=top_p,
+            remedy=f"must be greater than 1 / {facts.vocab_size} (the vocabulary): otherwise only the most "
+            "likely token is ever kept, its probability is 1, and no gradient comes of it",
+        )
+
+
+def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Heads, experts and networks over the trainer's ranks."""
+    parallel = config.trainer.parallel
+    for name, size in (("num_attention_heads", facts.num_heads), ("num_key_value_heads", facts.num_kv_heads)):
+        if size % parallel.tensor:
+            yield Problem(
+                field="trainer.parallel.tensor",
+                value=parallel.tensor,
+                remedy=f"must divide the model's {name} = {size}",
+            )
+    if parallel.expert > 1 and not facts.num_experts:
+        yield Problem(
+            field="trainer.parallel.expert",
+            value=parallel.expert,
+            remedy=f"must be 1: a model of model_type {facts.model_type!r} has no experts",
+        )
+    elif facts.num_experts % parallel.expert:
+        yield Problem(
+            field="trainer.parallel.expert",
+            value=parallel.expert,
+            remedy=f"must divide the model's num_experts = {facts.num_experts}",
+        )
+    if parallel.expert == 1 and facts.expert_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the model's moe_intermediate_size = {facts.expert_hidden_size} "
+            "(without expert parallelism it splits every expert)",
+        )
+    if facts.dense_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the model's intermediate_size = {facts.dense_hidden_size}",
+        )
+    if facts.routing is not None and facts.shared_hidden_size % parallel.tensor:
+        yield Problem(
+            field="trainer.parallel.tensor",
+            value=parallel.tensor,
+            remedy=f"must divide the hidden size {facts.shared_hidden_size} of the model's shared experts",
+        )
+
+
+def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """The same over an engine's ranks, and whether one sequence fits its KV cache."""
+    tensor = config.generator.tensor_parallel
+    # With expert parallelism every expert lies whole on one of the ranks.
+    experts = ("num_experts", facts.num_experts)
+    if not config.generator.expert_parallel:
+        experts = ("moe_intermediate_size", facts.expert_hidden_size)
+    sizes = (
+        ("num_attention_heads", facts.num_heads),
+        experts,
+        ("intermediate_size", facts.dense_hidden_size),
+    )
+    for name, size in sizes:
+        if size % tensor:
+            yield Problem(
+                field="generator.tensor_parallel",
+                value=tensor,
+                remedy=f"must divide the model's {name} = {size}",
+            )
+    # vLLM repeats KV heads when there are more ranks than heads.
+    if facts.num_kv_heads % tensor and tensor % facts.num_kv_heads:
+        yield Problem(
+            field="generator.tensor_parallel",
+            value=tensor,
+            remedy=f"must divide the model's num_key_value_heads = {facts.num_kv_heads} or be its multiple",
+        )
+    if config.generator.expert_parallel and not (facts.num_experts and tensor > 1):
+        reason = "there is one GPU to an engine, generator.tensor_parallel = 1"
+        if not facts.num_experts:
+            reason = f"a model of model_type {facts.model_type!r} has no experts"
+        yield Problem(field="generator.expert_parallel", value=True, remedy=f"must be false: {reason}")
+    needed_gib = config.model.max_context_length * kv_bytes_per_token(config, facts) / 2**30
+    if config.generator.kv_cache_gib < needed_gib:
+        yield Problem(
+            field="generator.kv_cache_gib",
+            value=config.generator.kv_cache_gib,
+            remedy=f"must be at least {needed_gib:.3g}, "
+            f"to hold one sequence of model.max_context_length = {config.model.max_context_length}",
+        )
+
+
+def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Layouts in which TorchTitan's MoE layers are wrong."""
+    parallel = config.trainer.parallel
+    if facts.num_experts and parallel.tensor > 1 and parallel.sequence != (parallel.expert > 1):
+        # TorchTitan 0.3.0 (partial_dtensor). Sequence parallelism without expert parallelism: the gradient
+        # that leaves an MoE layer towards its input is wrong by tens of percent. The other way round: "can
+        # not redistribute from S(1) to P(sum)".
+        yield Problem(
+            field="trainer.parallel.sequence",
+            value=parallel.sequence,
+            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
+            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
+        )
+
+
+def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Sizes of a grouped choice that do not fit together."""
+    routing = facts.routing
+    if routing is None:
+        return
+    per_group = facts.num_experts // routing.num_groups
+    limited = f"topk_group = {routing.num_limited_groups}"
+    if facts.num_experts % routing.num_groups or (routing.num_groups > 1 and per_group < 2):
+        text = f"n_group = {routing.num_groups}; groups of n_routed_experts = {facts.num_experts} must be "
+        remedy = text + "equally large, with at least 2 experts each"
+    elif routing.num_limited_groups > routing.num_groups:
+        remedy = f"{limited}; must be at most n_group = {routing.num_groups}"
+    elif routing.num_limited_groups * per_group < facts.top_k:
+        remedy = f"{limited}, groups of {per_group} experts; must hold num_experts_per_tok = {facts.top_k}"
+    else:
+        return
+    yield Problem(field="model.path", value=config.model.path, remedy=f"its config.json has {remedy}")
+
+
+def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Only some models have a bias, and only whole weights in its own dtype publish it."""
+    if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
+        # Weights are published in one dtype, but vLLM keeps biases in float32: rounded ones choose others.
+        yield Problem(
+            field="generator.dtype",
+            value=config.generator.dtype.value,
+            remedy=f"must be float32: routers of model_type {facts.model_type!r} have float32 biases",
+        )
+    if config.trainer.router_bias is not RouterBias.UPDATED:
+        return
+    if facts.routing is None:
+        yield Problem(
+            field="trainer.router_bias",
+            value=config.trainer.router_bias.value,
+            remedy=f"must be frozen: routers of model_type {facts.model_type!r} have no bias",
+        )
+    elif config.lora is not None:
+        yield Problem(
+            field="trainer.router_bias",
+            value=config.trainer.router_bias.value,
+            remedy="must be frozen with a lora section: adapters do not carry biases of routers",
+        )
+
+
+def check_lora_family(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Latent attention and shared experts have layers that adapters here know nothing of."""
+    if config.lora is not None and facts.latent is not None:
+        yield Problem(
+            field="lora",
+            remedy=f"must be left out: models of model_type {facts.model_type!r} cannot have adapters",
+        )
+
+
+def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """TorchTitan shards experts over more ranks than there are experts inside of each, in equal parts."""
+    if config.lora is None or not facts.num_experts or not set(config.lora.targets) & set(EXPERT_TARGETS):
+        return
+    parallel = config.trainer.parallel
+    shards = parallel.data_shard * parallel.context
+    if parallel.expert > 1:
+        shards = max(1, shards * parallel.tensor // parallel.expert)
+        ranks = shards * parallel.expert
+    else:
+        ranks = shards * parallel.data_replicate
+    if ranks > facts.num_experts and config.lora.rank % shards:
+        yield Problem(
+            field="lora.rank",
+            value=config.lora.rank,
+            remedy=f"must be a multiple of {shards}: {ranks} ranks share the model's {facts.num_experts} "
+            f"experts, so that the adapters of each are split over {shards}",
+        )
+
+
+def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
+    """Everything that is wrong with running ``config`` on this model; empty if nothing is."""
+    problems = check_without_model(config)
+    for rule in _MODEL_RULES:
+        problems.extend(rule(config, model_facts))
+    return problems
+
+
+def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    group_bytes = largest_group_payload_bytes(config, facts)
+    needed_gib = config.algorithm.groups_per_step * group_bytes / 2**30
+    if config.payload.capacity_gib < needed_gib:
+        sets_are_unbounded = config.sampling.cuts_vocabulary and config.sampling.top_k == 0
+        yield Problem(
+            field="payload.capacity_gib",
+            value=config.payload.capacity_gib,
+            remedy=f"must be at least {needed_gib:.3g}, to hold one step's "
+            f"{config.algorithm.groups_per_step} groups at their largest ({group_bytes / 2**20:.3g} MiB each)"
+            + ("; sampling.top_k > 0 would bound the recorded kept sets" if sets_are_unbounded else ""),
+        )
+
+
+def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    if facts.top_k > facts.num_experts:
+        yield Problem(
+            field="model.path",
+            value=config.model.path,
+            remedy=f"its config.json selects num_experts_per_tok = {facts.top_k} experts; "
+            f"must be at most num_experts = {facts.num_experts}",
+        )
+    if facts.num_heads % facts.num_kv_heads:
+        yield Problem(
+            field="model.path",
+            value=config.model.path,
+            remedy=f"its config.json has num_key_value_heads = {facts.num_kv_heads}; "
+            f"must divide num_attention_heads = {facts.num_heads}",
+        )
+    if config.sampling.top_k > facts.vocab_size:
+        yield Problem(
+            field="sampling.top_k",
+            value=config.sampling.top_k,
+            remedy=f"must be at most the model's vocabulary of {facts.vocab_size} tokens; 0 keeps all",
+        )
+    if config.model.max_context_length > facts.max_position_embeddings:
+        yield Problem(
+            field="model.max_context_length",
+            value=config.model.max_context_length,
+            remedy=f"must be at most the model's max_position_embeddings = {facts.max_position_embeddings}",
+        )
+
+
+_MODEL_RULES: tuple[Callable[[RunConfig, ModelFacts], Iterator[Problem]], ...] = (
+    _check_model_shape,
+    check_nucleus,
+    check_trainer_divides_model,
+    check_sequence_parallelism,
+    check_groups_of_experts,
+    check_router_bias,
+    check_generator_fits_model,
+    check_lora_family,
+    check_lora_sharding,
+    _check_payload,
+)

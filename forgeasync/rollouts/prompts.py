@@ -1,0 +1,118 @@
+"""From a problem's text to the token ids that a generator is prompted with."""
+
+from collections.abc import Mapping
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from forgeasync.config.data import DataSection
+from forgeasync.rollouts.task import Task
+
+
+class PromptEncoder:
+    """Encodes prompts as they are, or as one user turn of the tokenizer's chat template."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        chat_template: bool,
+        system_prompt: str | None = None,
+        template_arguments: Mapping[str, int | float | bool | str] | None = None,
+    ) -> None:
+        """``system_prompt`` and ``template_arguments`` are for the template.
+
+        Raises:
+            ValueError: the tokenizer has no template that is asked for, or the template does not know an
+                argument or refuses a system message; names the field.
+        """
+        if chat_template and tokenizer.chat_template is None:
+            raise ValueError(
+                f"data.chat_template is true, but the tokenizer of {tokenizer.name_or_path!r} has no template"
+            )
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._arguments = dict(template_arguments or {})
+        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        if chat_template and self._arguments:
+            self._check_arguments()
+        if chat_template and system_prompt is not None:
+            self._try_system_prompt(system_prompt)
+
+    @classmethod
+    def of_section(cls, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> "PromptEncoder":
+        """As a run's section on data says."""
+        return cls(
+            tokenizer,
+            chat_template=data.chat_template,
+            system_prompt=data.system_prompt,
+            template_arguments=data.template_arguments,
+        )
+
+    def encode(self, prompt: str) -> np.ndarray:
+        """Token ids of ``prompt``, int32, up to where the response begins."""
+        if self._chat_template:
+            # Rendered first and tokenized after: the template writes its special tokens itself.
+            prompt = self._render(prompt)
+        return np.asarray(self._tokenizer(prompt, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def check_length(self, task: Task, *, max_context_length: int, max_response_tokens: int) -> None:
+        """Raise ValueError naming ``task`` unless it leaves room for a full response (lengths in tokens)."""
+        num_tokens = len(self.encode(task.prompt))
+        limit = max_context_length - max_response_tokens
+        if num_tokens == 0:
+            raise ValueError(f"the prompt of task {task.task_id!r} has no tokens")
+        if num_tokens > limit:
+            raise ValueError(
+                f"the prompt of task {task.task_id!r} has {num_tokens} tokens, but model.max_context_length "
+                f"{max_context_length} less sampling.max_response_tokens {max_response_tokens} leaves {limit}"
+            )
+
+    def _render(self, prompt: str) -> str:
+        rendered: str = self._tokenizer.apply_chat_template(
+            [*self._system, {"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._arguments,
+        )
+        return rendered
+
+    def _check_arguments(self) -> None:
+        """Refuse an argument that the template never reads: rendering takes any without a word."""
+        # Hugging Face's renderer knows these extensions and one for the tag "generation".
+        environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, jinja2.ext.do, _Generation])
+        template = environment.parse(self._tokenizer.get_chat_template())
+        known = jinja2.meta.find_undeclared_variables(template)
+        for name, value in self._arguments.items():
+            if name not in known:
+                raise ValueError(
+                    f"data.template_arguments.{name} = {value!r}: the chat template reads no such variable; "
+                    f"it reads {', '.join(sorted(known))}"
+                )
+
+    def _try_system_prompt(self, system_prompt: str) -> None:
+        try:
+            rendered = self._render("1 + 1 =")
+        except Exception as error:
+            # Templates raise whatever they like at a role that they do not have.
+            raise ValueError(
+                f"data.system_prompt = {system_prompt[:80]!r}: the chat template refuses a system message "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if system_prompt.strip() not in rendered:
+            raise ValueError(
+                f"data.system_prompt = {system_prompt[:80]!r}: the chat template leaves system messages out"
+            )
+
+
+class _Generation(jinja2.ext.Extension):
+    """Reads the block that marks what an assistant says as its content."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

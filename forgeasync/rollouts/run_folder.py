@@ -1,0 +1,180 @@
+"""The folder in shared memory in which a run keeps its payloads: made, removed, and swept after a crash.
+
+The process that makes a folder holds a lock on it (flock) for as long as it lives. The kernel lets go of the
+lock when that process ends, in whatever way, and shows it to every container that shares ``/dev/shm``, where
+a process id would mean nothing. So a folder whose lock can be taken belongs to nobody, and any later run
+removes it: a run killed by SIGKILL must not hold its host's memory until the next reboot.
+
+Folders of releases that did not lock name their process instead, and are swept where that process would be
+seen: in the same pid namespace.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+_PREFIX = "forgeasync_payloads"
+
+_LOCKED_NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}")
+
+_UNLOCKED_NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]{{8}}")
+
+
+_held: dict[Path, int] = {}
+"""This process's folders, each with the descriptor that holds its lock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Creator:
+    """The process behind a folder without a lock: pids are reused, and differ between pid namespaces."""
+
+    pid_namespace: int
+    pid: int
+    start_ticks: int
+    """Clock ticks from the host's boot to the process's start."""
+
+    def is_gone(self) -> bool:
+        """Whether it has certainly ended."""
+        return self.pid_namespace == _own_pid_namespace() and _start_ticks(self.pid) != self.start_ticks
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started; None where it has ended, also if nobody has waited for it yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the command's name, in which anything may occur.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def is_running(pid: int) -> bool:
+    """Whether this host has a process of that id which has not ended."""
+    return _start_ticks(pid) is not None
+
+
+def _own_pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _creator(folder: Path) -> _Creator | None:
+    """Who made a folder without a lock; None for any other name."""
+    if (match := _UNLOCKED_NAME.fullmatch(folder.name)) is None:
+        return None
+    pid_namespace, pid, start_ticks = map(int, match.groups())
+    return _Creator(pid_namespace=pid_namespace, pid=pid, start_ticks=start_ticks)
+
+
+def _is_same(folder: Path, descriptor: int) -> bool:
+    """Whether the folder is still the one that was opened."""
+    try:
+        return os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None where another process has it, or the folder is gone.
+
+    Also None for a folder of another user, whatever its permissions say.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between opening and locking, the one that had the lock may have removed the folder.
+        if os.fstat(descriptor).st_uid == os.getuid() and _is_same(folder, descriptor):
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _make_locked(root: Path) -> Path:
+    """A new folder whose lock this process holds."""
+    while True:
+        folder = root / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+        # A sweeper may see the folder before its lock is taken, and remove it: then another one is made.
+        if (descriptor := _try_lock(folder)) is not None:
+            _held[folder] = descriptor
+            return folder
+
+
+def _available_memory_bytes() -> int:
+    """What the kernel could give away without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kib) * 1024
+
+
+def create_run_folder(capacity_bytes: int, *, root: Path = SHARED_MEMORY) -> Path:
+    """Make this host's folder of a run, in a process of that host which lives as long as the run.
+
+    ``capacity_bytes`` is the sum over all writers into the folder.
+
+    Raises:
+        ValueError: ``root`` has less free space than that, or the host less memory available.
+    """
+    filesystem = os.statvfs(root)
+    free_bytes = filesystem.f_bavail * filesystem.f_frsize
+    if free_bytes < capacity_bytes:
+        raise ValueError(
+            f"payloads may take {capacity_bytes:,} bytes of {root}, but only {free_bytes:,} are free there; "
+            "lower the payload capacity, or give the machine more shared memory (docker run --shm-size=...)"
+        )
+    # A tmpfs may be larger than the memory behind it: filling it then ends in the kernel killing processes.
+    available_bytes = _available_memory_bytes()
+    if available_bytes < capacity_bytes:
+        raise ValueError(
+            f"payloads may take {capacity_bytes:,} bytes, but only {available_bytes:,} of memory are "
+            "available on this host; lower the payload capacity"
+        )
+    return _make_locked(root)
+
+
+def remove_run_folder(folder: Path) -> None:
+    """Remove a folder that this process has made, with all its payloads; views of arrays stay valid."""
+    assert folder in _held, f"{folder} is not a folder of payloads that this process has made"
+    shutil.rmtree(folder)
+    os.close(_held.pop(folder))
+
+
+def remove_own_folders() -> None:
+    """Remove every folder that this process has made, in a hurry: what cannot be removed is left behind."""
+    for folder in list(_held):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep_stale_folders(*, root: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove this user's folders whose creating process is gone; returns which.
+
+    Several may sweep at once, beside others that make folders.
+    """
+    removed = []
+    for folder in sorted(root.glob(f"{_PREFIX}-*")):
+        creator = _creator(folder)
+        if creator is None and _LOCKED_NAME.fullmatch(folder.name) is None:
+            continue
+        if creator is not None and not creator.is_gone():
+            continue
+        if (descriptor := _try_lock(folder)) is None:
+            continue
+        # What is not removed, because this process dies over it or because a process of the dead run still
+        # writes, is again a folder that nobody has locked.
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+        if not folder.exists():
+            removed.append(folder)
+    return removed

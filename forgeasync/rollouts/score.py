@@ -1,0 +1,148 @@
+"""What a reward says of one response, and how the processes that score have fared."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from numbers import Real
+
+from forgeasync.config.data import PART_NAME_RULE, is_part_name
+
+LARGEST = 1e30
+"""Largest reward: what groups and batches make of rewards must fit into float32."""
+
+
+MAX_PARTS = 64
+"""Every part is a metric of the run, and so is every penalty a number to keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The reward of one step of a response, which ends before character ``end`` of its text.
+
+    Raises ValueError, naming the value, where ``end`` is no whole number above 0 or ``value`` is no finite
+    number up to ``LARGEST``.
+    """
+
+    end: int
+    value: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.end, bool) or not isinstance(self.end, int) or self.end < 1:
+            raise ValueError(f"end of a step must be a whole number of at least 1, not {self.end!r}")
+        object.__setattr__(self, "value", _number(self.value, "the value of a step"))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of one response, and whether the response solves its task.
+
+    A score says for itself whether it is correct: rewards may have any scale up to ``LARGEST``.
+
+        Score(1.0, True)
+        Score(0.7, False, parts={"format": 0.2, "tests": 0.5}, has_answer=False)
+
+    Raises ValueError, naming the field and its value, where a number is not finite or too large, a flag is no
+    bool, a part's name cannot be a metric's, a penalty is negative, or steps do not follow each other.
+    """
+
+    value: float
+    """What the response is trained with."""
+    is_correct: bool
+    """Whether the response solves its task: what an evaluation counts."""
+    _: KW_ONLY
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """What the value is made of, by name: logged as ``reward/<name>``, and used for nothing else."""
+    steps: tuple[Step, ...] = ()
+    """Rewards of the response's steps, ends increasing; none: the value counts for all tokens alike."""
+    penalties: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Faults besides the reward, by name and at least 0, such as the share of tool calls that failed; filter
+    ``resample_on_correct`` prefers responses with few. They change no reward."""
+    has_answer: bool = True
+    """False where the response never states an answer: counted in ``response/no_answer_share``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _number(self.value, "a score"))
+        for name, flag in (("is_correct", self.is_correct), ("has_answer", self.has_answer)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} of a score must be true or false, not {flag!r}")
+        object.__setattr__(self, "parts", _numbers_by_name(self.parts, "parts"))
+        penalties = _numbers_by_name(self.penalties, "penalties")
+        for name, penalty in penalties.items():
+            if penalty < 0.0:
+                raise ValueError(f"penalties of a score must be at least 0; {name!r} is {penalty:g}")
+        object.__setattr__(self, "penalties", penalties)
+        steps = tuple(self.steps)
+        if not all(isinstance(step, Step) for step in steps):
+            raise ValueError(f"steps of a score must be a list of Step, not {self.steps!r}"[:200])
+        ends = [step.end for step in steps]
+        if any(one >= other for one, other in itertools.pairwise(ends)):
+            raise ValueError(f"steps of a score must have increasing ends, not {ends}"[:200])
+        object.__setattr__(self, "steps", steps)
+
+
+def _number(value: object, what: str) -> float:
+    """``value`` as a float: other kinds of numbers are not written to files as such."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{what} must be a number, not {value!r}"[:200])
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{what} must be finite, at most {LARGEST:g}, not {str(value)[:40]}")
+    return float(value)
+
+
+def _numbers_by_name(numbers: object, what: str) -> dict[str, float]:
+    if not isinstance(numbers, Mapping):
+        raise ValueError(f"{what} of a score must be numbers by name, not {numbers!r}"[:200])
+    if len(numbers) > MAX_PARTS:
+        raise ValueError(f"{what} of a score must be at most {MAX_PARTS}, not {len(numbers)}")
+    for name in numbers:
+        if not is_part_name(name):
+            raise ValueError(
+                f"{what} of a score must have names of {PART_NAME_RULE}; not {str(name)[:110]!r}"
+            )
+    return {name: _number(value, f"{name!r} in {what} of a score") for name, value in numbers.items()}
+
+
+NO_SCORE = Score(0.0, False)
+"""The score of a response whose verification was cut off."""
+
+
+NO_ANSWER = Score(0.0, False, has_answer=False)
+"""The score of a response that states no answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierCounts:
+    """Answers since the scorer began that scored 0 because they could not be verified."""
+
+    num_timeouts: int = 0
+    """Cut off at ``scorer.answer_limit_s``."""
+    num_crashes: int = 0
+    """The process that verified them died, for instance of ``scorer.answer_memory_mib``."""
+    num_errors: int = 0
+    """Their verifier raised an exception, or gave no finite number from -1 to 1."""
+    num_oversized: int = 0
+    """Longer than any verifier is given to read."""
+    num_killed_rewards: int = 0
+    """Processes of a user's own rewards that were killed because a call did not end."""
+
+    def __add__(self, other: "VerifierCounts") -> "VerifierCounts":
+        """The counts of two scorers."""
+        return VerifierCounts(
+            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        )
+
+    def merged(self, other: "VerifierCounts") -> "VerifierCounts":
+        """The later of two states of the same counts: they only rise."""
+        return VerifierCounts(
+            **{one.name: max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Under their names in metrics.jsonl."""
+        return {
+            "scoring/num_timeouts": self.num_timeouts,
+            "scoring/num_crashes": self.num_crashes,
+            "scoring/num_errors": self.num_errors,
+            "scoring/num_oversized": self.num_oversized,
+            "scoring/num_killed_rewards": self.num_killed_rewards,
+        }

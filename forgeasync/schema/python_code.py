@@ -1,0 +1,157 @@
+"""Sections of ``kind: python``: code of a user's own, found by its dotted name or carried along.
+
+The same three forms work wherever a section takes ``kind: python`` (objectives, corrections, advantages,
+filters, rewards, environments):
+
+    a class                   ``Banded(low=0.5)``: called with the options as keywords; its instance is used
+    a function that returns   ``banded(low=0.5)``: called with the options as keywords; its result is used
+    the function itself       ``reward(task, response)``: used as it is; options become further keywords
+"""
+
+import base64
+import functools
+import importlib
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Literal
+
+import cloudpickle
+from pydantic import Field
+
+from forgeasync.schema.section import Section
+
+
+class PythonCode(Section):
+    """Code of your own."""
+
+    kind: Literal["python"] = "python"
+    factory: str
+    """Dotted name of a class or function, ``package.module.name``; the processes of the run import it too."""
+    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    """Keywords that it is called with."""
+    pickled: str | None = None
+    """The class or function itself (cloudpickle, base64), where no process could import it: defined in a
+    notebook or in the script that runs. ``code_of`` makes it."""
+
+
+def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
+    """``factory`` and ``pickled`` of a class or function that was handed over in Python.
+
+    Raises:
+        ValueError: it is nothing that can be called, or cannot be sent to another process; says why.
+    """
+    if not callable(thing):
+        raise ValueError(f"must be a class or a function, not a {type(thing).__name__}")
+    name = f"{thing.__module__}.{thing.__qualname__}" if hasattr(thing, "__qualname__") else repr(type(thing))
+    if _is_importable(thing):
+        return name, None
+    try:
+        return name, base64.b64encode(cloudpickle.dumps(thing)).decode("ascii")
+    except Exception as error:
+        # Whatever the pickling of a user's own objects raises is for the user to see.
+        raise ValueError(
+            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}); define it in a "
+            "module, or keep what cannot be pickled out of it"
+        ) from error
+
+
+def _is_importable(thing: Callable[..., object]) -> bool:
+    """Whether its module and name find this very object in other processes too."""
+    module, name = getattr(thing, "__module__", "__main__"), getattr(thing, "__qualname__", "")
+    if module == "__main__" or not name.isidentifier():
+        return False
+    try:
+        return vars(importlib.import_module(module)).get(name) is thing
+    except ImportError:
+        return False
+
+
+def build_code(section: PythonCode, parameters: tuple[str, ...]) -> Callable[..., object]:
+    """What the section stands for, ready to be called with positional ``parameters``.
+
+    Imports and runs the user's code. The same section gives the same object in one process.
+
+    Raises:
+        ValueError: there is no such thing, or it cannot be called so; says which part is wrong.
+    """
+    # Of what a section has besides, nothing changes what is built.
+    return _build(section.model_dump_json(include=set(PythonCode.model_fields)), parameters)
+
+
+def load_code(section: PythonCode) -> Callable[..., object]:
+    """The class or function itself, for those who call it with the options themselves.
+
+    Imports and runs the user's code.
+
+    Raises:
+        ValueError: there is no such thing, or it cannot be called; says which part is wrong.
+    """
+    return _unpickle(section) if section.pickled is not None else _import(section.factory)
+
+
+@functools.lru_cache(maxsize=256)
+def _build(section_json: str, parameters: tuple[str, ...]) -> Callable[..., object]:
+    section = PythonCode.model_validate_json(section_json)
+    found = load_code(section)
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{section.factory} has no signature to check: {error}") from error
+    if _fits(signature, (), section.options):
+        built = found(**section.options)
+        if not callable(built):
+            raise ValueError(
+                f"{section.factory} returned a {type(built).__name__}; must return what is called with "
+                f"({', '.join(parameters)})"
+            )
+        return built
+    if not inspect.isclass(found) and _fits(signature, parameters, section.options):
+        return functools.partial(found, **section.options) if section.options else found
+    options = [f"{name}=..." for name in section.options]
+    raise ValueError(
+        f"{section.factory} takes {signature}; must take ({', '.join(options)}), its options, and return a "
+        f"function of ({', '.join(parameters)}), or take ({', '.join([*parameters, *options])}) itself"
+    )
+
+
+def _fits(signature: inspect.Signature, parameters: tuple[str, ...], options: dict[str, object]) -> bool:
+    try:
+        signature.bind(*parameters, **options)
+    except TypeError:
+        return False
+    return True
+
+
+def _unpickle(section: PythonCode) -> Callable[..., object]:
+    assert section.pickled is not None
+    try:
+        found = pickle.loads(base64.b64decode(section.pickled, validate=True))
+    except Exception as error:
+        # Unpickling imports what the user's code imports: anything can be missing.
+        raise ValueError(
+            f"{section.factory} cannot be loaded from its pickled form ({type(error).__name__}: {error})"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{section.factory} is a {type(found).__name__}; must be a class or a function")
+    return found
+
+
+def _import(path: str) -> Callable[..., object]:
+    module_name, dot, name = path.rpartition(".")
+    if not dot or not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError("must read package.module.name")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        # Whatever the user's module raises while it is imported is for the user to see.
+        raise ValueError(
+            f"module {module_name!r} cannot be imported ({type(error).__name__}: {error}); it must be "
+            "installed or in a folder of PYTHONPATH"
+        ) from error
+    if name not in vars(module):
+        raise ValueError(f"module {module_name!r} has no {name!r}")
+    found = vars(module)[name]
+    if not callable(found):
+        raise ValueError(f"is a {type(found).__name__}; must be a class or a function")
+    return found

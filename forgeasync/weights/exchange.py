@@ -1,0 +1,52 @@
+"""The ledger for loops that wait: the publishing loop asks for a slot, the serving loops for new versions.
+
+Who waits for whom: nobody waits for a reader. A publisher without a free slot skips the version, and
+``until_owed`` tells who catches up later; readers wait in ``lease`` for a version newer than theirs.
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from forgeasync.waiting import Monitor
+from forgeasync.weights.ledger import WeightLedger
+from forgeasync.weights.manifest import Manifest
+
+Stage = Callable[[int], Awaitable[Manifest]]
+"""Copies the trainer's current weights into a slot."""
+
+
+class WeightExchange(Monitor[WeightLedger]):
+    """A ``WeightLedger`` shared by the loops of one event loop."""
+
+    async def publish(self, stage: Stage) -> Manifest | None:
+        """Have the weights staged and show them; None if every slot is being read: skipped, and owed."""
+        slot = self.change(lambda ledger: ledger.begin(time.monotonic()))
+        if slot is None:
+            return None
+        try:
+            manifest = await stage(slot)
+        except BaseException:
+            self.change(lambda ledger: ledger.abandon(slot))
+            raise
+        self.change(lambda ledger: ledger.commit(manifest))
+        return manifest
+
+    async def until_owed(self) -> None:
+        """Wait until a version was skipped that could be published now."""
+        await self.until(
+            lambda ledger: ledger.is_owing and ledger.can_begin(time.monotonic()),
+            # When a lease runs out nobody tells.
+            look_at_s=lambda ledger: ledger.next_deadline_s() if ledger.is_owing else None,
+        )
+
+    @asynccontextmanager
+    async def lease(self, reader: int, *, newer_than: int) -> AsyncIterator[Manifest]:
+        """Wait for a version newer than ``newer_than``, and keep its slot from being overwritten."""
+        manifest = await self.until(
+            lambda ledger: ledger.acquire(reader, newer_than=newer_than, now_s=time.monotonic())
+        )
+        try:
+            yield manifest
+        finally:
+            self.change(lambda ledger: ledger.release(reader))

@@ -1,0 +1,224 @@
+"""Calls that take too long: what their errors say, when their time begins, and whose time it is."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.actors import trainer_mesh
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import TimeoutSection
+from forgeasync.observability.failures import last_words
+from forgeasync.waiting import DeadlineExceeded, deadline
+
+REPOSITORY = Path(__file__).parents[2]
+PLAIN_TIMEOUT = re.compile(r"asyncio\.timeout\(")
+
+
+async def late_body(limit_s: float, body: Callable[[], Awaitable[object]]) -> None:
+    async with deadline(limit_s, call="scoring group 17", key="timeouts.score_s"):
+        await body()
+
+
+def test_a_late_body_is_told_by_call_limit_and_key() -> None:
+    with pytest.raises(DeadlineExceeded) as caught:
+        asyncio.run(late_body(0.01, lambda: asyncio.sleep(60)))
+    message = "scoring group 17 took longer than 0.01 s; timeouts.score_s sets this limit"
+    assert str(caught.value) == message == last_words(caught.value)
+
+
+@pytest.mark.parametrize("is_inner_late", [True, False])
+def test_of_nested_deadlines_the_one_that_passed_speaks(is_inner_late: bool) -> None:
+    async def nested() -> None:
+        async with deadline(60 if is_inner_late else 0.01, call="the outer", key="timeouts.outer_s"):
+            async with deadline(0.01 if is_inner_late else 60, call="the inner", key="timeouts.inner_s"):
+                await asyncio.sleep(60)
+
+    with pytest.raises(DeadlineExceeded, match="^the inner" if is_inner_late else "^the outer"):
+        asyncio.run(nested())
+
+
+def test_another_timeout_of_the_body_passes_unchanged() -> None:
+    own = TimeoutError("the verifier's own")
+
+    async def body() -> None:
+        raise own
+
+    with pytest.raises(TimeoutError) as caught:
+        asyncio.run(late_body(60, body))
+    assert caught.value is own
+
+
+def test_cancelling_passes() -> None:
+    async def scenario() -> None:
+        task = asyncio.create_task(late_body(60, lambda: asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+
+
+def test_no_plain_timeout_is_left() -> None:
+    files = [file for folder in ("forgeasync", "apps") for file in (REPOSITORY / folder).rglob("*.py")]
+    plain = {file.name for file in files if PLAIN_TIMEOUT.search(file.read_text(encoding="utf-8"))}
+    assert plain == {"deadline.py"}
+
+
+class Calls:
+    """An endpoint of every rank: answers after a while, one call after the other as actors do."""
+
+    def __init__(self, rank: "Rank", name: str) -> None:
+        self._rank = rank
+        self._name = name
+
+    async def call_one(self, *arguments: object) -> object:
+        return await asyncio.shield(asyncio.ensure_future(self._rank.answer(self._name)))
+
+
+class Rank:
+    """A trainer rank in this process; ``slice`` makes it its own mesh."""
+
+    def __init__(self, **durations_s: float) -> None:
+        self._durations_s = durations_s
+        self._queue = asyncio.Lock()
+        self.log: list[str] = []
+
+    def slice(self, *, procs: int) -> "Rank":
+        return self
+
+    async def answer(self, name: str) -> object:
+        async with self._queue:
+            self.log.append(f"{name} begins")
+            await asyncio.sleep(self._durations_s[name])
+            self.log.append(f"{name} ends")
+        return SimpleNamespace(version=1, checksums=(), copy_s=0.0, rank=0)
+
+    def __getattr__(self, name: str) -> Calls:
+        return Calls(self, name)
+
+
+def make_mesh(rank: Rank, **timeouts: float) -> TrainerMesh:
+    mesh = TrainerMesh(rank, 1, TimeoutSection(**timeouts))  # type: ignore[arg-type]
+    mesh._data_ranks = [0]
+    mesh._layout = SimpleNamespace(digest="")  # type: ignore[assignment]
+    return mesh
+
+
+def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
+    async def scenario() -> None:
+        rank = Rank(train_rows=0.4, stage_weights=0.01)
+        mesh = make_mesh(rank, train_step_s=60.0, weights_s=0.2)
+        step = asyncio.create_task(mesh.train_rows([[]], step=3))
+        await asyncio.sleep(0)
+        await mesh.stage_weights(0)
+        await step
+        assert rank.log == [
+            "train_rows begins",
+            "train_rows ends",
+            "stage_weights begins",
+            "stage_weights ends",
+        ]
+
+    asyncio.run(scenario())
+
+
+def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
+    async def scenario() -> None:
+        rank = Rank(train_rows=0.4, save_hf=0.01)
+        mesh = make_mesh(rank, train_step_s=0.5)
+        step = asyncio.create_task(mesh.train_rows([[]], step=3))
+        never_begun = asyncio.create_task(mesh.train_rows([[]], step=4))
+        await asyncio.sleep(0.2)
+        for task in (step, never_begun):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await mesh.save_hf(Path("final"), source=Path("model"))
+        assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
+
+    asyncio.run(scenario())
+
+
+def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
+    async def scenario() -> None:
+        mesh = make_mesh(Rank(train_rows=60.0, save_hf=60.0), train_step_s=0.1)
+        with pytest.raises(
+            DeadlineExceeded, match=r"^the trainer making step 3 .* timeouts\.train_step_s sets"
+        ):
+            await mesh.train_rows([[]], step=3)
+        with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
+            await mesh.save_hf(Path("final"), source=Path("model"))
+
+    asyncio.run(scenario())
+
+
+def test_ranks_that_wait_for_one_that_has_failed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_mesh, "PEERS_S", 0.05)
+
+    async def fails() -> None:
+        raise ValueError("one row")
+
+    async def scenario(other: Coroutine[None, None, None]) -> bool:
+        mesh = make_mesh(Rank())
+        with pytest.raises(ValueError, match="one row"):
+            await mesh._together([asyncio.ensure_future(one) for one in (fails(), other)])
+        return mesh.is_stuck
+
+    assert not asyncio.run(scenario(fails()))
+    assert asyncio.run(scenario(asyncio.sleep(60)))
+
+
+def test_a_late_generator_is_told_by_its_group() -> None:
+    async def scenario() -> None:
+        timeouts = TimeoutSection(generate_s=0.1)
+        router = GeneratorRouter(Rank(sample_group=60.0), 1, timeouts)  # type: ignore[arg-type]
+        sampling = SamplingSection(max_response_tokens=8)
+        with pytest.raises(DeadlineExceeded, match=r"^generator 0 sampling group 17 .* timeouts\.generate_s"):
+            await router.sample_group(17, np.zeros(3, np.int32), num_samples=2, sampling=sampling)
+
+    asyncio.run(scenario())
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+REMOTE = """Actor call t.fail failed.
+ Traceback of where the remote call failed (most recent call last):
+  File "actor_mesh.py", line 1754, in handle
+    result = await the_method(*args, **kwargs)
+  File "scorer.py", line 6, in score
+    assert len(rewards) == len(responses)
+{}
+"""
+
+
+@pytest.mark.parametrize("last", ["AssertionError", "TimeoutError: ", "asyncio.exceptions.CancelledError"])
+def test_a_remote_error_without_a_message_is_named_by_its_place(last: str) -> None:
+    assert last_words(raised(RuntimeError(REMOTE.format(last)))) == f"{last.strip()} in score at scorer.py:6"
+
+
+def test_a_remote_error_with_a_message_is_left_as_it_is() -> None:
+    assert last_words(raised(RuntimeError(REMOTE.format("ValueError: 3 rewards")))) == "ValueError: 3 rewards"
+
+
+def test_an_error_without_a_message_is_named_by_its_place() -> None:
+    assert re.search(r"in raised at .*test_deadlines\.py:\d+$", last_words(raised(TimeoutError())))
+
+
+@given(st.text())
+def test_no_last_words_are_empty(message: str) -> None:
+    assert last_words(RuntimeError(message)).strip()

@@ -1,0 +1,196 @@
+"""Why a run has ended: who died of what, and what its folder keeps of it."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+from forgeasync.actors.deaths import ActorDied, Proc, read_report
+from forgeasync.actors.procs import Procs
+from forgeasync.observability import run_log
+from forgeasync.observability.failures import failure_line
+from forgeasync.observability.run_log import RunLog
+from forgeasync.waiting import DeadlineExceeded, deadline
+
+KILLED = """The actor <root>.<forgeasync.actors.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
+  the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
+SILENT = """The actor trainer-1<e53rFKMEXeP>@trainer-1<e53rFKMEXeP>.ipc://@KUw,proc_agent and all its descendants have failed:
+  timeout waiting for message from proc mesh agent while querying for "spmdactor-H1m". The process likely crashed"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("report", "expected", "has_signal"),
+    [
+        (KILLED, "trainer rank 1 of 2 was killed by signal 9 (SIGKILL; the kernel does so when", True),
+        (KILLED.replace("sig=9", "sig=11"), "trainer rank 1 of 2 was killed by signal 11 (SIGSEGV)", True),
+        (KILLED.replace("sig=9", "sig=99"), "trainer rank 1 of 2 was killed by signal 99 (unknown)", True),
+        (KILLED.replace(" trainer{", " _SPMDActor{"), "trainer rank 1 of 2 was killed by signal 9", True),
+        (KILLED.replace(" trainer{", " generator{"), "generator rank 1 of 2 was killed", True),
+        (SILENT, "trainer rank 1 is gone (The actor", False),
+        ("something else", "something else", False),
+    ],
+)
+def test_a_report_names_rank_signal_and_log(report: str, expected: str, has_signal: bool) -> None:
+    death = read_report(report, Path("logs"))
+    assert death.text.startswith(expected) and death.has_signal == has_signal
+    assert "\n" not in death.text
+    assert report == "something else" or f"see logs/{expected.split()[0]}-1.log" in death.text
+
+
+class Machine:
+    """A host on which some processes have ended."""
+
+    id = "h"
+
+    def __init__(self, *ended: int) -> None:
+        self._ended = ended
+
+    async def make_folder(self, num_bytes: int) -> Path:
+        raise NotImplementedError
+
+    async def is_running(self, pid: int) -> bool:
+        return pid not in self._ended
+
+
+def fail_beside_a_death(host: Machine, report: Callable[[Procs], None]) -> None:
+    """A run whose trainer misses a deadline."""
+
+    async def scenario() -> None:
+        fleet = Procs(Path("logs"))
+        fleet._peers = [Proc(role="trainer", rank=rank, pid=100 + rank, host=host) for rank in range(2)]
+        try:
+            async with fleet.naming_deaths(), asyncio.TaskGroup() as loops:
+                loops.create_task(asyncio.sleep(60))
+                report(fleet)
+                async with deadline(0.01, call="the trainer making step 3", key="timeouts.train_step_s"):
+                    await asyncio.sleep(60)
+        finally:
+            await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(fleet: Procs) -> None:
+        asyncio.get_running_loop().call_later(0.3, fleet._on_report, KILLED)
+
+    with pytest.raises(ActorDied, match="trainer rank 1 of 2 was killed by signal 9") as caught:
+        fail_beside_a_death(Machine(101), report)
+    assert isinstance(caught.value.__cause__, ExceptionGroup), "what they say is kept behind it"
+
+
+def test_a_death_that_nobody_reports_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgeasync.actors.procs.REPORT_S", 0.1)
+    with pytest.raises(
+        ActorDied, match=r"^trainer rank 0 \(process 100\) has ended; see logs/trainer-0.log$"
+    ):
+        fail_beside_a_death(Machine(100), lambda _: None)
+
+
+def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgeasync.actors.procs.BETTER_REPORT_S", 0.5)
+
+    def report(fleet: Procs) -> None:
+        fleet._on_report(SILENT)
+        asyncio.get_running_loop().call_later(0.1, fleet._on_report, KILLED)
+
+    with pytest.raises(ActorDied, match="signal 9"):
+        fail_beside_a_death(Machine(101), report)
+
+
+def test_without_a_death_the_error_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgeasync.actors.procs.END_S", 0.1)
+    with pytest.raises(ExceptionGroup) as caught:
+        fail_beside_a_death(Machine(), lambda _: None)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, DeadlineExceeded)
+
+
+# --- run.log ---
+
+
+def test_the_log_holds_start_lines_warnings_and_the_reason(tmp_path: Path) -> None:
+    file = tmp_path / "run.log"
+    with pytest.raises(ExceptionGroup), warnings.catch_warnings():
+        with RunLog(file) as log:
+            log.line("step 1/4")
+            run_log.logging.captureWarnings(True)
+            warnings.simplefilter("always")
+            warnings.warn("careful", stacklevel=1)
+            raise ExceptionGroup("loops", [AssertionError(), ValueError("later")])
+    run_log.logging.captureWarnings(False)
+    text = file.read_text()
+    for expected in ("command: ", "commit: ", "torch 2.", "transformers ", f"{os.cpu_count()} cores"):
+        assert expected in text
+    assert " step 1/4\n" in text and "careful" in text
+    assert "Traceback" in text and "ValueError: later" in text
+    assert "failed: AssertionError: no message, never raised\n" in text
+
+
+def test_a_second_start_goes_on_in_the_same_log(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunLog(tmp_path / "run.log"):
+            pass
+    text = (tmp_path / "run.log").read_text()
+    assert text.count("command: ") == 2 and text.splitlines()[-1].endswith(" done")
+
+
+def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), RunLog(tmp_path / "run.log"):
+        raise KeyboardInterrupt
+    assert (tmp_path / "run.log").read_text().splitlines()[-1].endswith(" interrupted")
+
+
+def test_a_log_that_cannot_be_written_hides_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="the run's own"):
+        with RunLog(Path("/dev/full")) as log:
+            log.line("lost")
+            raise ValueError("the run's own")
+    assert capsys.readouterr().err.count("/dev/full gets no more lines: ") == 1
+
+
+def test_the_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "forgeasync" / "observability"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(run_log, "__file__", str(package / "run_log.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run_log._commit() == f"none, {tmp_path} is no git repository"
+    (tmp_path / "file").write_text("a")
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "file"], [*identity, "commit", "-qm", "m"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    commit = run_log._commit()
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("b")
+    assert run_log._commit() == f"{commit}, with changes"
+
+
+def test_a_deadline_shows_under_the_name_that_people_know() -> None:
+    assert failure_line(DeadlineExceeded("late; timeouts.x_s")) == "failed: TimeoutError: late; timeouts.x_s"
+
+
+def test_the_command_line_can_be_run_again() -> None:
+    code = "from forgeasync.observability.run_log import describe_start; print(describe_start()[0])"
+    out = subprocess.run([sys.executable, "-c", code, "a b"], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith(f"command: {sys.executable} -c ") and out.stdout.endswith("'a b'\n")
+
+
+def test_a_death_that_is_named_comes_before_what_monarch_says_of_it() -> None:
+    async def scenario() -> None:
+        fleet = Procs(Path("logs"))
+        try:
+            async with fleet.naming_deaths():
+                raise ExceptionGroup("loops", [SupervisionError("Endpoint call failed"), ActorDied("rank 1")])
+        finally:
+            await fleet.close()
+
+    with pytest.raises(ActorDied, match="rank 1"):
+        asyncio.run(scenario())

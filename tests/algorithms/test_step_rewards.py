@@ -1,0 +1,235 @@
+"""Rewards of steps on their way to tokens: over the group, characters, and tokens of a real tokenizer."""
+
+import math
+import statistics
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from forgeasync.algorithms.advantages import DrGrpo, Grpo
+from forgeasync.algorithms.filters import ResampleOnCorrect
+from forgeasync.algorithms.step_rewards import from_step_rewards
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.score import Score, Step
+from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
+from tests.support.buffer_world import make_task
+from tests.support.rollouts import make_stored_rollout
+
+GRPO = AlgorithmSection(advantage=Grpo(), group_size=2, groups_per_step=1)
+END = "<end>"
+TEXTS = [
+    "naïve café: 3 × 4 = 12 → 🙂 done 👩‍🔬 ok",
+    "日本語のテキスト、テキスト",
+    "plain words and more words",
+]
+
+
+def make_group(*steps: tuple[Step, ...], texts: tuple[str, ...] = ("abcdef", "abcd")) -> Group:
+    rollouts = tuple(make_stored_rollout((0, 0, 4), text=text) for text in texts)
+    return Group(
+        group_id=7,
+        draw_id=0,
+        task=make_task(0),
+        rollouts=rollouts,
+        rewards=tuple(float(index) for index in range(len(texts))),
+        steps=steps or None,
+    )
+
+
+def step(end: int, value: float) -> Step:
+    return Step(end=end, value=value)
+
+
+def test_steps_of_a_group_by_hand() -> None:
+    """Rewards 1, 0, 1, -2: mean 0, unbiased variance 6 / 3 = 2; a step has its own and all later ones."""
+    group = make_group((step(2, 1.0), step(5, 0.0)), (step(1, 1.0), step(4, -2.0)))
+    ((first, second),) = advantage_spans([group], GRPO)
+    unit = 1 / math.sqrt(2.0)
+    assert [span.end for span in first] == [2, 5, None] and [span.end for span in second] == [1, 4, None]
+    assert [span.value for span in first] == pytest.approx([unit, 0.0, 0.0], rel=1e-5)
+    assert [span.value for span in second] == pytest.approx([-unit, -2 * unit, 0.0], rel=1e-5)
+
+
+def test_groups_with_and_without_steps_go_together() -> None:
+    plain = make_group()
+    stepped = make_group((step(6, 1.0),), (step(4, 0.0),))
+    of_plain, of_stepped = advantage_spans([plain, stepped], GRPO)
+    assert [spans[0].end for spans in of_plain] == [None, None]
+    assert [spans[0].value for spans in of_plain] == pytest.approx(
+        [-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-5
+    )
+    assert [spans[0].value for spans in of_stepped] == pytest.approx(
+        [math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (((step(2, 1.0),), ()), "rollout 1 of group 7 has no rewards of steps, but others"),
+        (((step(2, 1.0),), (step(3, 1.0), step(3, 0.0))), r"characters \[3, 3\]; must increase"),
+        (((step(2, 1.0),), (step(3, 1.0), step(2, 0.0))), r"characters \[3, 2\]; must increase"),
+        (((step(7, 1.0),), (step(3, 1.0),)), r"characters \[7\]; must increase, from 1 to the 6 characters"),
+    ],
+)
+def test_steps_that_do_not_fit_their_group_are_refused(
+    steps: tuple[tuple[Step, ...], ...], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        advantage_spans([make_group(*steps)], GRPO)
+
+
+def test_a_response_without_text_needs_no_steps() -> None:
+    group = make_group((step(2, 1.0), step(3, 0.0)), (), texts=("abc", ""))
+    ((_, empty),) = advantage_spans([group], GRPO)
+    assert empty == (AdvantageSpan(end=None, value=0.0),)
+
+
+def test_only_grpo_has_a_formula_for_steps() -> None:
+    algorithm = AlgorithmSection(advantage=DrGrpo(), group_size=2, groups_per_step=1)
+    with pytest.raises(
+        ValueError, match=r"group 7 has rewards of steps, which algorithm\.advantage = 'dr_grpo'"
+    ):
+        advantage_spans([make_group((step(2, 1.0),), (step(3, 1.0),))], algorithm)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_spans_over_characters_are_from_step_rewards_over_tokens(seed: int) -> None:
+    """Where every token is a character, both say the same."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 12, size=3).tolist()
+    ends = [sorted(rng.permutation(np.arange(1, n + 1))[: rng.integers(1, n + 1)].tolist()) for n in lengths]
+    rewards = [rng.normal(2.0, 1.0, len(own)).tolist() for own in ends]
+    steps = [
+        tuple(step(e, r) for e, r in zip(*pair, strict=True)) for pair in zip(ends, rewards, strict=True)
+    ]
+    texts = tuple("x" * length for length in lengths)
+    (found,) = advantage_spans([make_group(*steps, texts=texts)], GRPO)
+    expected = from_step_rewards(
+        [torch.tensor(own, dtype=torch.float64) for own in rewards],
+        [torch.tensor(own) for own in ends],
+        lengths,
+    )
+    for spans, length, values_T in zip(found, lengths, expected, strict=True):
+        spread_T = spread(spans, np.arange(length), num_characters=length)
+        assert spread_T.dtype == np.float32 and spread_T.tolist() == pytest.approx(
+            values_T.tolist(), abs=1e-6
+        )
+
+
+def test_tokens_across_the_end_of_a_step_and_behind_the_text() -> None:
+    spans = (
+        AdvantageSpan(end=3, value=1.0),
+        AdvantageSpan(end=5, value=-1.0),
+        AdvantageSpan(end=None, value=0.0),
+    )
+    # The second token begins at character 2, in the first step; the last two add no text.
+    found = spread(spans, np.array([0, 2, 4, 5, 5]), num_characters=5)
+    assert found.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0]
+    found = spread(spans, np.array([0, 3, 5, 6]), num_characters=6)
+    assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+@pytest.fixture(scope="module", params=["bytes", "merged"])
+def tokenizer_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte-level BPE as most models have: of single bytes, and with merges that it learned."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=257 if request.param == "bytes" else 330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    folder = tmp_path_factory.mktemp(request.param)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+    return folder
+
+
+def byte_starts(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """How many characters there are before every token: by its bytes, without a decoder.
+
+    Counted is up to where the bytes before it are whole characters last.
+    """
+    codes = {character: byte for byte, character in _bytes_to_characters().items()}
+    starts, done, num_characters = [], b"", 0
+    for token in ids:
+        with suppress(UnicodeDecodeError):
+            num_characters = len(done.decode("utf-8"))
+        starts.append(num_characters)
+        text = tokenizer.id_to_token(token)
+        done += b"" if text == END else bytes(codes[character] for character in text)
+    return starts
+
+
+def _bytes_to_characters() -> dict[int, str]:
+    """GPT-2's: printable bytes are themselves, the others are moved behind 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(text=st.text(st.sampled_from("ab é×→🙂👩‍🔬日本語"), min_size=1, max_size=30))
+def test_places_of_tokens_are_those_of_their_bytes(tokenizer_folder: Path, text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id(END)]
+    prompt_ids_P = np.array(tokenizer.encode("a: ").ids, np.int32)
+    starts_T = TokenPlaces(tokenizer_folder).starts(prompt_ids_P, np.array(ids, np.int32))
+    assert starts_T.tolist() == byte_starts(tokenizer, ids)
+    assert starts_T[-1] == len(text)
+
+
+def test_a_step_that_ends_within_characters_of_many_bytes(tokenizer_folder: Path) -> None:
+    """The tokens that a character is spread over are all of its step."""
+    text = "é🙂×ab"
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    ids = np.array([*tokenizer.encode(text).ids, tokenizer.token_to_id(END)], np.int32)
+    starts_T = TokenPlaces(tokenizer_folder).starts(ids[:0], ids)
+    spans = (
+        AdvantageSpan(end=2, value=1.0),
+        AdvantageSpan(end=5, value=-1.0),
+        AdvantageSpan(end=None, value=0.0),
+    )
+    found_T = spread(spans, starts_T, num_characters=len(text))
+    offsets = byte_starts(tokenizer, ids.tolist())
+    assert found_T.tolist() == [1.0 if start < 2 else -1.0 for start in offsets]
+    if len(ids) == 11:
+        assert found_T.tolist() == [1.0] * 6 + [-1.0] * 5
+
+
+def test_mean_and_spread_are_those_of_all_steps_of_the_group() -> None:
+    values = [1e6 + 1.0, 1e6, 1e6 + 3.0]
+    group = make_group((step(1, values[0]), step(2, values[1])), (step(4, values[2]),))
+    ((first, second),) = advantage_spans([group], GRPO)
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    own = [(value - mean) / std for value in values]
+    assert [first[0].value, first[1].value, second[0].value] == pytest.approx(
+        [own[0] + own[1], own[1], own[2]], rel=1e-4
+    )
+
+
+def test_penalties_of_scores_reach_the_filter() -> None:
+    """Correct rollouts without faults are kept before those with."""
+    filters = (ResampleOnCorrect(num_kept=2, smoothing=1e-9),)
+    algorithm = AlgorithmSection(group_size=6, groups_per_step=1, filters=filters)
+    group = make_group(texts=tuple("abcdef"))
+    faults = [{"tools": 0.5}, {"tools": 0.25, "format": 1.0}, {}, {"format": 2.0}]
+    scores = [
+        *(Score(value=1.0, is_correct=True, penalties=penalties) for penalties in faults),
+        *(Score(value=0.0, is_correct=False) for _ in range(2)),
+    ]
+    for seed in range(20):
+        filtered = GroupFiltering(algorithm, seed=seed).apply(group, scores)
+        assert filtered.kept[0] == 2 and filtered.rewards == (1.0, 0.0)

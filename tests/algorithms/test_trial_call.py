@@ -1,0 +1,311 @@
+"""Code of one's own is tried on made-up input before anything starts."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from forgeasync.algorithms.advantages import Advantage, PythonAdvantage
+from forgeasync.algorithms.aggregation import Aggregation
+from forgeasync.algorithms.corrections import Correction
+from forgeasync.algorithms.filters import Filter
+from forgeasync.algorithms.kl import KlEstimator
+from forgeasync.algorithms.objectives import Objective
+from forgeasync.algorithms.own_results import check_losses
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.config.load import load_config
+from forgeasync.config.trial_call import check_own_code
+from forgeasync.controller.preparation import check
+from forgeasync.schema.problems import ConfigError, Problem
+from tests.support.config_samples import CONFIGS, only
+
+TAKES = "row"
+GOOD = "-row.advantages_T * row.logprobs_T"
+
+
+def write_loss(folder: Path, name: str, body: str, *, takes: str = TAKES) -> str:
+    """A module with a factory ``loss`` whose objective has this body; the factory's path."""
+    lines = textwrap.indent(textwrap.dedent(body), " " * 8)
+    source = f"import torch\ndef loss():\n    def objective({takes}):\n{lines}\n    return objective\n"
+    (folder / f"{name}.py").write_text(source)
+    return f"{name}.loss"
+
+
+def problems(factory: str, part: str = "objective", **others: object) -> list[Problem]:
+    """What is found with this code in this part of the algorithm section."""
+    own = {"kind": "python", "factory": factory}
+    parts = {part: [own] if part in ("corrections", "filters") else own}
+    if part == "kl":
+        parts = {"kl": {"estimator": own, "coefficient": 0.1}}
+    keys = {"group_size": 4, "groups_per_step": 2, **parts, **others}
+    return list(check_own_code(AlgorithmSection.model_validate(keys)))
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "forgeasync.algorithms.objectives.PpoClip",
+        "forgeasync.algorithms.objectives.Gspo",
+        "forgeasync.algorithms.objectives.Topr",
+        "forgeasync.algorithms.objectives.Reinforce",
+        "forgeasync.algorithms.objectives.Supervised",
+    ],
+)
+def test_sound_objectives_pass(factory: str) -> None:
+    assert problems(factory) == []
+
+
+def test_an_objective_with_sums_as_numbers_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = write_loss(
+        tmp_path, "trial_good", f"return {GOOD}, {{'objective/ones': float(row.mask_T.sum())}}"
+    )
+    assert problems(factory) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("scalar", f"return ({GOOD}).mean(), {{}}", ["shape [] on 8 tokens", "must be [8]"]),
+        ("bare", f"return ({GOOD}).mean()", ["returned a Tensor of shape []", "(losses_T, sums)"]),
+        ("bare_t", f"return {GOOD}", ["returned a Tensor of shape [8]", "(losses_T, sums)"]),
+        ("three", f"return {GOOD}, {{}}, 1", ["a tuple of 3", "(losses_T, sums)"]),
+        ("column", f"return ({GOOD})[:, None], {{}}", ["shape [8, 1]", "must be [8]"]),
+        ("masked", f"return ({GOOD})[row.mask_T], {{}}", ["shape [7]", "must be [8]"]),
+        ("number", "return 1.0, {}", ["losses are a float"]),
+        ("int", "return row.mask_T.long(), {}", ["torch.int64", "floating-point"]),
+        ("nan", f"return ({GOOD}) / 0.0 * 0.0, {{}}", ["losses are [nan", "finite where mask_T"]),
+        ("inf", f"return ({GOOD}) / 0.0, {{}}", ["inf", "finite where mask_T"]),
+        (
+            "root",
+            "return (row.logprobs_T - row.behavior_logprobs_T).abs().sqrt(), {}",
+            ["gradient", "nan", "finite"],
+        ),
+        ("detached", f"return ({GOOD}).detach(), {{}}", ["no gradient reaches logprobs_T"]),
+        (
+            "behavior",
+            "return -row.advantages_T * row.behavior_logprobs_T, {}",
+            ["no gradient reaches logprobs_T"],
+        ),
+        ("zero", f"return 0.0 * ({GOOD}), {{}}", ["is 0 for every token"]),
+        ("sums", f"return {GOOD}, [1]", ["sums are a list"]),
+        ("names", f"return {GOOD}, {{1: row.mask_T.sum()}}", ["key 1", "names of metrics"]),
+        (
+            "vector",
+            f"return {GOOD}, {{'objective/x': row.mask_T}}",
+            ["'objective/x' has shape [8]", "scalar"],
+        ),
+        ("text", f"return {GOOD}, {{'objective/x': 'y'}}", ["'objective/x' is a str"]),
+        (
+            "mean",
+            f"return {GOOD}, {{'objective/x': row.logprobs_T.mean()}}",
+            ["is nan on a row without tokens"],
+        ),
+        ("empty", f"row.logprobs_T.max()\nreturn {GOOD}, {{}}", ["raised", "a row without tokens"]),
+        ("raises", "raise KeyError('gone')", ["raised KeyError: 'gone' on 8 made-up tokens"]),
+    ],
+)
+def test_what_would_spoil_a_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str, words: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = write_loss(tmp_path, f"trial_{name}", body)
+    message = only(problems(factory))
+    assert message.startswith(f"algorithm.objective.factory = '{factory}': ")
+    for word in words:
+        assert word in message
+
+
+def test_wrong_parameters_and_factories_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = write_loss(tmp_path, "trial_keywords", "return 0", takes="row, logprobs")
+    message = only(problems(factory))
+    assert "missing 1 required positional argument: 'logprobs'" in message
+    (tmp_path / "trial_factory.py").write_text(
+        "def f():\n    return 3\n\ndef g():\n    raise OSError('no')\n"
+    )
+    assert "returned a int" in only(problems("trial_factory.f"))
+    assert "raised OSError: no when it was called" in only(problems("trial_factory.g"))
+
+
+def test_the_check_of_a_run_tries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --dry-run and a start both begin with."""
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = write_loss(tmp_path, "trial_of_run", f"return ({GOOD}).sum(), {{}}")
+    override = f"algorithm.objective={{kind: python, factory: {factory}}}"
+    config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["model.path=nowhere", override])
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    fields = [problem.field for problem in caught.value.problems]
+    assert sorted(fields) == ["algorithm.objective.factory", "model.path"]
+
+
+@pytest.mark.parametrize(("path", "how"), [("models/tiny_moe", "make model, or "), ("m/other", "")])
+def test_a_model_that_is_not_built_yet_comes_with_how_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check(load_config(CONFIGS / "tiny_moe_cpu.yaml", [f"model.path={path}"]))
+    message = only(list(caught.value.problems))
+    assert message.startswith(f"model.path = {path!r}: no such folder; ")
+    assert f"how to build it: {how}python -m apps.warmup with the same --config" in message
+
+
+def test_at_run_time_a_scalar_is_not_broadcast() -> None:
+    like_T = torch.zeros(5)
+    check_losses((torch.zeros(5), {"objective/x": torch.zeros(())}), like_T=like_T)
+    with pytest.raises(ValueError, match=r"shape \[\] on 5 tokens"):
+        check_losses((torch.zeros(()), {}), like_T=like_T)
+    with pytest.raises(ValueError, match=r"shape \[1\] on 5 tokens"):
+        check_losses((torch.zeros(1), {}), like_T=like_T)
+
+
+OWN = """
+import math
+import torch
+from forgeasync.algorithms.advantages import Advantage
+from forgeasync.algorithms.aggregation import Aggregation, TokenMean
+from forgeasync.algorithms.group_facts import Filtered
+
+def weights(row):
+    return row.mask_T.float() * 0.5, {"correction/half_share": row.mask_T.sum()}
+
+def weights_unmasked(row):
+    return torch.ones(len(row.mask_T)), {}
+
+def weights_of_nan(row):
+    return (row.behavior_logprobs_T - row.logprobs_T).exp().detach(), {}
+
+def weights_with_gradient(row):
+    return row.masked(row.logprobs_T.exp()), {}
+
+def bare_weights(row):
+    return row.mask_T.float()
+
+def kl(row):
+    return row.masked(row.logprobs_T - row.ref_logprobs_T).abs()
+
+def kl_mean(row):
+    return kl(row).mean()
+
+def kl_without_gradient(row):
+    return kl(row).detach()
+
+class Twice(TokenMean):
+    def summed(self, values_T, mask_T, sequence_ids_T):
+        return 2 * super().summed(values_T, mask_T, sequence_ids_T)
+
+class Unsummed(TokenMean):
+    def summed(self, values_T, mask_T, sequence_ids_T):
+        return values_T
+
+class NoCount(Aggregation):
+    def summed(self, values_T, mask_T, sequence_ids_T):
+        return values_T.sum()
+
+def mean(values_T, mask_T, sequence_ids_T):
+    return values_T[mask_T].mean()
+
+def median(rewards_G):
+    return rewards_G - rewards_G.median()
+
+def best(rewards_G):
+    return rewards_G.max()
+
+def standardized(rewards_G):
+    return (rewards_G - rewards_G.mean()) / rewards_G.std()
+
+class OverBatch(Advantage):
+    over_batch = True
+    def __call__(self, rewards_N):
+        assert len(rewards_N) == 8, len(rewards_N)
+        return rewards_N - rewards_N.mean()
+
+def short(facts, rng):
+    return facts.keep([i for i, length in enumerate(facts.lengths) if length < 25])
+
+def twice_the_first(facts, rng):
+    return facts.keep([0, 0])
+
+def infinite(facts, rng):
+    return facts.keep([0], [math.inf])
+
+def indices(facts, rng):
+    return [0, 1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "words"),
+    [
+        ("corrections", "weights", None),
+        ("corrections", "weights_unmasked", "0 where mask_T is false"),
+        ("corrections", "weights_of_nan", "must be finite"),
+        ("corrections", "weights_with_gradient", "must be detached"),
+        ("corrections", "bare_weights", "returned a Tensor of shape [8]; must return (weights_T, sums)"),
+        ("kl", "kl", None),
+        ("kl", "kl_mean", "estimates have shape []"),
+        ("kl", "kl_without_gradient", "no gradient reaches logprobs_T from its estimates"),
+        ("aggregation", "Twice", None),
+        ("aggregation", "Unsummed", "its summed gave the shape [8]"),
+        ("aggregation", "NoCount", "abstract"),
+        ("aggregation", "mean", "must be a subclass of forgeasync.Aggregation"),
+        ("advantage", "median", None),
+        ("advantage", "OverBatch", None),
+        ("advantage", "best", "gave advantages of shape [] for 4 rewards"),
+        ("advantage", "standardized", "gave advantages [nan, nan, nan, nan] for rewards [1, 1, 1, 1]"),
+        ("filters", "short", None),
+        ("filters", "twice_the_first", "keeps the rollouts [0, 0] of 4"),
+        ("filters", "infinite", "gives the rewards [inf]; must be finite"),
+        ("filters", "indices", "gave a list; must give what facts.keep or facts.drop does"),
+    ],
+)
+def test_every_part_of_ones_own_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, name: str, words: str | None
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_parts.py").write_text(OWN)
+    found = problems(f"own_parts.{name}", part)
+    if words is None:
+        assert found == []
+        return
+    message = only(found)
+    field = {"corrections": "corrections.0", "filters": "filters.0", "kl": "kl.estimator"}.get(part, part)
+    assert message.startswith(f"algorithm.{field}.factory = 'own_parts.{name}': ") and words in message
+
+
+def test_an_advantage_of_ones_own_over_the_batch_sees_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_parts.py").write_text(OWN)
+    advantage = PythonAdvantage(factory="own_parts.OverBatch")
+    first, second = advantage.of_batch([torch.ones(3).double(), torch.zeros(5).double()])
+    assert first.tolist() == [0.625] * 3 and second.tolist() == [-0.375] * 5
+
+
+def test_the_examples_in_the_docstrings_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each base class shows a complete class of one's own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    families = {
+        "objective": Objective,
+        "corrections": Correction,
+        "aggregation": Aggregation,
+        "kl": KlEstimator,
+        "advantage": Advantage,
+        "filters": Filter,
+    }
+    for part, base in families.items():
+        text = textwrap.dedent(base.__doc__.split("\n", 1)[1])
+        code = re.search(r"\n((?:    .*\n|\n)+)", text)
+        assert code is not None
+        source = textwrap.dedent(code[1]).replace(
+            "import forgeasync as fa", f"import {base.__module__} as fa"
+        )
+        (name,) = re.findall(r"^class (\w+)", source, flags=re.MULTILINE)
+        (tmp_path / f"docstring_{part}.py").write_text(source)
+        assert problems(f"docstring_{part}.{name}", part) == [], part
+        assert f".{name}" in base.__doc__, "the text says how it is named in a config"

@@ -1,0 +1,686 @@
+"""The replay buffer's promises on hand-made and on random histories."""
+
+import asyncio
+import pickle
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.buffer import submissions as submissions_module
+from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
+from forgeasync.buffer.async_buffer import AsyncReplayBuffer
+from forgeasync.buffer.decisions import BufferSnapshot, DropReason
+from forgeasync.buffer.ready_groups import EarliestDeadlineFirst
+from forgeasync.buffer.submissions import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions
+from forgeasync.config.buffer import (
+    AccountingPolicy,
+    AccountingSection,
+    AgeOf,
+    BatchOrder,
+    BufferSection,
+    Replacement,
+    StaleGroups,
+)
+from forgeasync.rollouts.rollout import Group, GroupProgress
+from tests.support.buffer_world import BufferWorld, make_task
+from tests.support.rollouts import make_stored_rollout
+
+EXACT = AccountingSection()
+DROP = BufferSection(stale_groups=StaleGroups.DROP, adapt_load=False)
+
+
+def make_world(
+    groups_per_step: int, k: int, *, accounting: AccountingSection = EXACT, **section: object
+) -> BufferWorld:
+    values = {"adapt_load": False} | section
+    return BufferWorld(
+        groups_per_step=groups_per_step, k=k, section=BufferSection(**values), accounting=accounting
+    )
+
+
+def started(world: BufferWorld) -> list[int]:
+    before = set(world.sampling)
+    world.start_all()
+    return sorted(set(world.sampling) - before)
+
+
+def complete(world: BufferWorld, *group_ids: int) -> None:
+    for group_id in group_ids:
+        world.finish(group_id)
+        world.score(group_id)
+
+
+def taken(world: BufferWorld) -> list[int] | None:
+    batch = world.take()
+    return None if batch is None else [group.group_id for group in batch.groups]
+
+
+def test_synchronous_starts_exactly_one_batch_and_waits_for_all_of_it() -> None:
+    world = make_world(3, 0)
+    assert started(world) == [0, 1, 2]
+    complete(world, 1, 0)
+    assert taken(world) is None
+    complete(world, 2)
+    assert taken(world) == [0, 1, 2]
+    assert started(world) == [], "the next step's groups wait for its weights"
+    world.serve(1)
+    assert started(world) == [3, 4, 5]
+
+
+def test_runs_ahead_by_at_most_k_steps() -> None:
+    assert len(started(make_world(2, 4))) == 5 * 2
+
+
+def test_depth_bound_counts_complete_groups_and_in_flight_bound_does_not() -> None:
+    world = make_world(2, 4, max_groups=3)
+    assert started(world) == [0, 1, 2]
+    complete(world, 0, 1, 2)
+    assert started(world) == []
+    assert len(taken(world)) == 2
+    assert started(world) == [3, 4]
+
+    world = make_world(2, 4, max_in_flight=3)
+    assert started(world) == [0, 1, 2]
+    world.finish(0)
+    assert started(world) == [], "sampled, but not scored yet"
+    world.score(0)
+    assert started(world) == [3]
+
+
+def test_nothing_is_started_that_the_run_cannot_train_on() -> None:
+    world = BufferWorld(
+        groups_per_step=2, k=4, section=BufferSection(), accounting=AccountingSection(), num_steps=3
+    )
+    assert len(started(world)) == 3 * 2
+
+
+def test_two_stragglers_are_not_left_to_share_one_last_step() -> None:
+    # Groups 0 and 1 started at version 0 and may be trained on at step 2 at the latest, one per step: step 1
+    # must not go to group 3, though it is complete.
+    world = make_world(1, 2)
+    started(world)
+    complete(world, 2)
+    assert taken(world) == [2]
+    world.serve(1)
+    # What runs has not begun to decode: it counts from version 1 now, and nothing has to be waited for.
+    for group_id in (0, 1):
+        world.decode(group_id)
+    assert started(world) == [3]
+    complete(world, 3)
+    world.take()
+    world.serve(2)
+    assert started(world) == [4]
+    complete(world, 4)
+    assert taken(world) is None, "groups 0 and 1 have steps 2 and 3 left"
+    complete(world, 1)
+    assert taken(world) == [1]
+
+
+def test_feasibility_adds_up_over_deadlines() -> None:
+    """Two groups a step: two due in step 1 and two or three in step 2, seen from step 0."""
+    due = Deadlines()
+    for group_id, deadline in enumerate((1, 1, 2, 2)):
+        due.add(group_id, deadline)
+    assert due.are_feasible(0, [], groups_per_step=2)
+    due.add(4, 2)
+    assert not due.are_feasible(0, [], groups_per_step=2)
+    assert due.are_feasible(0, [(1, 1)], groups_per_step=2), "one of them is taken now"
+    assert due.before(2) == [(1, [0, 1])]
+
+
+def test_what_a_batch_would_take_is_counted_by_deadline() -> None:
+    ready = EarliestDeadlineFirst()
+    for group_id, deadline in enumerate((5, 3, 3, 4, 5, 5)):
+        ready.add(group_id, deadline)
+    assert list(ready.num_taken_by_deadline(4)) == [(3, 2), (4, 1), (5, 1)]
+    assert list(ready.num_taken_by_deadline(2)) == [(3, 2)]
+    assert list(ready.num_taken_by_deadline(9)) == [(3, 2), (4, 1), (5, 3)]
+    assert ready.pop(4) == [1, 2, 3, 0]
+
+
+def test_generators_wait_where_the_bound_kept_groups_from_starting() -> None:
+    world = make_world(2, 1, adapt_load=True)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 0, 1, 2, 3)
+    assert taken(world) == [0, 1]
+    assert world.buffer.metrics()["load/generators_wait"] == 1.0
+    world.serve(1)
+    # Two groups are under way, and four may be.
+    assert taken(world) == [2, 3]
+    assert world.buffer.metrics()["load/generators_wait"] == 0.0
+
+
+def test_order_of_completion_takes_what_came_first() -> None:
+    world = make_world(1, 3, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
+    started(world)
+    complete(world, 3, 1)
+    assert taken(world) == [3]
+    assert taken(world) == [1]
+    by_deadline = make_world(1, 3, stale_groups=StaleGroups.DROP)
+    started(by_deadline)
+    complete(by_deadline, 3, 1)
+    assert taken(by_deadline) == [1]
+
+
+def test_stale_group_is_dropped_counted_and_its_prompt_comes_first() -> None:
+    world = make_world(1, 1, stale_groups=StaleGroups.DROP)
+    assert started(world) == [0, 1]
+    world.decode(0)
+    complete(world, 1)
+    assert taken(world) == [1]
+    world.serve(1)
+    assert started(world) == [2]
+    complete(world, 2)
+    assert taken(world) == [2]
+    assert world.cancellable == {0}, "step 2 cannot train on version 0 any more"
+    world.serve(2)
+    late = world.sampling[0].task
+    complete(world, 0)
+    assert world.buffer.num_dropped[DropReason.STALE] == 1
+    first, *_ = started(world)
+    assert world.sampling[first].task == late
+    world.check_counts()
+
+
+def test_exact_accounting_gives_up_on_a_prompt_after_max_attempts() -> None:
+    world = make_world(1, 0, max_attempts=2)
+    for _ in range(2):
+        (group_id,) = started(world)
+        world.fail(group_id, DropReason.BAD_RECORD)
+    assert world.buffer.num_reissued == 1
+    assert world.sampling == {}
+    (group_id,) = started(world)
+    assert world.sampling[group_id].task.task_id == "1", "the next prompt's turn"
+
+
+def test_filtered_prompt_does_not_come_again() -> None:
+    world = make_world(1, 0)
+    (group_id,) = started(world)
+    world.finish(group_id)
+    world.fail(group_id, DropReason.FILTERED)
+    (group_id,) = started(world)
+    assert world.sampling[group_id].task.task_id == "1"
+
+
+def test_window_holds_back_what_overtakes_by_too_much() -> None:
+    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=2)
+    world = make_world(1, 3, accounting=windowed, stale_groups=StaleGroups.DROP)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 2, 3)
+    assert taken(world) is None, "groups 0 and 1 are the window"
+    complete(world, 1)
+    assert taken(world) == [1]
+    assert taken(world) == [2], "it came inside for group 1"
+    assert taken(world) == [3]
+
+
+def test_expired_group_at_the_head_of_the_window_holds_nothing_back() -> None:
+    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=3)
+    world = make_world(2, 1, accounting=windowed, stale_groups=StaleGroups.DROP)
+    assert started(world) == [0, 1, 2, 3]
+    world.decode(0)
+    complete(world, 1, 2)
+    assert taken(world) == [1, 2]
+    world.decode(3)
+    world.serve(1)
+    assert started(world) == [4, 5]
+    complete(world, 4, 5)
+    assert taken(world) is None, "0, 3 and 4 are the window, and 0 and 3 are under way"
+    complete(world, 3)
+    assert taken(world) == [3, 4]
+    assert world.cancellable == {0}
+    world.serve(2)
+    assert started(world) == [6, 7]
+    world.decode(6)
+    complete(world, 7)
+    assert taken(world) == [5, 7], "the window is 5, 6 and 7: 0 is too old to wait for"
+
+
+def test_expired_group_that_turns_out_younger_can_train_whatever_the_window() -> None:
+    windowed = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=2)
+    world = make_world(1, 1, accounting=windowed, stale_groups=StaleGroups.DROP, age_of=AgeOf.NEWEST_TOKEN)
+    assert started(world) == [0, 1]
+    world.end_one(0)
+    complete(world, 1)
+    assert taken(world) == [1]
+    world.serve(1)
+    assert started(world) == [2]
+    complete(world, 2)
+    assert taken(world) == [2]
+    assert world.cancellable == {0}, "one of its rollouts ended under version 0"
+    world.serve(2)
+    assert started(world) == [3]
+    sampling = world.sampling[0]
+    sampling.ended.clear()
+    world.finish(0)
+    world.score(0)
+    assert taken(world) == [0], "both of its rollouts ended under version 2"
+
+
+def test_reference_versions_by_hand() -> None:
+    two = (make_stored_rollout((3, 0, 1), (5, 1, 2), (6, 2, 5)), make_stored_rollout((4, 0, 3), (5, 3, 4)))
+    assert reference_version(two, AgeOf.OLDEST_TOKEN) == 3
+    assert reference_version(two, AgeOf.NEWEST_TOKEN) == 5
+    assert reference_version(two, AgeOf.TOKEN) == 6
+    # The means are 5.2 and 4.25.
+    assert reference_version(two, AgeOf.MEAN) == 4
+
+
+def test_progress_raises_the_reference_only_as_far_as_it_is_certain() -> None:
+    def known(num_running: int, num_tokens: int, age_of: AgeOf) -> int:
+        progress = GroupProgress(group_id=0, version=7, num_running=num_running, num_tokens=num_tokens)
+        return known_reference(progress, 2, age_of)
+
+    for age_of in AgeOf:
+        assert known(2, 0, age_of) == 7, "nothing was sampled before"
+        assert known(0, 9, age_of) == 0
+    assert [known(1, 9, age_of) for age_of in AgeOf] == [0, 0, 0, 7]
+    assert [known(2, 9, age_of) for age_of in AgeOf] == [0, 7, 0, 7]
+    assert known(1, 0, AgeOf.OLDEST_TOKEN) == 0, "the other one may have ended and not been told of"
+
+
+def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
+    world = make_world(3, 0)
+    history = world.buffer._submissions.history
+    for index, length in enumerate((5, 50, 20)):
+        history.measure(make_task(index), length)
+    assert [world.sampling[one].task.task_id for one in started(world)] == ["1", "2", "0"]
+
+
+def test_every_complete_group_that_expires_with_a_step_is_handed_back() -> None:
+    """Two groups of version 0 are overtaken by younger ones, and lost at once when step 2 is behind them."""
+    world = make_world(1, 2, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
+    assert started(world) == [0, 1, 2]
+    for group_id in (1, 2):
+        world.decode(group_id)
+    for step, group_id in enumerate((0, 3, 4)):
+        complete(world, group_id)
+        if group_id == 4:
+            complete(world, 1, 2)
+        assert taken(world) == [group_id]
+        world.serve(step + 1)
+        assert world.num_lost_groups == (2 if group_id == 4 else 0)
+        if step < 2:
+            assert started(world) == [3 + step]
+    assert world.buffer.num_dropped[DropReason.STALE] == 2
+    world.check_counts()
+
+
+def test_progress_of_groups_that_are_not_sampled_is_no_news() -> None:
+    world = make_world(1, 1, age_of=AgeOf.TOKEN)
+    assert started(world) == [0, 1]
+    world.finish(0)
+    for group_id in (0, 99):
+        progress = GroupProgress(group_id=group_id, version=1, num_running=2, num_tokens=5)
+        world.buffer.progressed(progress)
+    assert world.buffer._entries[0].deadline == 1, "what was sampled is known: nothing of it is newer"
+
+
+def test_what_is_counted() -> None:
+    world = make_world(2, 1)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 2)
+    world.fail(3, DropReason.BAD_RECORD)
+    metrics = world.buffer.metrics()
+    counted = {key: value for key, value in metrics.items() if not key.startswith("accounting/")}
+    assert counted == {
+        "buffer/num_in_flight": 2,
+        "buffer/num_complete": 1,
+        "buffer/num_reissued": 1,
+        "buffer/num_restarted": 0,
+        "load/bound": 4,
+        "load/trainer_waits": 0.0,
+        "load/generators_wait": 0.0,
+    }
+    assert metrics["accounting/outstanding_deficit"] == metrics["accounting/num_censored"] == 0
+    assert world.buffer.num_pending == 3, "two more prompts were asked for, and one comes again"
+
+
+def test_a_prompt_that_comes_again_keeps_the_first_lengths_that_were_known() -> None:
+    submissions = Submissions(cohort_size=2, longest_first=False)
+    for index in range(3):
+        submissions.submit(make_task(index))
+    again = submissions.pop()
+    for attempt, (lengths, known) in enumerate([(None, None), ((3, 5), (3, 5)), ((9, 9), (3, 5))], start=1):
+        submissions.reissue(again, lengths)
+        again = submissions.pop()
+        assert (again.submission_id, again.attempt, again.first_lengths) == (0, attempt, known)
+        assert again.draw_id == attempt * ATTEMPT_STRIDE
+    assert submissions.num_submitted == 3 and len(submissions) == 2
+
+
+def test_restored_prompts_start_in_the_order_that_they_had() -> None:
+    """What had started first, then what came again, then cohort after cohort, its longest first."""
+    submissions = Submissions(cohort_size=2, longest_first=True)
+    for index, length in enumerate((1, 9, 50, 2)):
+        submissions.history.measure(make_task(index), length)
+
+    def submission(index: int, attempt: int = 0) -> Submission:
+        return Submission(submission_id=index, task=make_task(index, source=str(index // 4)), attempt=attempt)
+
+    def known(index: int) -> Submission:
+        return Submission(submission_id=index, task=make_task(index))
+
+    waiting = [known(0), known(1), known(2), known(3), submission(7, attempt=1)]
+    submissions.restore(started=[submission(5)], pending=waiting, num_submitted=8)
+    assert [one.submission_id for one in submissions.pending()] == [0, 1, 2, 3, 5, 7]
+    assert [submissions.pop().submission_id for _ in range(6)] == [5, 7, 1, 0, 2, 3]
+    submissions.submit(make_task(8))
+    assert submissions.pop().submission_id == 8
+    with pytest.raises(AssertionError, match="before anything is submitted"):
+        submissions.restore(started=[], pending=[], num_submitted=0)
+
+
+def test_expected_lengths_follow_the_newest_ones() -> None:
+    """Half of the newest; of a prompt that was never seen, its source's; of another source, nothing."""
+    history = LengthHistory()
+    for length in (8, 16):
+        history.measure(make_task(0), length)
+    history.measure(make_task(1), 4)
+    assert history.expected(make_task(0)) == 12.0
+    assert history.expected(make_task(1)) == 4.0
+    assert history.expected(make_task(2)) == 8.0
+    assert history.expected(make_task(2, source="other")) == 0.0
+
+
+def test_the_history_forgets_what_was_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submissions_module, "MAX_PROMPTS_IN_HISTORY", 2)
+    history = LengthHistory()
+    for index in (0, 1, 0, 2):
+        history.measure(make_task(index), 8.0 * (index + 1))
+    of_source = history.expected(make_task(9))
+    assert [history.expected(make_task(index)) for index in range(3)] == [8.0, of_source, 24.0]
+    assert of_source not in (8.0, 16.0, 24.0)
+
+
+def test_unless_asked_for_the_longest_do_not_come_first() -> None:
+    submissions = Submissions(cohort_size=3, longest_first=False)
+    for index, length in enumerate((5, 50, 20)):
+        submissions.history.measure(make_task(index), length)
+        submissions.submit(make_task(index))
+    assert [submissions.pop().submission_id for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_group_is_scored_once() -> None:
+    world = make_world(1, 0)
+    started(world)
+    world.finish(0)
+    group = world.sampled[0]
+    world.score(0)
+    world.sampled[0] = group
+    with pytest.raises(AssertionError):
+        world.score(0)
+
+
+def test_each_reward_stays_with_its_rollout() -> None:
+    """Through scoring, filtering and the batch: three rollouts, of which the outer two are kept."""
+    world = make_world(1, 0)
+    started(world)
+    rollouts = tuple(make_stored_rollout((0, 0, 1), text=text) for text in ("bad", "filtered", "good"))
+    world.buffer.finished(Group(group_id=0, draw_id=0, task=make_task(0), rollouts=rollouts))
+    world.buffer.scored(0, (-2.0, 5.0), (0, 2))
+    batch = world.buffer.take()
+    assert batch is not None
+    (group,) = batch.groups
+    assert group.rewards is not None
+    found = {one.text: reward for one, reward in zip(group.rollouts, group.rewards, strict=True)}
+    assert found == {"bad": -2.0, "good": 5.0}
+
+
+accountings = st.sampled_from(
+    [
+        AccountingSection(policy=AccountingPolicy.NONE),
+        AccountingSection(policy=AccountingPolicy.EXACT),
+        AccountingSection(policy=AccountingPolicy.EXACT, replacement=Replacement.WEIGHT),
+    ]
+)
+ages = st.sampled_from(list(AgeOf))
+bounds = st.none() | st.integers(0, 6)
+
+
+def play(world: BufferWorld, data: st.DataObject, num_moves: int = 60) -> None:
+    """A random history."""
+    reasons = [DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED]
+    for _ in range(num_moves):
+        world.start_all()
+        move = data.draw(st.sampled_from(["decode", "end", "finish", "score", "take", "serve", "fail"]))
+        if move in ("decode", "end", "finish") and world.sampling:
+            group_id = data.draw(st.sampled_from(sorted(world.sampling)))
+            {"decode": world.decode, "end": world.end_one, "finish": world.finish}[move](group_id)
+        elif move == "score" and world.sampled:
+            world.score(data.draw(st.sampled_from(sorted(world.sampled))))
+        elif move == "take":
+            world.take()
+        elif move == "serve":
+            world.serve(data.draw(st.integers(world.served_version, world.trainer_version)))
+        elif move == "fail" and (known := sorted(world.sampling) + sorted(world.sampled)):
+            world.fail(data.draw(st.sampled_from(known)), data.draw(st.sampled_from(reasons)))
+        world.check_counts()
+        assert world.buffer.num_present <= (world.k + 1) * world.groups_per_step
+        assert world.buffer.num_pending <= 2 * (world.k + 2) * world.groups_per_step
+
+
+@settings(max_examples=300)
+@given(
+    groups_per_step=st.integers(1, 4),
+    k=st.integers(0, 5),
+    age_of=ages,
+    spare=bounds,
+    max_in_flight=st.none() | st.integers(1, 6),
+    adapt_load=st.booleans(),
+    accounting=accountings,
+    data=st.data(),
+)
+def test_waiting_never_deadlocks_drops_nothing_and_never_trains_on_older_tokens(
+    groups_per_step: int,
+    k: int,
+    age_of: AgeOf,
+    spare: int | None,
+    max_in_flight: int | None,
+    adapt_load: bool,
+    accounting: AccountingSection,
+    data: st.DataObject,
+) -> None:
+    section = BufferSection(
+        age_of=age_of,
+        max_groups=None if spare is None else groups_per_step + spare,
+        max_in_flight=max_in_flight,
+        adapt_load=adapt_load,
+    )
+    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
+    play(world, data)
+    for _ in range(groups_per_step):
+        world.finish_everything()
+    assert world.take() is not None, "all groups are complete, yet the trainer waits"
+    assert world.buffer.num_dropped[DropReason.STALE] == 0
+    world.check_counts()
+
+
+@settings(max_examples=300)
+@given(
+    groups_per_step=st.integers(1, 4),
+    k=st.integers(0, 5),
+    age_of=ages,
+    order=st.sampled_from(list(BatchOrder)),
+    spare=bounds,
+    window=st.none() | st.integers(0, 4),
+    accounting=accountings,
+    data=st.data(),
+)
+def test_dropping_never_trains_on_older_tokens_and_always_comes_to_the_next_batch(
+    groups_per_step: int,
+    k: int,
+    age_of: AgeOf,
+    order: BatchOrder,
+    spare: int | None,
+    window: int | None,
+    accounting: AccountingSection,
+    data: st.DataObject,
+) -> None:
+    if window is not None:
+        accounting = AccountingSection(
+            policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + window
+        )
+    section = BufferSection(
+        stale_groups=StaleGroups.DROP,
+        age_of=age_of,
+        order=order,
+        max_groups=None if spare is None else groups_per_step + spare,
+    )
+    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
+    play(world, data)
+    num_before = world.trainer_version
+    for _ in range(2 * groups_per_step + 2):
+        world.finish_everything()
+        world.take()
+    assert world.trainer_version > num_before
+    world.check_counts()
+
+
+@settings(max_examples=150)
+@given(groups_per_step=st.integers(1, 4), k=st.integers(0, 5), extra=st.integers(0, 4), data=st.data())
+def test_a_window_and_waiting_go_together(
+    groups_per_step: int, k: int, extra: int, data: st.DataObject
+) -> None:
+    accounting = AccountingSection(
+        policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + extra
+    )
+    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=BufferSection(), accounting=accounting)
+    play(world, data)
+    world.finish_everything()
+    assert world.take() is not None
+    assert world.buffer.num_dropped[DropReason.STALE] == 0
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
+    sizes = []
+    accounting = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=6, metric_groups=50)
+    section = BufferSection(stale_groups=StaleGroups.DROP, max_groups=12)
+    world = BufferWorld(groups_per_step=4, k=2, section=section, accounting=accounting)
+    for step in range(600):
+        world.start_all()
+        ids = sorted(world.sampling)
+        world.decode(ids[0])
+        # The oldest straggles and goes stale; one fails; the rest train.
+        if step % 3 == 0:
+            world.fail(ids[-1], DropReason.BAD_RECORD)
+        for group_id in [one for one in ids[1:] if one in world.sampling]:
+            complete(world, group_id)
+        if step % 5 == 0 and ids[0] in world.sampling:
+            complete(world, ids[0])
+        world.take()
+        world.serve(world.trainer_version)
+        if step in (299, 599):
+            world.buffer._submissions.history = type(world.buffer._submissions.history)()
+            sizes.append(len(pickle.dumps(world.buffer)))
+    assert world.buffer.num_dropped[DropReason.STALE] > 10
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:
+    world = make_world(2, 2, longest_first=False)
+    assert started(world) == [0, 1, 2, 3, 4, 5]
+    complete(world, 0, 1, 2)
+    assert taken(world) == [0, 1]
+    world.fail(3, DropReason.BAD_RECORD)
+    snapshot = msgspec.json.decode(msgspec.json.encode(world.buffer.snapshot()), type=BufferSnapshot)
+    assert [one.task.task_id for one in snapshot.complete] == ["2"]
+    assert [one.task.task_id for one in snapshot.started] == ["4", "5"]
+    assert [(one.task.task_id, one.attempt) for one in snapshot.pending] == [("6", 0), ("7", 0), ("3", 1)]
+
+    again = make_world(2, 2, longest_first=False)
+    again.buffer.restore(snapshot)
+    starts = []
+    while (start := again.buffer.start()) is not None:
+        starts.append(start)
+    # Version 1 is served: three batches of two may be under way, and the first was trained on.
+    assert [start.task.task_id for start in starts] == ["2", "3", "4", "5", "6", "7"]
+    assert [start.group_id for start in starts] == [6, 7, 8, 9, 10, 11]
+    assert [start.draw_id % ATTEMPT_STRIDE for start in starts] == [2, 3, 4, 5, 6, 7]
+    assert starts[1].draw_id > ATTEMPT_STRIDE, "another attempt draws anew"
+    again.buffer.submit(make_task(8))
+    metrics = again.buffer.metrics()
+    assert metrics["buffer/num_restarted"] == 3 and metrics["buffer/num_reissued"] == 1
+    assert again.buffer.num_trained == 2 and again.buffer.num_submitted == 9
+
+
+def test_a_batch_that_was_taken_and_not_committed_starts_again() -> None:
+    accounting = AccountingSection(replacement=Replacement.WEIGHT)
+    world = make_world(2, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=accounting)
+    assert started(world) == [0, 1, 2, 3]
+    complete(world, 0, 1)
+    before = world.buffer.snapshot()
+    assert world.buffer.take() is not None
+    snapshot = world.buffer.snapshot()
+    assert snapshot == before
+    assert [one.task.task_id for one in snapshot.complete] == ["0", "1"]
+
+
+WEIGHT = AccountingSection(replacement=Replacement.WEIGHT)
+
+
+def test_deficits_that_a_batch_takes_over_are_kept_until_it_is_committed() -> None:
+    """A run that resumes from in between has them again, as it has the batch's prompts."""
+    world = make_world(1, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=WEIGHT)
+    assert started(world) == [0, 1]
+    for group_id in (0, 1):
+        world.finish(group_id)
+    for _ in range(world.section.max_attempts):
+        # Given up for good, after it was sampled: its length is known.
+        (lost,) = set(world.sampled) - {0}
+        world.fail(lost, DropReason.UNSCORED)
+        for group_id in started(world):
+            world.finish(group_id)
+    world.score(0)
+    before = world.buffer.snapshot()
+    assert [one.weight for one in before.deficits] == [1.0]
+    batch = world.buffer.take()
+    assert batch is not None and batch.weights == (2.0,)
+    assert world.buffer.snapshot() == before
+    world.buffer.committed(trainer_wait_share=0.0)
+    assert world.buffer.snapshot().deficits == ()
+
+
+def test_a_prompt_that_is_gone_for_good_is_missed_at_the_length_that_it_had_first() -> None:
+    world = make_world(1, 0, stale_groups=StaleGroups.DROP, accounting=WEIGHT, max_attempts=2)
+    for num_tokens in (9, 1):
+        (group_id,) = started(world)
+        world.decode(group_id, num_tokens - 1)
+        world.finish(group_id)
+        world.fail(group_id, DropReason.UNSCORED)
+    (deficit,) = world.buffer.snapshot().deficits
+    assert (deficit.length_bucket, deficit.weight) == (3, 1.0), "9 tokens, not 1"
+
+
+def test_what_filters_drop_is_not_missed() -> None:
+    """It was sampled and scored: that it does not train is what was asked for."""
+    world = make_world(1, 0, stale_groups=StaleGroups.DROP, accounting=WEIGHT)
+    (group_id,) = started(world)
+    world.finish(group_id)
+    world.fail(group_id, DropReason.FILTERED)
+    snapshot = world.buffer.snapshot()
+    assert snapshot.deficits == () and snapshot.num_censored == 0
+
+
+def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None:
+    """Whoever waits for the depth bound is woken by the batch, not only by its commit."""
+
+    async def first_start_after_a_batch() -> int:
+        world = make_world(1, 1, max_groups=1)
+        buffer = AsyncReplayBuffer(world.buffer)
+        await buffer.submit([make_task(0), make_task(1)])
+        start, _ = await buffer.start()
+        waiting = asyncio.create_task(buffer.start())
+        rollouts = tuple(make_stored_rollout((0, 0, 4)) for _ in range(2))
+        group = Group(group_id=0, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
+        await buffer.finished(group)
+        await buffer.scored(0, (1.0, 0.0), (0, 1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await buffer.take()
+        next_start, _ = await waiting
+        return next_start.group_id
+
+    assert asyncio.run(asyncio.wait_for(first_start_after_a_batch(), 10.0)) == 1

@@ -1,0 +1,215 @@
+"""Loading a run's config: every message names field, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from forgeasync.config.load import dump_config, load_config
+from forgeasync.config.rules import check_without_model
+from forgeasync.config.run import RunConfig
+from forgeasync.schema.problems import ConfigError, Problem
+from tests.support.config_samples import CONFIGS, MINIMAL, only
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def refused(config_file: Path, *overrides: str) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_file, overrides)
+    assert str(caught.value).splitlines() == [str(problem) for problem in caught.value.problems]
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_shipped_configs_load_and_read_back(file: Path, tmp_path: Path) -> None:
+    config = load_config(file, [])
+    assert check_without_model(config) == []
+    (tmp_path / "dumped.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "dumped.yaml", []) == config
+
+
+@pytest.mark.parametrize("written", ["off", "'off'", "response", "all"])
+def test_routing_replay_is_read_as_written(config_file: Path, tmp_path: Path, written: str) -> None:
+    """YAML takes a bare off for a boolean."""
+    config = load_config(config_file, [f"trainer.routing_replay={written}"])
+    assert config.trainer.routing_replay == written.strip("'")
+    (tmp_path / "dumped.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "dumped.yaml", []) == config
+
+
+def test_overrides_replace_values_and_are_yaml(config_file: Path) -> None:
+    config = load_config(
+        config_file,
+        [
+            "trainer.optimizer.learning_rate=3e-4",
+            "trainer.optimizer.betas=[0.8, 0.9]",
+            "generator.dtype=bfloat16",
+            "run_dir=runs/a=b",
+            "data.source.options.max_terms=8",
+            "seed=5",
+            "seed=6",
+            "trainer.tokens_per_row=${model.max_context_length}",
+        ],
+    )
+    assert config.trainer.optimizer.learning_rate == 3e-4
+    assert config.trainer.optimizer.betas == (0.8, 0.9)
+    assert config.generator.dtype.value == "bfloat16"
+    assert config.run_dir == "runs/a=b"
+    assert config.seed == 6
+    assert config.trainer.tokens_per_row == 64
+    options = config.data.source.model_dump()["options"]
+    assert options == {"min_terms": 2, "ratio": 0.5, "flag": True, "text": "a", "max_terms": 8}
+    assert [type(value) for value in options.values()] == [int, float, bool, str, int]
+
+
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=("Cs",))),
+    st.text(alphabet="${}\\a.:- '\"#\n1e5~"),
+    st.sampled_from(["1e-4", "yes", "null", "~", "0x10", "2020-01-01", "${a}", "\\${a}", "\\\\${", "x${"]),
+)
+
+
+@given(
+    name=TEXTS,
+    instruction=TEXTS,
+    learning_rate=st.floats(min_value=1e-12, max_value=1.0),
+    options=st.dictionaries(TEXTS, st.one_of(st.integers(), st.booleans(), TEXTS), max_size=3),
+)
+@settings(max_examples=60, deadline=None)
+def test_dumped_config_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    instruction: str,
+    learning_rate: float,
+    options: dict[str, int | bool | str],
+) -> None:
+    values = OmegaConf.to_container(OmegaConf.create(MINIMAL))
+    assert isinstance(values, dict)
+    values["name"] = name
+    values["trainer"]["optimizer"]["learning_rate"] = learning_rate
+    values["data"]["source"]["options"] = options
+    values["data"]["source"]["answer_prefix"] = instruction
+    config = RunConfig.model_validate(values)
+    file = tmp_path_factory.mktemp("dump") / "run.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(file, []) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("max_steps=three", ["max_steps = 'three'", "expected a whole number, got text"]),
+        ("max_steps='3'", ["max_steps = '3'", "expected a whole number, got text"]),
+        ("max_steps=3.5", ["max_steps = 3.5", "expected a whole number"]),
+        ("max_steps=true", ["max_steps = True", "expected a whole number"]),
+        ("max_steps=null", ["max_steps", "expected a whole number, got nothing"]),
+        ("max_steps=0", ["max_steps = 0", "must be greater than 0"]),
+        ("max_off_policy_steps=33", ["max_off_policy_steps = 33", "must be at most 32"]),
+        ("max_off_policy_steps=-1", ["max_off_policy_steps = -1", "must be at least 0"]),
+        (
+            "algorithm.objective={kind: ppo_clip, clip_low: 1.0}",
+            ["algorithm.objective.clip_low = 1.0", "must be less than 1"],
+        ),
+        ("name=3", ["name = 3", "expected text, got a whole number"]),
+        ("data.chat_template='yes'", ["data.chat_template = 'yes'", "expected true or false, got text"]),
+        ("sampling.top_p=high", ["sampling.top_p = 'high'", "expected a number, got text"]),
+        ("generator.dtype=int4", ["generator.dtype = 'int4'", "'float32' or 'bfloat16'"]),
+        ("algorithm=grpo", ["algorithm = 'grpo'", "expected a section with the keys objective, corrections"]),
+        ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas = [0.9]", "entry 2", "missing"]),
+        ("trainer.optimizer.betas=[1,1,1]", ["trainer.optimizer.betas = [1, 1, 1]", "must have 2 entries"]),
+        ("trainer.optimizer.betas=0.9", ["trainer.optimizer.betas = 0.9", "expected a list"]),
+        ("trainer.optimizer.betas=[a,0.9]", ["trainer.optimizer.betas.0 = 'a'", "expected a number"]),
+        ("data.source.kind=csv", ["data.source.kind = 'csv'", "'reasoning_gym', 'huggingface'"]),
+        ("data.source.task=3", ["data.source.task = 3", "expected text"]),
+        ("data.source.tsk=a", ["data.source.tsk = 'a'", "did you mean data.source.task?"]),
+        ("data.source.options.x=[1]", ["data.source.options.x = [1]", "a whole number or a number or"]),
+        ("algorithm.groupsize=8", ["algorithm.groupsize = 8", "did you mean algorithm.group_size?"]),
+        ("max_step=8", ["max_step = 8", "unknown key", "did you mean max_steps?"]),
+        ("trainer.parallel.experts=8", ["trainer.parallel.experts", "did you mean trainer.parallel.expert?"]),
+        ("no_equals_sign", ["override = 'no_equals_sign'", "must read key.path=value"]),
+        ("=3", ["override = '=3'", "must read key.path=value"]),
+        ("a..b=3", ["override = 'a..b=3'", "must read key.path=value"]),
+        ("max_steps=[1", ["max_steps = '[1'", "not a valid YAML value", "quote it"]),
+        ("3=x", ["override = '3=x'", "must read key.path=value"]),
+        ("trainer.optimizer.learning_rate=.inf", ["learning_rate = inf", "must be a finite number"]),
+        ("timeouts.setup_s=.nan", ["timeouts.setup_s = nan", "must be"]),
+        ("data.source.options={1: [2]}", ["data.source.options.1 = [2]", "expected a whole number or"]),
+        ("name=${nowhere}", ["name", "'nowhere' not found", "refers to another key"]),
+        ("name=${", ["name", "refers to another key"]),
+        ("name=???", ["name = '???'", "give it a value"]),
+    ],
+)
+def test_bad_value_is_explained(config_file: Path, override: str, words: list[str]) -> None:
+    message = only(refused(config_file, override))
+    for word in words:
+        assert word in message
+
+
+def test_override_into_a_list_is_explained(config_file: Path) -> None:
+    overrides = ["trainer.optimizer.betas=[0.9,0.9]", "trainer.optimizer.betas.0=3"]
+    message = only(refused(config_file, *overrides))
+    assert "override = 'trainer.optimizer.betas.0=3'" in message
+    assert "give the whole list" in message
+
+
+def test_unknown_key_in_the_file_names_the_nearest(config_file: Path) -> None:
+    config_file.write_text(MINIMAL.replace("max_response_tokens", "max_reponse_tokens"))
+    problems = refused(config_file)
+    assert [problem.field for problem in problems] == [
+        "sampling.max_response_tokens",
+        "sampling.max_reponse_tokens",
+    ]
+    assert "did you mean sampling.max_response_tokens?" in str(problems[1])
+
+
+def test_missing_keys_are_named_with_their_meaning(config_file: Path) -> None:
+    config_file.write_text("name: x\ndata: {source: {task: a}}\n")
+    messages = "\n".join(map(str, refused(config_file)))
+    assert "max_steps: required key is missing (Optimizer steps.)" in messages
+    assert "data.num_train: required key is missing" in messages
+    assert "data.source.kind: required key is missing: one of 'reasoning_gym', 'huggingface'" in messages
+    assert "model: required key is missing" in messages
+
+
+def test_all_problems_are_listed_at_once(config_file: Path) -> None:
+    overrides = ["nonsense", "max_steps=0", "algorithm.groupsize=8", "data.source.task=3", "name=${nowhere}"]
+    fields = [problem.field for problem in refused(config_file, *overrides)]
+    assert sorted(fields) == ["algorithm.groupsize", "data.source.task", "max_steps", "name", "override"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: [1", ["not valid YAML", "line 2"]),
+        ("name: a\nname: b", ["not valid YAML", "duplicate key name"]),
+        ("- a\n- b", ["must hold a mapping of keys"]),
+        ("name: ${", ["name", "refers to another key"]),
+    ],
+)
+def test_bad_file_is_explained(config_file: Path, text: str, words: list[str]) -> None:
+    config_file.write_text(text)
+    message = only(refused(config_file))
+    for word in words:
+        assert word in message
+
+
+def test_missing_and_unreadable_files_are_explained(tmp_path: Path) -> None:
+    missing = tmp_path / "nope.yaml"
+    problems = refused(missing, "nonsense")
+    assert str(problems[0]) == f"config = {str(missing)!r}: no such file; give the path of a YAML file"
+    assert problems[1].field == "override"
+    assert "cannot be read (IsADirectoryError)" in only(refused(tmp_path))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read (UnicodeDecodeError)" in only(refused(tmp_path / "binary.yaml"))
+
+
+def test_long_values_are_cut(config_file: Path) -> None:
+    assert len(only(refused(config_file, f"max_steps={'x' * 10_000}"))) < 300

@@ -1,0 +1,254 @@
+"""The dry-run table: counted parameters, the mesh, memory and bounds; no GPU."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from forgeasync.config.load import load_config
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts, read_model_facts
+from forgeasync.models.rules import check_config
+from forgeasync.planning.memory.__main__ import memory_table
+from forgeasync.planning.memory.generator import generator_memory
+from forgeasync.planning.memory.host import host_memory
+from forgeasync.planning.memory.items import Machine, total_bytes
+from forgeasync.planning.memory.parameters import (
+    count_parameters,
+    generator_parameters_per_rank,
+    trainer_parameters_per_rank,
+)
+from forgeasync.planning.memory.plan import memory_plan
+from forgeasync.planning.memory.trainer import TrainerMemory, trainer_memory
+from forgeasync.planning.report import dry_run_report
+from tests.support.config_samples import CONFIGS
+
+PLANNED = {"qwen3_30b_a3b": "Qwen--Qwen3-30B-A3B", "qwen3_235b_a22b": "Qwen--Qwen3-235B-A22B"}
+"""Configs of published models, and the folders of their shapes."""
+
+CONFIG_FILE = CONFIGS / "qwen3_30b_a3b.yaml"
+SHAPE_FOLDER = SHIPPED_MODELS / "Qwen--Qwen3-30B-A3B"
+
+
+@pytest.fixture(scope="module")
+def facts() -> ModelFacts:
+    return read_model_facts(str(SHAPE_FOLDER))
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(CONFIG_FILE, [])
+
+
+def tiny_facts(*, tied: bool) -> ModelFacts:
+    raw = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 64,
+        "moe_intermediate_size": 32,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "norm_topk_prob": True,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+    }
+    return parse_model_facts(raw, "tiny")
+
+
+def parameters_by_hand(facts: ModelFacts) -> int:
+    hidden, head = facts.hidden_size, facts.head_dim
+    attention = 2 * hidden * facts.num_heads * head + 2 * hidden * facts.num_kv_heads * head + 2 * head
+    experts = facts.num_experts * 3 * hidden * facts.expert_hidden_size
+    layer = attention + experts + facts.num_experts * hidden + 2 * hidden
+    vocabulary = facts.vocab_size * hidden * (1 if facts.tie_word_embeddings else 2)
+    return facts.num_layers * layer + vocabulary + hidden
+
+
+def render(config: RunConfig, facts: ModelFacts, shape_from: Path | None = None) -> str:
+    return shown(dry_run_report(config, facts, shape_from=shape_from))
+
+
+def shown(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "num_parameters"),
+    [
+        ("Qwen--Qwen3-30B-A3B", "30B-A3B", 30_532_122_624),
+        ("Qwen--Qwen3-235B-A22B", "235B-A22B", 235_093_634_560),
+    ],
+)
+def test_shipped_shapes_are_torchtitans(name: str, flavor: str, num_parameters: int) -> None:
+    facts = read_model_facts(str(SHIPPED_MODELS / name))
+    assert count_parameters(facts).total == parameters_by_hand(facts) == num_parameters
+
+    from torchtitan.models.qwen3 import qwen3_configs
+
+    titan = qwen3_configs[flavor](attn_backend="flex")
+    layer = titan.layers[0]
+    assert len(titan.layers) == facts.num_layers
+    assert (titan.dim, titan.vocab_size) == (facts.hidden_size, facts.vocab_size)
+    attention = layer.attention
+    assert (attention.n_heads, attention.qkv_linear.n_kv_heads) == (facts.num_heads, facts.num_kv_heads)
+    # Of 235B-A22B it has the base of the release of July 2025; max_position_embeddings are the first one's.
+    theta = {"30B-A3B": facts.rope_theta, "235B-A22B": 5 * facts.rope_theta}[flavor]
+    assert attention.rope.theta == theta
+    assert attention.rope.max_seq_len == facts.max_position_embeddings
+    assert layer.moe.router.top_k == facts.top_k
+    assert layer.moe.num_experts == facts.num_experts
+    assert layer.moe.routed_experts.inner_experts.hidden_dim == facts.expert_hidden_size
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_counts_of_a_tiny_model(tied: bool) -> None:
+    facts = tiny_facts(tied=tied)
+    counts = count_parameters(facts)
+    assert counts.total == parameters_by_hand(facts)
+    assert counts.experts == 3 * 8 * 3 * 64 * 32
+    assert counts.vocabulary == 64 * 64 and counts.vocabulary_tensors == (1 if tied else 2)
+    assert counts.replicated == 3 * (2 * 32 + 2 * 64 + 8 * 64) + 64
+
+
+def test_ranks_share_the_parameters(config: RunConfig, facts: ModelFacts) -> None:
+    counts = count_parameters(facts)
+    assert trainer_parameters_per_rank(config, counts) == -(-counts.total // 16)
+    per_generator = generator_parameters_per_rank(config, facts, counts)
+    assert per_generator == (counts.experts + counts.split) // 2 + counts.replicated
+
+    # Tensor parallelism leaves norms and gates whole; replicas share nothing.
+    changes = ["trainer.parallel.tensor=2", "trainer.parallel.data_replicate=2"]
+    changed = load_config(CONFIG_FILE, changes)
+    expected = (counts.experts + counts.split) / 8 + counts.replicated / 4
+    assert trainer_parameters_per_rank(changed, counts) == expected
+
+
+def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None:
+    counts = count_parameters(facts)
+
+    def trainer(*changes: str) -> TrainerMemory:
+        return trainer_memory(load_config(CONFIG_FILE, list(changes)), facts, counts, Machine.GPU)
+
+    always = {item.name: item.num_bytes for item in trainer().always}
+    owned = trainer_parameters_per_rank(config, counts)
+    assert always == {"parameters": 4 * owned, "gradients": 4 * owned, "optimizer": 8 * owned}
+    come_and_go = {item.name: item.num_bytes for item in trainer().come_and_go}
+    # The output layer is the largest unit: 311M in bfloat16.
+    assert come_and_go["gathered weights"] == 151936 * 2048 * 2
+    assert come_and_go["logits chunk"] == 4 * 4 * 1024 * 151936
+
+    activations = []
+    for choice in ("full", "selective", "none"):
+        items = trainer(f"trainer.activation_checkpointing={choice}").come_and_go
+        activations.append({item.name: item.num_bytes for item in items}["activations"])
+    assert activations[0] < activations[1] < activations[2]
+
+    generator = {item.name: item.num_bytes for item in generator_memory(config, facts, counts, Machine.GPU)}
+    assert generator["KV cache"] == 32 * 2**30
+    assert generator["weights"] == 2 * generator_parameters_per_rank(config, facts, counts)
+    assert "shadow weights" not in generator
+    host = {item.name: item.num_bytes for item in host_memory(config, facts, Machine.GPU)}
+    assert host["staging buffers, all ranks"] == 2 * 2 * counts.total
+    small = load_config(CONFIG_FILE, ["payload.capacity_gib=2.5"])
+    assert {item.name: item.num_bytes for item in host_memory(small, facts, Machine.GPU)}[
+        "payload store"
+    ] == 2.5 * 2**30
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_plans_fit_80_gb_gpus(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml", [])
+    facts = read_model_facts(str(SHIPPED_MODELS / PLANNED[name]))
+    counts = count_parameters(facts)
+    assert trainer_memory(config, facts, counts, Machine.GPU).total_bytes < 0.9 * 80e9
+    assert total_bytes(generator_memory(config, facts, counts, Machine.GPU)) < 0.9 * 80e9
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_dry_run_and_the_memory_command_print_the_same(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml", [f"model.path={SHIPPED_MODELS / PLANNED[name]}"])
+    facts = read_model_facts(config.model.path)
+    assert check_config(config, facts) == []
+    tables = [shown(memory_table(config)), render(config, facts)]
+    for section in memory_plan(config, facts):
+        for item in section.items:
+            rows = [
+                [line for line in table.splitlines() if f" {section.owner}: {item.name} " in line]
+                for table in tables
+            ]
+            cells = [[cell.strip() for cell in row.strip("│").split("│")] for (row,) in rows]
+            assert cells[0] == cells[1] and cells[0][2] == item.how
+
+
+def test_the_plan_of_a_model_without_experts(tmp_path: Path) -> None:
+    raw = {
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_theta": 100000.0,
+        "rms_norm_eps": 1e-5,
+    }
+    config = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["trainer.parallel={num_procs: 1, expert: 1}"])
+    text = render(config, parse_model_facts(raw, "smollm2"))
+    assert "134,515,008" in text and "a dense model" in text
+    assert "generator rank: shadow weights" in text, "a float32 plan is one for CPUs"
+
+
+def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:
+    text = render(config, facts, SHAPE_FOLDER / "config.json")
+    rows = {}
+    for line in text.splitlines():
+        if line.startswith("│"):
+            name, value, what = (cell.strip() for cell in line.strip("│").split("│"))
+            rows[name] = (value, what)
+    assert rows["GPUs, all"][0] == "32"
+    assert rows["GPUs, trainer"][0] == "16"
+    assert rows["GPUs, generators"] == ("16", "8 replicas x 2 tensor-parallel")
+    degrees = {name: rows[name][0] for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep")}
+    assert degrees == {"dp_replicate": "1", "dp_shard": "16", "tp": "1", "cp": "1", "ep": "8"}
+    shipped = "shape from configs/models/Qwen--Qwen3-30B-A3B/config.json"
+    assert rows["model"] == ("Qwen/Qwen3-30B-A3B", shipped)
+    assert rows["parameters"][0] == "30,532,122,624"
+    assert rows["active per token"][0] == "3,353,032,704"
+    assert rows["tokens per step"][0] == "<= 5,242,880"
+    assert rows["rows per step"] == ("<= 512", "of 10,240 tokens; 32 a data-parallel rank")
+    assert rows["max_off_policy_steps"][0] == "4"
+    assert rows["groups outstanding"][0] == "<= 160"
+    assert rows["trainer rank: total"][0].endswith("GiB")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("trainer.optimizer.warmup_steps=0", "from step 1 on, of 400"),
+        ("trainer.optimizer.decay_steps=[200, 500]", "falls to 0 from step 200 to 500"),
+        ("trainer.optimizer.warmup_steps=401", "never reached: of 401 warm-up steps the run makes 400"),
+    ],
+)
+def test_the_plan_says_when_the_learning_rate_is_reached(facts: ModelFacts, change: str, words: str) -> None:
+    text = render(load_config(CONFIG_FILE, ["max_steps=400", change]), facts)
+    (line,) = (line for line in text.splitlines() if line.startswith("│ learning rate"))
+    assert words in line
+
+
+def test_synchronous_run_says_so(facts: ModelFacts) -> None:
+    config = load_config(CONFIG_FILE, ["max_off_policy_steps=0"])
+    assert "strictly synchronous" in render(config, facts)

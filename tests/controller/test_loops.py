@@ -1,0 +1,691 @@
+"""The loops of a run around plain objects: what is scored trains, what is stale ends, what fails stops."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from apps.grpo import GrpoRun, StepsSkipped
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.buffer.decisions import AGE_REASONS, Batch, BufferSnapshot, Committed, DropReason
+from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
+from forgeasync.checkpoint.run_state import RunState
+from forgeasync.config.buffer import AgeOf
+from forgeasync.config.weights import Interruption
+from forgeasync.controller.recorder import StepRecord, StepTimes
+from forgeasync.controller.resume import Resumed
+from forgeasync.controller.starting import Roles, start_roles
+from forgeasync.environments.order import TaskOrder, sampling_seed
+from forgeasync.environments.reward import Response
+from forgeasync.generator.reports import SwapReport
+from forgeasync.observability.failures import root_cause
+from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
+from forgeasync.rollouts.score import Score, Step
+from forgeasync.rollouts.task import Task
+from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.trainer.step_result import StepResult
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.manifest import Manifest
+from tests.support.loops import (
+    MAX_STEPS,
+    Endpoint,
+    Fleet,
+    Generators,
+    LocalBuffer,
+    Recorder,
+    StartingFleet,
+    Trainer,
+    make_config,
+    make_prepared,
+    make_problem,
+    make_run,
+    make_scoring,
+    score_by_text,
+)
+from tests.support.rollouts import make_stored_rollout
+
+SECONDS = 10.0
+"""Nothing here waits: past this a loop is stuck."""
+
+
+def run_to_the_end(folder: Path, *overrides: str, **parts: object) -> None:
+    run = make_run(make_config(folder, *overrides), held_out=[make_problem(10)], **parts)
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+
+
+def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Path) -> None:
+    """From the text that was scored to the item that trains, through every loop."""
+    trainer, recorder, generators = Trainer(), Recorder(), Generators()
+    run_to_the_end(
+        tmp_path, "algorithm.advantage=dr_grpo", trainer=trainer, recorder=recorder, generators=generators
+    )
+    assert len(trainer.steps) == len(recorder.batches) == MAX_STEPS
+    of_each_part = {
+        "filtered/num_rollouts",
+        "scoring/num_failed_attempts",
+        "payload/num_bytes_held",
+        "payload/num_bytes_reserved",
+        "payload/num_waits",
+        "weights/num_skipped_versions",
+        "weights/num_expired_leases",
+    }
+    assert of_each_part <= recorder.counters[-1].keys()
+    for items, batch in zip(trainer.steps, recorder.batches, strict=True):
+        found = {item.rollout.text: item.advantages[0].value for item in items}
+        expected = {}
+        for group in batch.groups:
+            rewards = [float(rollout.text) for rollout in group.rollouts]
+            assert group.rewards == pytest.approx(rewards)
+            expected |= {
+                one.text: reward - sum(rewards) / len(rewards)
+                for one, reward in zip(group.rollouts, rewards, strict=True)
+            }
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert len(found) == len(items) == 8
+        freed = {one.payload_id for one in (rollout.response for rollout in generators.freed)}
+        assert all(item.rollout.response.payload_id in freed for item in items)
+    assert recorder.accuracies == [1.0, 1.0], "before the first step and after the last"
+
+
+STALE = ("max_off_policy_steps=1", "buffer.stale_groups=drop", "buffer.adapt_load=false", "max_steps=6")
+
+
+def test_stale_groups_are_cancelled_and_their_prompts_come_again(tmp_path: Path) -> None:
+    generators = Generators(endless=(1,))
+    run_to_the_end(tmp_path, *STALE, "weights.interruption=cancel_stale", generators=generators)
+    assert generators.cancelled == [1]
+    endless = generators.prompts[1]
+    assert generators.prompts.count(endless) == 2
+
+
+@pytest.mark.parametrize("interruption", sorted(set(Interruption) - {Interruption.CANCEL_STALE}))
+def test_other_interruptions_cancel_no_group(tmp_path: Path, interruption: Interruption) -> None:
+    """A step that the endless group is missing from never comes: the run is looked at before it."""
+    generators, trainer = Generators(endless=(1,)), Trainer()
+    run = make_run(
+        make_config(tmp_path, *STALE, f"weights.interruption={interruption}"),
+        generators=generators,
+        trainer=trainer,
+        held_out=[make_problem(10)],
+    )
+
+    async def until_stale() -> None:
+        running = asyncio.create_task(run.run(Fleet()))
+        while len(trainer.steps) < 5 and not running.done():
+            await asyncio.sleep(0)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(until_stale(), SECONDS))
+    assert len(trainer.steps) == 5
+    assert generators.cancelled == []
+
+
+def test_only_a_full_solution_counts_as_solved(tmp_path: Path) -> None:
+    """Rewards 0, 0.3, 0.9, 1.0 and 2.0, one problem each."""
+    generators = Generators()
+    problems = [make_problem(tenths) for tenths in (0, 3, 9, 10, 20)]
+    run = make_run(make_config(tmp_path), generators=generators, held_out=problems)
+    held_out, _ = asyncio.run(run.evaluate(0))
+    assert held_out.accuracy == pytest.approx(2 / 5)
+    assert held_out.score_mean == pytest.approx(4.2 / 5)
+    assert generators.seeds == [0, 1, 2, 3, 4], "the same draws at every evaluation"
+
+
+def serve_one_version(folder: Path, generators: Generators, recorder: Recorder) -> None:
+    """Publish version 1 and serve it."""
+
+    async def serve() -> None:
+        trainer = Trainer()
+        trainer.steps.append([])
+        run = make_run(make_config(folder), generators=generators, trainer=trainer, recorder=recorder)
+        loops = [asyncio.create_task(loop) for loop in run.serving.loops()]
+        served = asyncio.create_task(run.serving.until_served(1))
+        await run.serving.publish()
+        try:
+            done, _ = await asyncio.wait([*loops, served], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*loops, served):
+                task.cancel()
+
+    asyncio.run(asyncio.wait_for(serve(), SECONDS))
+
+
+def test_a_generator_that_never_gets_a_version_whole_ends_the_run(tmp_path: Path) -> None:
+    generators, recorder = Generators(2, is_complete=lambda replica, number: replica == 0), Recorder()
+    with pytest.raises(RuntimeError, match="generator 1: 5 fetches in a row"):
+        serve_one_version(tmp_path, generators, recorder)
+    assert generators.num_fetches == [1, 5]
+    assert [fetched.is_complete for fetched in recorder.fetches].count(False) == 5
+    assert generators.swapped == [(0, 1)], "nothing half-fetched is swapped in"
+
+
+def test_a_fetch_that_succeeds_makes_up_for_those_before(tmp_path: Path) -> None:
+    """Four fail, one succeeds, version by version: that is never five in a row."""
+    generators, recorder = Generators(is_complete=lambda replica, number: number % 5 == 4), Recorder()
+    run_to_the_end(tmp_path, generators=generators, recorder=recorder)
+    assert generators.num_fetches == [5 * MAX_STEPS]
+    assert generators.swapped == [(0, version) for version in range(1, MAX_STEPS + 1)]
+
+
+@pytest.mark.parametrize("age_of", list(AgeOf))
+def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(tmp_path: Path, age_of: AgeOf) -> None:
+    config = make_config(tmp_path, "max_off_policy_steps=3", f"buffer.age_of={age_of}")
+    fleet = StartingFleet()
+    asyncio.run(start_roles(config, make_prepared(config), fleet, Recorder.console))
+    assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
+
+
+def test_groups_refused_one_after_another_end_the_run_with_the_first_reason(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with pytest.raises(ExceptionGroup) as raised:
+        run_to_the_end(
+            tmp_path,
+            "buffer.max_given_up_in_a_row=7",
+            generators=Generators(refuses=True),
+            recorder=recorder,
+        )
+    cause = root_cause(raised.value)
+    assert isinstance(cause, NothingTrains)
+    assert "7 groups in a row were given up (7 bad_record; limit buffer.max_given_up_in_a_row = 7)" in str(
+        cause
+    )
+    assert "the first: group 0 has no experts" in str(cause)
+    assert len(recorder.problems) >= 7
+
+
+def test_what_came_through_ends_a_row_and_age_and_filters_do_not_count() -> None:
+    watch = StarvationWatch(3)
+    for reason in (DropReason.BAD_RECORD, DropReason.BAD_RECORD):
+        watch.given_up(reason, "before")
+    watch.came_through()
+    watch.given_up(DropReason.UNSCORED, "the first")
+    for reason in (*AGE_REASONS, DropReason.FILTERED) * 2:
+        watch.given_up(reason, "no matter")
+    watch.given_up(DropReason.BAD_RECORD, "the second")
+    with pytest.raises(NothingTrains) as raised:
+        watch.given_up(DropReason.BAD_RECORD, "the third")
+    assert str(raised.value) == (
+        "3 groups in a row were given up (2 bad_record, 1 unscored; limit buffer.max_given_up_in_a_row = 3); "
+        "the first: the first"
+    )
+    with pytest.raises(NothingTrains, match="1 groups in a row"):
+        StarvationWatch(1).given_up(DropReason.BAD_RECORD, "at once")
+    with pytest.raises(AssertionError):
+        StarvationWatch(0)
+
+
+@pytest.mark.parametrize("reason", list(DropReason))
+def test_age_and_filters_do_not_count_as_starving(reason: DropReason) -> None:
+    """Groups grow old because the trainer makes steps, and filters have a limit of their own."""
+    watch = StarvationWatch(2)
+    watch.given_up(reason, "first")
+    if reason in (DropReason.STALE, DropReason.CANCELLED, DropReason.FILTERED):
+        watch.given_up(reason, "second")
+    else:
+        with pytest.raises(NothingTrains, match=f"2 {reason}.*the first: first"):
+            watch.given_up(reason, "second")
+
+
+def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
+    trainer = Trainer(skipped=(1, 3, 4))
+    run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=3", trainer=trainer)
+    assert len(trainer.steps) == 5 and trainer.num_staged == 5
+    trainer = Trainer(skipped=(1, 3, 4))
+    with pytest.raises(ExceptionGroup) as raised:
+        run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=2", trainer=trainer)
+    assert isinstance(root_cause(raised.value), StepsSkipped)
+    assert len(trainer.steps) == 4, "skipped steps in a row count, not all of them"
+
+
+class MixedGenerators(Generators):
+    """Of every six groups one is refused, one has equal rewards and one has a response that is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[StoredRollout] = []
+        self.seed_of_group: dict[int, object] = {}
+
+    async def sample_group(
+        self, group_id: int, *arguments: object, **keywords: object
+    ) -> tuple[StoredRollout, ...] | CancelledGroup | RefusedGroup:
+        self.seed_of_group[group_id] = keywords["seed"]
+        answer = await super().sample_group(group_id, *arguments, **keywords)
+        assert isinstance(answer, tuple)
+        if group_id % 6 == 1:
+            return RefusedGroup(problem=f"group {group_id} has no experts")
+        if group_id % 6 in (2, 3):
+            text = "1.0" if group_id % 6 == 2 else "no number"
+            answer = tuple(dataclasses.replace(rollout, text=text) for rollout in answer)
+        self.written += answer
+        return answer
+
+
+def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_once(tmp_path: Path) -> None:
+    """Trained, refused, filtered or not scored: at the end of a run nothing is held."""
+    generators, trainer, recorder = MixedGenerators(), Trainer(), Recorder()
+    config = make_config(
+        tmp_path, "max_steps=8", "algorithm.filters=[{kind: dynamic_sampling}]", "scorer.max_attempts=1"
+    )
+    run = make_run(
+        config, generators=generators, trainer=trainer, recorder=recorder, held_out=[make_problem(10)]
+    )
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    freed = Counter(rollout.response.payload_id for rollout in generators.freed)
+    assert freed == Counter(rollout.response.payload_id for rollout in generators.written)
+    state = run.payloads.state
+    assert (state.num_bytes_held, state.num_bytes_reserved) == (0, 0)
+    scored = [float(one.text) for one in generators.written if one.text != "no number"]
+    assert sorted(recorder.rewards) == sorted(scored), "before filters, and none of what was not scored"
+    assert any("group 1 has no experts" in problem for problem in recorder.problems)
+    assert any("group 3 was not scored in 1 attempt" in problem for problem in recorder.problems)
+    assert len(trainer.steps) == 8
+    for group in (group for batch in recorder.batches for group in batch.groups):
+        # Not by its group's number, which depends on what became of others.
+        assert generators.seed_of_group[group.group_id] == sampling_seed(config.seed, group.draw_id)
+
+
+def test_groups_that_come_through_begin_the_count_of_given_up_ones_anew(tmp_path: Path) -> None:
+    """More are given up than buffer.max_given_up_in_a_row, but never that many between two that train."""
+    recorder = Recorder()
+    run_to_the_end(
+        tmp_path,
+        "max_steps=20",
+        "buffer.max_given_up_in_a_row=8",
+        "algorithm.max_filtered_in_a_row=4",
+        "algorithm.filters=[{kind: dynamic_sampling}]",
+        "scorer.max_attempts=1",
+        generators=MixedGenerators(),
+        recorder=recorder,
+    )
+    assert len(recorder.problems) > 8
+
+
+def test_what_a_filter_draws_follows_from_the_prompt_and_not_from_the_number_of_its_group(
+    tmp_path: Path,
+) -> None:
+    """That number depends on what became of other groups."""
+    config = make_config(tmp_path, "algorithm.filters=[{kind: resample_on_correct, num_kept: 2}]")
+    filtering = GroupFiltering(config.algorithm, seed=config.seed)
+    rollouts = tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4))
+    scores = [Score(value, value > 0.5) for value in (1.0, 1.0, 0.0, 0.0)]
+
+    def kept(group_id: int, draw_id: int) -> tuple[int, ...]:
+        group = Group(group_id=group_id, draw_id=draw_id, task=make_problem(0), rollouts=rollouts)
+        return tuple(filtering.apply(group, scores).kept)
+
+    by_draw = [kept(0, draw_id) for draw_id in range(20)]
+    assert len(set(by_draw)) > 1
+    assert [kept(100 + draw_id, draw_id) for draw_id in range(20)] == by_draw
+
+
+def test_groups_that_nobody_scores_end_the_run(tmp_path: Path) -> None:
+    class Unscorable(MixedGenerators):
+        async def sample_group(self, group_id: int, *arguments: object, **keywords: object) -> object:
+            return await super().sample_group(6 * group_id + 3, *arguments, **keywords)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_to_the_end(
+            tmp_path,
+            "buffer.max_given_up_in_a_row=5",
+            "scorer.max_attempts=1",
+            generators=Unscorable(),
+        )
+    assert "5 groups in a row were given up (5 unscored;" in str(root_cause(raised.value))
+
+
+def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) -> None:
+    """Every third group has rewards of steps for one of its rollouts only."""
+
+    async def with_steps(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        scored = await score_by_text(task, responses)
+        if task.source_index % 3:
+            return scored
+        first = dataclasses.replace(scored.scores[0], steps=(Step(end=1, value=1.0),))
+        return ScoredResponses(scores=(first, *scored.scores[1:]), counts=scored.counts)
+
+    config, recorder, trainer = make_config(tmp_path), Recorder(), Trainer()
+    run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
+    run.scorer = GroupScoring(with_steps, config.scorer, limit_s=config.timeouts.score_s)
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    assert len(trainer.steps) == MAX_STEPS
+    assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
+
+
+def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
+    """While they were scored, and while they waited for the trainer."""
+    generators = Generators()
+    run = make_run(make_config(tmp_path), generators=generators)
+    groups = [
+        Group(
+            group_id=group_id,
+            draw_id=group_id,
+            task=make_problem(group_id),
+            rollouts=tuple(make_stored_rollout((0, 0, 4), text=str(index)) for index in range(4)),
+        )
+        for group_id in range(3)
+    ]
+
+    async def scored(group_id: int, rewards: object, kept: object, scores: object) -> tuple[Group, ...]:
+        return (groups[group_id],)
+
+    async def committed(trainer_wait_share: float) -> Committed:
+        return Committed(cancelled=(), lost=(groups[2],))
+
+    async def lose_all() -> None:
+        for group in groups:
+            await run.payloads.reserve(group.group_id)
+        run.buffer.scored, run.buffer.committed = Endpoint(scored), Endpoint(committed)
+        await run.complete(groups[0])
+        assert generators.freed == list(groups[0].rollouts)
+        batch = Batch(trainer_version=0, groups=(groups[1],), weights=(1.0,))
+        await run.commit(batch, trainer_wait_share=0.5)
+
+    asyncio.run(lose_all())
+    assert generators.freed == [rollout for group in groups for rollout in group.rollouts]
+    assert run.payloads.state.num_bytes_reserved == 0
+
+
+def test_evaluations_and_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
+    trainer, recorder = Trainer(), Recorder()
+    recorder.elapsed_s = 12.5
+    run_to_the_end(
+        tmp_path,
+        "max_steps=7",
+        "evaluation.every_steps=3",
+        "checkpoint.every_steps=2",
+        trainer=trainer,
+        recorder=recorder,
+    )
+    assert len(recorder.accuracies) == 4, "before the first step, after 3 and 6, and after the last"
+    assert [name for name, _ in trainer.checkpoints] == [f"step-{step:08d}" for step in (2, 4, 6)]
+    states = [msgspec.json.decode(run_state, type=RunState) for _, run_state in trainer.checkpoints]
+    assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6)]
+
+
+def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the parts move: a batch takes 1 s, a step 3 s, an evaluation 5 s."""
+
+    class Clock:
+        now_s = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now_s
+
+    clock, shares = Clock(), []
+    times: list[StepTimes] = []
+
+    class TimedTrainer(Trainer):
+        async def train_items(self, *arguments: object, **keywords: object) -> StepResult:
+            clock.now_s += 3.0
+            return await super().train_items(*arguments, **keywords)
+
+    class TimedGenerators(Generators):
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
+            clock.now_s += 5.0
+            return await super().respond(*arguments, **keywords)
+
+    class TimesRecorder(Recorder):
+        def record(self, record: StepRecord) -> None:
+            times.append(record.times)
+
+    run = make_run(
+        make_config(tmp_path, "max_steps=2"),
+        trainer=TimedTrainer(),
+        generators=TimedGenerators(),
+        recorder=TimesRecorder(),
+        held_out=[make_problem(10)],
+    )
+    take, committed = run.buffer.take.call_one, run.buffer.committed.call_one
+
+    async def timed_take() -> Batch:
+        batch = await take()
+        clock.now_s += 1.0
+        return batch
+
+    async def told(trainer_wait_share: float) -> Committed:
+        shares.append(trainer_wait_share)
+        return await committed(trainer_wait_share)
+
+    run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
+    monkeypatch.setattr("apps.grpo.time", clock)
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    assert shares == [0.25, 0.25]
+    parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
+    assert parts == [(1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 5.0)]
+    assert [one.step_s for one in times] == [4.0, 9.0]
+
+
+def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
+    """Two steps of two groups are behind it; six prompts were submitted, none of them is under way."""
+
+    class ResumedGenerators(Generators):
+        async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
+            await let_others_run()
+            return await super().begin_update(replica, manifest)
+
+        async def sample_group(self, *arguments: object, **keywords: object) -> object:
+            assert min(self._landed) >= 2, "they started under version 0, which is not the run's"
+            return await super().sample_group(*arguments, **keywords)
+
+    snapshot = BufferSnapshot(
+        trainer_version=2,
+        num_submitted=6,
+        next_group_id=6,
+        started=(),
+        complete=(),
+        pending=(),
+        num_reissued=0,
+        num_restarted=0,
+        deficits=(),
+        num_censored=0,
+    )
+    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot)
+    config = make_config(tmp_path, "max_steps=4")
+    prepared = make_prepared(config, [make_problem(10)])
+    order = TaskOrder(prepared.train, seed=config.seed, position=0)
+    prompts = [int(order.next().prompt) for _ in range(10)]
+    trainer, generators, recorder, buffer = Trainer(), ResumedGenerators(), Recorder(), LocalBuffer(config)
+    trainer.steps += [[], []]
+    buffer.restore(snapshot)
+    run = GrpoRun(
+        config,
+        dataclasses.replace(prepared, resumed=Resumed(folder=tmp_path, state=state)),
+        Roles(trainer=trainer, generators=generators, scorer=make_scoring(config), buffer=buffer),
+        recorder=recorder,
+        checkpoints=tmp_path,
+    )
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    assert len(trainer.steps) == 4 and trainer.num_staged == 3
+    assert generators.prompts == prompts[6:]
+    assert len(recorder.accuracies) == 1, "the evaluation before the first step was made before"
+
+
+def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
+    """And what a generator tells of its running groups at a swap reaches the buffer before that."""
+    told: list[int] = []
+
+    class Slow(Generators):
+        """The second replica takes its time."""
+
+        async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
+            for _ in range(50 * replica):
+                await asyncio.sleep(0)
+            return await super().begin_update(replica, manifest)
+
+        async def finish_update(self, replica: int, version: int) -> SwapReport:
+            progress = (GroupProgress(group_id=replica, version=version, num_running=4, num_tokens=0),)
+            swap = await super().finish_update(replica, version)
+            return dataclasses.replace(swap, progress=progress)
+
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
+            assert len({version for _, version in zip("ab", self._landed, strict=True)}) == 1
+            return await super().respond(*arguments, **keywords)
+
+    async def progressed(groups: Sequence[GroupProgress]) -> None:
+        told.extend(progress.group_id for progress in groups)
+
+    run = make_run(
+        make_config(tmp_path, "evaluation.every_steps=1"),
+        generators=Slow(2),
+        held_out=[make_problem(10)],
+    )
+    run.buffer.progressed = Endpoint(progressed)
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    assert told == [0, 1] * MAX_STEPS
+
+
+class HeldGenerators(Generators):
+    """Fetches of these replicas end when they are let go."""
+
+    def __init__(self, num_replicas: int, *held: int) -> None:
+        super().__init__(num_replicas)
+        self.let_go = {replica: asyncio.Event() for replica in held}
+
+    async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
+        if replica in self.let_go:
+            await self.let_go[replica].wait()
+        return await super().begin_update(replica, manifest)
+
+
+def serve(folder: Path, generators: Generators, body: Callable[[GrpoRun, Trainer], Awaitable[None]]) -> None:
+    """Run ``body`` beside the serving loops of a run."""
+
+    async def run_body() -> None:
+        trainer = Trainer()
+        run = make_run(make_config(folder), generators=generators, trainer=trainer)
+        loops = [asyncio.create_task(loop) for loop in run.serving.loops()]
+        try:
+            await body(run, trainer)
+        finally:
+            for loop in loops:
+                loop.cancel()
+
+    asyncio.run(asyncio.wait_for(run_body(), SECONDS))
+
+
+async def let_others_run() -> None:
+    """Nothing here waits for time: after so many turns of the loop all that can happen has happened."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def test_a_version_counts_as_served_once_every_generator_has_it(tmp_path: Path) -> None:
+    generators = HeldGenerators(2, 1)
+    told: list[int] = []
+
+    async def body(run: GrpoRun, trainer: Trainer) -> None:
+        async def set_served_version(version: int) -> None:
+            told.append(version)
+
+        run.buffer.set_served_version = Endpoint(set_served_version)
+        trainer.steps.append([])
+        await run.serving.publish()
+        served = asyncio.create_task(run.serving.until_served(1))
+        await let_others_run()
+        assert generators.swapped == [(0, 1)] and not served.done() and told == []
+        generators.let_go[1].set()
+        await served
+        await let_others_run()
+        assert told == [1]
+
+    serve(tmp_path, generators, body)
+
+
+def test_a_version_that_found_no_free_buffer_is_published_later(tmp_path: Path) -> None:
+    """Two generators hold one buffer each; what is skipped meanwhile comes when they let go."""
+    generators = HeldGenerators(2, 0, 1)
+
+    async def body(run: GrpoRun, trainer: Trainer) -> None:
+        late = generators.let_go.pop(1)
+        generators.let_go[1] = asyncio.Event()
+        generators.let_go[1].set()
+        trainer.steps.append([])
+        await run.serving.publish()
+        await let_others_run()
+        assert generators.swapped == [(1, 1)], "the first one holds version 1"
+        generators.let_go[1] = late
+        trainer.steps.append([])
+        await run.serving.publish()
+        await let_others_run()
+        trainer.steps.append([])
+        await run.serving.publish()
+        assert trainer.num_staged == 2 and run.serving.ledger.num_skipped == 1
+        for event in generators.let_go.values():
+            event.set()
+        await run.serving.until_served(3)
+        assert trainer.num_staged == 3
+
+    serve(tmp_path, generators, body)
+
+
+def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it(tmp_path: Path) -> None:
+    """Its cancelled call goes on in the trainer: the step counts once the trainer has made it."""
+
+    class SlowTrainer(Trainer):
+        under_way = asyncio.Event()
+
+        async def train_items(self, rows: object, *, step: int) -> StepResult:
+            if step == 2:
+                self.steps.append([])
+                self.under_way.set()
+                await asyncio.Event().wait()
+            return await super().train_items(rows, step=step)
+
+    async def stop() -> None:
+        running = asyncio.create_task(run.run(Fleet()))
+        await trainer.under_way.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await run.checkpoint_now() == 2
+
+    trainer = SlowTrainer()
+    config = make_config(tmp_path, "max_steps=5", "checkpoint.every_steps=null")
+    run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
+    asyncio.run(asyncio.wait_for(stop(), SECONDS))
+    ((name, run_state),) = trainer.checkpoints
+    state = msgspec.json.decode(run_state, type=RunState)
+    assert name == "step-00000002" and state.step == state.buffer.trainer_version == 2
+
+
+def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one_of_its_step(tmp_path: Path) -> None:
+    """Its folder is there, and another of the same name cannot take its place."""
+
+    class WritingTrainer(Trainer):
+        begun: Path | None = None
+
+        async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+            assert self.begun is None and not folder.exists() and keep == 5
+            self.begun = folder
+            await super().begin_checkpoint(folder, run_state=run_state, keep=keep)
+
+        async def finish_checkpoint(self) -> None:
+            """As the trainer does: the folder has its name once all of it is written."""
+            if self.begun is not None:
+                self.begun.mkdir()
+                (self.begun / "run.json").write_text("{}")
+                self.begun = None
+
+    async def stop() -> None:
+        await asyncio.wait_for(run.run(Fleet()), SECONDS)
+        assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "a run waits for its last checkpoint"
+        assert await run.checkpoint_now() == MAX_STEPS
+        (tmp_path / f"step-{MAX_STEPS:08d}" / "run.json").unlink()
+        (tmp_path / f"step-{MAX_STEPS:08d}").rmdir()
+        assert await run.checkpoint_now() == MAX_STEPS
+        assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "it waits until all of it is written"
+
+    trainer = WritingTrainer()
+    config = make_config(tmp_path, f"checkpoint.every_steps={MAX_STEPS}", "checkpoint.keep=5")
+    run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
+    run.checkpoints = tmp_path
+    asyncio.run(stop())
+    assert [name for name, _ in trainer.checkpoints] == [f"step-{MAX_STEPS:08d}"] * 2

@@ -1,0 +1,346 @@
+"""What the recorder makes of a step: every number by hand, and nothing of it told twice."""
+
+import dataclasses
+import io
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from forgeasync.actors.buffer import BufferReport
+from forgeasync.buffer.decisions import Batch, BufferSnapshot, DropReason
+from forgeasync.checkpoint.run_state import RunState
+from forgeasync.config.run import RunConfig
+from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
+from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.observability.console import StepConsole, StepLine
+from forgeasync.observability.run_dir import RunDir
+from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget
+from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.score import Score
+from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.trainer.step_result import StepResult
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.ledger import WeightLedger
+from tests.support.buffer_world import make_task
+from tests.support.loops import make_config, make_scoring
+from tests.support.rollouts import make_ref, make_stored_rollout
+
+TRAINER = {
+    "loss": 0.5,
+    "grad_norm": 1.5,
+    "mismatch/logprob_abs_mean": 0.003,
+    "mismatch/logprob_abs_max": 0.2,
+    "mismatch/kl": 1e-4,
+}
+
+SNAPSHOT = BufferSnapshot(
+    trainer_version=5,
+    num_submitted=0,
+    next_group_id=0,
+    started=(),
+    complete=(),
+    pending=(),
+    num_reissued=0,
+    num_restarted=0,
+    deficits=(),
+    num_censored=0,
+)
+ONE_OF_FOUR = HeldOutScores(num_correct=1, score_sum=2.0, num_scored=4, num_unscored=0)
+TIMES = StepTimes(step_s=8.0, wait_for_batch_s=2.0, train_s=4.0, publish_weights_s=0.5, eval_s=1.0)
+
+
+def make_group(group_id: int, rewards: tuple[float, float]) -> Group:
+    """Two rollouts of 3 prompt tokens and 4 response tokens, with payloads of 250 bytes together each."""
+    rollouts = tuple(
+        dataclasses.replace(
+            make_stored_rollout((0, 0, 4), num_prompt_tokens=3, text=str(reward)),
+            prompt=make_ref(num_bytes=90),
+            response=make_ref(num_bytes=160),
+        )
+        for reward in rewards
+    )
+    return Group(
+        group_id=group_id, draw_id=group_id, task=make_task(group_id), rollouts=rollouts, rewards=rewards
+    )
+
+
+def fetch(version: int, *, bad: int = 0, fetch_s: float = 0.5) -> FetchReport:
+    return FetchReport(
+        version=version,
+        is_complete=not bad,
+        num_bytes_moved=100 + version,
+        num_bytes_needed=90,
+        num_bad_blocks=bad,
+        fetch_s=fetch_s,
+    )
+
+
+def swap(pause_s: float, waited_s: float) -> SwapReport:
+    return SwapReport(
+        pause_s=pause_s, waited_s=waited_s, num_crossing=3, num_resumed=2, num_recomputed=5, progress=()
+    )
+
+
+class Console(StepConsole):
+    """Keeps the lines whole: they are cut to what fits a terminal."""
+
+    def __init__(self, max_steps: int, stream: io.StringIO) -> None:
+        super().__init__(max_steps, stream=stream)
+        self.lines: list[StepLine] = []
+
+    def step(self, line: StepLine) -> None:
+        self.lines.append(line)
+        super().step(line)
+
+
+class Recording:
+    """A recorder in a folder, and what it has written."""
+
+    def __init__(self, folder: Path, config: RunConfig, resumed: RunState | None = None) -> None:
+        self.run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
+        self.printed = io.StringIO()
+        self.config = config
+        self.console = Console(config.max_steps, self.printed)
+        self.recorder = RunRecorder(config, self.run_dir, self.console, resumed)
+        self.budget = PayloadBudget(1000, excess_bytes=600)
+        self.payloads = AsyncPayloadBudget(self.budget, largest_group_bytes=200)
+        self.ledger = WeightLedger(lease_timeout_s=60.0)
+        self.dropped: Counter[DropReason] = Counter()
+
+    def record(
+        self,
+        step: int,
+        *,
+        generated: tuple[int, ...] = (0,),
+        held_out: HeldOutScores | None = None,
+        skip_reason: str | None = None,
+        weights: tuple[float, ...] = (1.0, 1.0),
+    ) -> dict[str, float]:
+        """Record a step; its line of metrics."""
+        self.recorder.record(
+            StepRecord(
+                step=step,
+                batch=Batch(
+                    trainer_version=step - 1,
+                    groups=(make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))),
+                    weights=weights,
+                ),
+                result=StepResult(
+                    policy_version=step,
+                    num_targets=16,
+                    num_padding_tokens=24,
+                    train_s=4.0,
+                    metrics=TRAINER,
+                    skip_reason=skip_reason,
+                ),
+                times=TIMES,
+                engines=tuple(EngineStats(num_generated_tokens=tokens, busy_s=1.5) for tokens in generated),
+                buffer=BufferReport(metrics={"buffer/num_in_flight": 7}, num_dropped=self.dropped),
+                counters=GroupFiltering(self.config.algorithm, seed=0).metrics()
+                | make_scoring(self.config).metrics()
+                | self.payloads.metrics()
+                | self.ledger.metrics(),
+                held_out=held_out,
+            )
+        )
+        return self.lines()[-1]
+
+    def lines(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in self.run_dir.metrics.read_text().splitlines()]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Iterator[Recording]:
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
+    recording = Recording(tmp_path, config)
+    with recording.recorder:
+        yield recording
+
+
+def test_a_step_by_hand(recording: Recording) -> None:
+    recording.budget.reserve(0, 200)
+    recording.budget.reserve(1, 200)
+    recording.budget.settle(1, 150)
+    recording.payloads.num_waits = 3
+    recording.ledger.num_skipped, recording.ledger.num_expired_leases = 4, 2
+    recording.dropped[DropReason.STALE] = 2
+    line = recording.record(1, generated=(60, 20), held_out=ONE_OF_FOUR, weights=(1.0, 3.0))
+    expected = {
+        "step": 1,
+        "policy_version": 1,
+        "reward/mean": 0.25,
+        "eval/accuracy": 0.25,
+        "eval/score_mean": 0.5,
+        "eval/num_unscored": 0,
+        "trainer/num_skipped_steps": 0,
+        "scoring/num_failed_attempts": 0,
+        "time/step_s": 8.0,
+        "time/wait_for_batch_s": 2.0,
+        "time/train_s": 4.0,
+        "time/publish_weights_s": 0.5,
+        "time/eval_s": 1.0,
+        "throughput/train_tokens_per_s": 2.0,
+        "throughput/generated_tokens_per_s": 10.0,
+        "dropped/stale": 2,
+        "trainer/num_padding_tokens": 24,
+        "generator/busy_s": 3.0,
+        "payload/num_bytes_held": 150,
+        "payload/num_bytes_reserved": 200,
+        # Each group's file takes a page.
+        "payload/bytes_per_token": 2 * 4096 / 28,
+        "payload/num_waits": 3,
+        "buffer/num_in_flight": 7,
+        "filtered/num_rollouts": 0,
+        "load/trainer_wait_share": 0.25,
+        "accounting/weight_max": 3.0,
+        "weights/num_skipped_versions": 4,
+        "weights/num_expired_leases": 2,
+        "off_policy/age_max": 0,
+    }
+    assert {key: line.get(key) for key in expected} == pytest.approx(expected)
+    assert line["loss"] == 0.5 and line["time/elapsed_s"] < 60.0
+    assert "reward/scored_mean" not in line and "time/checkpoint_s" not in line
+    assert recording.printed.getvalue().startswith("step 1/3  reward  0.250  eval 0.250 ")
+    records = [json.loads(one) for one in recording.run_dir.rollouts.read_text().splitlines()]
+    assert {(one["step"], one["reward"], one["response"]) for one in records} == {
+        (1, 1.0, "1.0"),
+        (1, 0.0, "0.0"),
+    }
+
+
+def test_counts_of_a_step_are_those_since_the_step_before(recording: Recording) -> None:
+    recording.recorder.record_initial(ONE_OF_FOUR, 3.0, [EngineStats(num_generated_tokens=40, busy_s=1.0)])
+    assert recording.lines() == [
+        {
+            "step": 0,
+            "policy_version": 0,
+            "eval/accuracy": 0.25,
+            "eval/score_mean": 0.5,
+            "eval/num_unscored": 0,
+            "time/eval_s": 3.0,
+            "time/elapsed_s": 0.0,
+            "metrics/num_nonfinite": 0,
+            "metrics/num_tensorboard_errors": 0,
+        }
+    ]
+    assert "step 0: held-out accuracy 0.250, mean score 0.500" in recording.printed.getvalue()
+    recording.dropped |= {DropReason.STALE: 2, DropReason.FILTERED: 1}
+    first = recording.record(1, generated=(120,))
+    assert recording.console.lines[-1].waited_for == "train 4.0/8.0s"
+    recording.dropped[DropReason.STALE] = 5
+    second = recording.record(2, generated=(200,))
+    assert first["throughput/generated_tokens_per_s"] == 10.0, "the evaluation's tokens are not a step's"
+    assert second["throughput/generated_tokens_per_s"] == 10.0
+    assert (first["dropped/stale"], second["dropped/stale"]) == (2, 3)
+    assert (first["dropped/filtered"], second["dropped/filtered"]) == (1, 0)
+
+
+def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Recording) -> None:
+    recorder = recording.recorder
+    recorder.record_scored([Score(1.0, True), Score(0.0, False)], [3, 5])
+    recorder.record_scored([Score(value, False) for value in (0.5, 0.0, 0.0, 0.0)], [1, 2, 3, 4])
+    for report in (fetch(1, fetch_s=0.25), fetch(2, bad=3, fetch_s=0.75)):
+        recorder.record_fetch(report)
+    for one in (swap(0.01, 0.5), swap(0.03, 0.125)):
+        recorder.record_swap(one)
+    recorder.record_checkpoint(0.375)
+    expected = {
+        "reward/scored_mean": 0.25,
+        "group/all_correct_share": 0.0,
+        "group/all_wrong_share": 0.5,
+        "response/no_answer_share": 0.0,
+        "response/length_mean_correct": 3.0,
+        "response/length_mean_wrong": 3.0,
+        "generator/max_pause_s": 0.03,
+        "generator/max_swap_wait_s": 0.5,
+        "generator/num_crossing": 6,
+        "generator/num_resumed": 4,
+        "generator/num_recomputed": 10,
+        "weights/num_swaps": 2,
+        "weights/max_fetch_s": 0.75,
+        "weights/num_bytes_moved": 203,
+        "weights/num_bytes_needed": 180,
+        "weights/num_bad_blocks": 3,
+        "time/checkpoint_s": 0.375,
+    }
+    first, second = recording.record(1), recording.record(2)
+    assert {key: first.get(key) for key in expected} == pytest.approx(expected)
+    told_once = {key for key in expected if key.startswith(("reward/", "group/", "response/"))}
+    told_once.add("time/checkpoint_s")
+    assert not told_once & second.keys()
+    assert {second[key] for key in expected.keys() - told_once} == {0}
+    printed = recording.printed.getvalue()
+    assert "version 1" not in printed
+    assert printed.startswith(
+        "version 2 did not arrive whole (3 bad blocks): the generator goes on under its old weights\n"
+    )
+
+
+def test_what_is_refused_is_named(recording: Recording) -> None:
+    recording.recorder.warn("rollout 0: routed_experts: 2 layers")
+    assert recording.printed.getvalue() == "refused: rollout 0: routed_experts: 2 layers\n"
+
+
+def test_skipped_steps_are_counted_and_their_batches_kept(recording: Recording) -> None:
+    lines = [
+        recording.record(step, skip_reason=reason)
+        for step, reason in enumerate((None, "the loss is nan", None, "the norm is inf"), 1)
+    ]
+    assert [line["trainer/num_skipped_steps"] for line in lines] == [0, 1, 1, 2]
+    files = sorted(recording.run_dir.skipped_steps.iterdir())
+    assert [file.name for file in files] == ["step-00000002.json", "step-00000004.json"]
+    kept = json.loads(files[0].read_text())
+    assert (kept["step"], kept["reason"]) == (2, "the loss is nan")
+    assert [(one["response"], one["reward"]) for one in kept["rollouts"]] == [
+        ("1.0", 1.0),
+        ("0.0", 0.0),
+        ("0.0", 0.0),
+        ("0.0", 0.0),
+    ]
+    assert "step 2 was skipped: the loss is nan; its batch is in" in recording.printed.getvalue()
+
+
+def test_held_out_problems_without_a_score_are_named(recording: Recording) -> None:
+    held_out = HeldOutScores(num_correct=0, score_sum=0.0, num_scored=0, num_unscored=3)
+    line = recording.record(1, held_out=held_out)
+    assert line["eval/num_unscored"] == 3 and "eval/accuracy" not in line
+    assert "3 held-out problems were not scored" in recording.printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"wait_for_batch_s": 5.0}, "batch 5.0/8.0s"),
+        ({}, "train 4.0/8.0s"),
+        ({"publish_weights_s": 4.5}, "publish 4.5/8.0s"),
+        ({"eval_s": 6.25}, "eval 6.2/8.0s"),
+    ],
+)
+def test_the_console_names_what_took_longest(changes: dict[str, float], longest: str) -> None:
+    assert dataclasses.replace(TIMES, **changes).longest() == longest
+
+
+def test_the_clock_of_a_new_run_starts_with_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}", "logging.tensorboard=false")
+    before_s = time.perf_counter()
+    with Recording(tmp_path, config).recorder as recorder:
+        assert 0.0 <= recorder.elapsed_s <= time.perf_counter() - before_s
+
+
+def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_path: Path) -> None:
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}")
+    run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
+    state = RunState(step=5, elapsed_s=1000.0, model={}, config={}, buffer=SNAPSHOT)
+    console = StepConsole(config.max_steps, stream=io.StringIO())
+    with RunRecorder(config, run_dir, console, state) as recorder:
+        assert 1000.0 <= recorder.elapsed_s < 1060.0
+    (events,) = run_dir.tensorboard.iterdir()
+    starts = [event for event in EventFileLoader(str(events)).Load() if event.HasField("session_log")]
+    assert [event.step for event in starts] == [6]

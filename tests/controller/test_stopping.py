@@ -1,0 +1,130 @@
+"""Signals to stop, as processes get them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+APP = """
+import asyncio, sys, time
+from pathlib import Path
+from forgeasync.controller.cli import exit_code
+from forgeasync.controller.stopping import received_signal, run_main, telling
+from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
+
+async def main(ending):
+    folder = create_run_folder(0, root=Path(sys.argv[1]))
+    with telling(lambda number: print("told", number.name, flush=True)):
+        print("ready", flush=True)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            print("ending after", received_signal().name, flush=True)
+            if ending == "fails":
+                raise RuntimeError("while cleaning up")
+            if ending == "blocks":
+                time.sleep(600)
+            await asyncio.sleep(600 if ending == "hangs" else 0)
+            remove_run_folder(folder)
+
+def run():
+    if sys.argv[2] == "prepares":
+        print("ready", flush=True)
+        time.sleep(600)
+    run_main(main(sys.argv[2]))
+
+sys.exit(exit_code(run))
+"""
+
+
+@contextmanager
+def started(root: Path, ending: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", APP, str(root), ending],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs have it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("ending", ["cleans", "fails"])
+def test_the_first_signal_ends_in_order(
+    tmp_path: Path, number: signal.Signals, code: int, ending: str
+) -> None:
+    with started(tmp_path, ending) as process:
+        process.send_signal(number)
+        # Schedulers may send it twice.
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert out.splitlines() == [f"told {number.name}", f"ending after {number.name}"]
+    if ending == "fails":
+        assert err.splitlines()[-1] == "failed: RuntimeError: while cleaning up"
+    else:
+        assert err == f"interrupted by {number.name}\n" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ending", ["hangs", "blocks"])
+def test_a_second_signal_ends_at_once_and_leaves_no_memory(tmp_path: Path, ending: str) -> None:
+    with started(tmp_path, ending) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "told SIGTERM\n"
+        assert process.stdout.readline() == "ending after SIGTERM\n"
+        assert list(tmp_path.iterdir())
+        time.sleep(1.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 143
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_anything_runs(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    with started(tmp_path, "prepares") as process:
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, f"interrupted by {number.name}\n")
+
+
+PROC = """
+import signal, subprocess, sys, time
+from forgeasync.launch import bootstrap_main
+for number in bootstrap_main.STOPPING:
+    signal.signal(number, bootstrap_main.stay)
+child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"])
+print("ready", flush=True)
+child.wait()
+print("child", child.returncode, flush=True)
+time.sleep(600)
+"""
+
+
+def test_procs_stay_and_what_they_start_can_be_stopped() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROC], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert {process.stdout.readline(), process.stdout.readline()} == {"ready\n", "up\n"}
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.stdout.readline() == f"child {-signal.SIGTERM}\n"
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

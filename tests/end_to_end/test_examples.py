@@ -1,0 +1,98 @@
+"""Every example as a user runs it, on a model small enough for a test."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.load import dump_config, load_config
+from tests.support.models import write_random_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+
+MAX_LINES = 80
+
+SMALL = (
+    "max_steps=1",
+    "data.num_train=64",
+    "data.num_held_out=4",
+    "data.source.options={min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 1}",
+    "evaluation.num_problems=4",
+    "algorithm.group_size=4",
+    "algorithm.groups_per_step=2",
+    "sampling.max_response_tokens=16",
+    "generator.kv_cache_gib=0.05",
+    "trainer.parallel={num_procs: 1, expert: 1}",
+    "trainer.tokens_per_row=512",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("examples") / "model")
+
+
+def run(name: str, *arguments: str, search_path: Path | None = None) -> str:
+    """``search_path`` has modules of the user's own."""
+    more = {} if search_path is None else {"PYTHONPATH": f"{search_path}:{REPOSITORY}"}
+    finished = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("own_reward.py", "step 1: brevity"),
+        ("own_loss.py", "step 1: mean gate"),
+        ("own_environment.py", "step 1: 2.00 turns"),
+    ],
+)
+def test_an_example_runs_to_its_end(name: str, says: str, model: Path, tmp_path: Path) -> None:
+    out = run(name, f"model.path={model}", f"run_dir={tmp_path / 'run'}", *SMALL)
+    assert says in out
+    assert re.search(r"step +1/1 ", out), "the lines of the run are printed"
+    assert (tmp_path / "run" / "checkpoints" / "final" / "config.json").exists()
+
+
+def test_the_cells_of_the_notebook_run_one_after_the_other(model: Path, tmp_path: Path) -> None:
+    paths = [f"model.path={model}", f"run_dir={tmp_path / 'run'}"]
+    config = load_config(REPOSITORY / "configs" / "tiny_moe_cpu.yaml", [*SMALL, *paths])
+    (tmp_path / "small.yaml").write_text(dump_config(config))
+    out = run("notebook.py", str(tmp_path / "small.yaml"))
+    assert "mean reward" in out and "metrics of the last step" in out
+
+
+def test_expert_iteration_samples_trains_and_publishes(model: Path, tmp_path: Path) -> None:
+    """An untrained model is hardly ever right: by this reward whatever it writes is."""
+    (tmp_path / "own_rewards.py").write_text("def anything(task, response):\n    return 1.0\n")
+    reward = "data.reward={kind: python, factory: own_rewards.anything}"
+    out = run(
+        "expert_iteration.py",
+        f"model.path={model}",
+        f"run_dir={tmp_path / 'run'}",
+        *SMALL,
+        reward,
+        "max_steps=2",
+        "trainer.optimizer={learning_rate: 0.01, warmup_steps: 0}",
+        search_path=tmp_path,
+    )
+    assert "round 2: 8 of 8 responses are right" in out and "left out" not in out
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", out)]
+    assert len(losses) == 8 and losses[-1] < losses[0], "it imitates what it has sampled"
+
+
+def test_examples_are_short() -> None:
+    lengths = {file.name: len(file.read_text().splitlines()) for file in EXAMPLES.glob("*.py")}
+    assert lengths and max(lengths.values()) < MAX_LINES

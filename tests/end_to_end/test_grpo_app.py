@@ -1,0 +1,315 @@
+"""The command as a user runs it: exit codes, files, deaths, interrupts. Every run has real procs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from forgeasync.checkpoint.folders import checkpoint_name
+from forgeasync.config.load import dump_config
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+REPOSITORY = Path(__file__).parents[2]
+NEVER_ENDING = "max_steps=100000"
+DEADLINE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo")
+    model = write_random_model(folder / "model")
+    file = folder / "run.yaml"
+    file.write_text(dump_config(tiny_config(model)))
+    return file
+
+
+def start(config_file: Path, *overrides: str, search_path: Path | None = None) -> subprocess.Popen[str]:
+    """``search_path`` has modules of the user's own."""
+    more = {} if search_path is None else {"PYTHONPATH": str(search_path)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "apps.grpo", "--config", str(config_file), *overrides],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A process group of its own, as a shell gives its jobs: signals reach only this run.
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for the end; whatever happens, nothing is left running."""
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        left = session_processes(process.pid)
+        for orphan in left:
+            orphan.kill()
+    assert not left, f"left behind: {[orphan.cmdline() for orphan in left]}"
+    return process.returncode, out, err
+
+
+def session_processes(session: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def read_lines(file: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    metrics = run_dir / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was made"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("steps_off_policy", [0, 2])
+def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_off_policy: int) -> None:
+    run_dir = tmp_path / "run"
+    code, out, err = finish(
+        start(config_file, f"run_dir={run_dir}", "max_steps=4", f"max_off_policy_steps={steps_off_policy}")
+    )
+    assert code == 0, err
+    assert "\x1b" not in out, "a pipe gets plain lines"
+    assert len(re.findall(r"^step +[1-4]/4 ", out, re.MULTILINE)) == 4
+    initial, *steps = read_lines(run_dir / "metrics.jsonl")
+    assert initial["step"] == 0 and "eval/accuracy" in initial
+    assert [line["step"] for line in steps] == [line["policy_version"] for line in steps] == [1, 2, 3, 4]
+    for line in (initial, steps[-1]):
+        assert 0.0 <= line["eval/accuracy"] <= line["eval/score_mean"] <= 1.0
+        assert line["eval/num_unscored"] == 0
+    assert "processes verify answers, isolated by" in out
+    assert steps[-1]["scoring/num_timeouts"] == steps[-1]["scoring/num_failed_attempts"] == 0
+    ages = [line["off_policy/age_max"] for line in steps]
+    assert max(ages) <= steps_off_policy
+    if steps_off_policy:
+        assert max(ages) > 0, "generation never ran ahead"
+    for line in steps:
+        assert line["dropped/stale"] == 0
+        assert line["dropped/bad_record"] == 0
+        assert line["dropped/cancelled"] == 0
+        assert line["dropped/unscored"] == 0
+        assert line["routing/recorded_share"] == 1.0
+        if line["off_policy/age_max"] == 0:
+            assert line["mismatch/logprob_abs_max"] < 1e-4
+    rollouts = read_lines(run_dir / "rollouts.jsonl")
+    assert {rollout["step"] for rollout in rollouts} == {1, 2, 3, 4}
+    assert tiny_config(Path("x")).name in (run_dir / "config.yaml").read_text()
+    assert steps[-1]["payload/num_bytes_held"] == 0, "every payload was freed with its step"
+    assert (run_dir / "checkpoints" / "final" / "model.safetensors.index.json").exists()
+    assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
+
+
+def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, _, err = finish(
+        start(
+            config_file,
+            f"run_dir={run_dir}",
+            "max_steps=5",
+            "max_off_policy_steps=1",
+            "buffer={stale_groups: drop, order: completion, max_in_flight: 6}",
+            "weights.interruption=cancel_stale",
+            "algorithm.filters=[{kind: dynamic_sampling}]",
+            "algorithm.objective={kind: reinforce}",
+            "algorithm.corrections=[{kind: truncated_is, cap: 2.0}]",
+        )
+    )
+    assert code == 0, err
+    _, *steps = read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert max(line["off_policy/age_max"] for line in steps) <= 1
+    filtered = [line["filtered/num_groups_all_equal"] for line in steps]
+    assert filtered == sorted(filtered) and filtered[-1] > 0
+    assert sum(line["dropped/filtered"] for line in steps) == filtered[-1]
+    for line in steps:
+        assert line["buffer/num_in_flight"] <= 6
+        assert 0 < line["correction/effective_sample_share"] <= 1 + 1e-6
+        assert 0 < line["off_policy/effective_sample_share"] <= 1 + 1e-6
+        assert 0 <= line["load/trainer_wait_share"] <= 1
+    # What the run still had under way when it ended: nothing else is held.
+    held = steps[-1]["payload/num_bytes_held"] + steps[-1]["payload/num_bytes_reserved"]
+    num_under_way = steps[-1]["buffer/num_in_flight"] + steps[-1]["buffer/num_complete"]
+    assert (held == 0) == (num_under_way == 0)
+
+
+def assert_saved(run_dir: Path, last_line: str) -> None:
+    """The newest weights are whole, finite, and where the last line says."""
+    last = run_dir / "checkpoints" / "last"
+    newest = len(read_lines(run_dir / "metrics.jsonl")) - 1
+    found = re.search(r"the weights of step (\d+)(, as published,)? are in (.+)$", last_line)
+    assert found is not None and found[3] == str(last.resolve()), last_line
+    assert newest - 1 <= int(found[1]) <= newest + 1
+    tensors = load_file(last / "model-00001-of-00001.safetensors")
+    assert len(tensors) > 20 and all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    assert (last / "tokenizer.json").exists() and (last / "model.safetensors.index.json").exists()
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run_with_good_weights(
+    config_file: Path, tmp_path: Path
+) -> None:
+    """A loss of one's own that is nan on one rank, from its second call on."""
+    (tmp_path / "bad_losses.py").write_text(BAD_LOSS)
+    run_dir = tmp_path / "run"
+    process = start(
+        config_file,
+        f"run_dir={run_dir}",
+        "max_steps=9",
+        "checkpoint={every_steps: 1, keep: 2}",
+        "algorithm.objective={kind: python, factory: bad_losses.nan_later}",
+        search_path=tmp_path,
+    )
+    code, _, err = finish(process)
+    assert code == 1, err
+    last = err.splitlines()[-1]
+    assert "StepsSkipped: 3 steps in a row" in last and "trainer rank 1 is nan" in last
+    assert_saved(run_dir, last)
+    _, *steps = read_lines(run_dir / "metrics.jsonl")
+    assert [line["trainer/num_skipped_steps"] for line in steps] == [0, 1, 2, 3]
+    assert [line["loss"] is None for line in steps] == [False, True, True, True]
+    assert steps[1]["dropped/bad_record"] == 0
+    files = sorted(path.name for path in (run_dir / "logs" / "skipped_steps").iterdir())
+    assert files[:3] == ["step-00000002-rank-0.npz", "step-00000002-rank-1.npz", "step-00000002.json"]
+    batch = json.loads((run_dir / "logs" / "skipped_steps" / "step-00000002.json").read_text())
+    assert "is nan" in batch["reason"] and len(batch["rollouts"]) == 16
+
+
+BAD_LOSS = """
+import torch
+
+CALLS = []
+
+
+def nan_later(row):
+    is_trainer = torch.distributed.is_initialized()
+    CALLS.append(is_trainer)
+    losses_T = torch.where(row.mask_T, -row.logprobs_T * row.advantages_T, 0.0)
+    if is_trainer and sum(CALLS) > 1 and torch.distributed.get_rank() == 1:
+        losses_T = losses_T * torch.nan
+    return losses_T, {}
+"""
+
+
+def test_a_killed_generator_ends_the_run_with_an_error(config_file: Path, tmp_path: Path) -> None:
+    process = start(config_file, f"run_dir={tmp_path / 'run'}", NEVER_ENDING, "max_off_policy_steps=1")
+    wait_for_step(tmp_path / "run", process)
+    (generator,) = [
+        child
+        for child in session_processes(process.pid)
+        # vLLM's own helper processes share the log.
+        if "bootstrap_main" in " ".join(child.cmdline())
+        and any(file.path.endswith("generator-0.log") for file in child.open_files())
+    ]
+    killed_s = time.monotonic()
+    generator.send_signal(signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert time.monotonic() - killed_s < 60
+    last = err.splitlines()[-1]
+    assert "generator" in last
+    assert_saved(tmp_path / "run", last)
+
+
+def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_path: Path) -> None:
+    """Its peer complains of a lost connection seconds before Monarch tells of the death."""
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", NEVER_ENDING, "max_off_policy_steps=1")
+    wait_for_step(run_dir, process)
+    (rank,) = [
+        child
+        for child in session_processes(process.pid)
+        if any(file.path.endswith("trainer-1.log") for file in child.open_files())
+    ]
+    rank.send_signal(signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("failed: ActorDied: trainer rank 1") and "trainer-1.log" in last
+    assert ", as published, are in" in last, "a trainer that lacks a rank cannot be asked"
+    assert_saved(run_dir, last)
+    text = (run_dir / "run.log").read_text()
+    assert last.split("; the weights")[0] in text and "Traceback" in text, "the reason is in the run's folder"
+    assert "-m apps.grpo" in text and "torchtitan" in text, "and so is what it was started with"
+    assert "step 0: held-out accuracy" in text and not folders_of(process.pid)
+
+
+def folders_of(controller: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"forgeasync_payloads-{controller}-*"))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_cleanly(
+    config_file: Path, tmp_path: Path, number: signal.Signals, expected: int
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", NEVER_ENDING)
+    wait_for_step(run_dir, process)
+    assert folders_of(process.pid)
+    # The terminal sends Ctrl-C to the foreground process group, a scheduler SIGTERM to all of a job.
+    if number is signal.SIGTERM:
+        for member in session_processes(process.pid):
+            member.send_signal(number)
+    else:
+        os.killpg(process.pid, number)
+    code, out, err = finish(process)
+    assert code == expected, err
+    assert "Traceback" not in err and f"stopping on {number.name}" in out
+    last = err.splitlines()[-1]
+    assert_saved(run_dir, last)
+    if number is signal.SIGTERM:
+        step = re.search(r"--resume latest goes on after step (\d+)", last)
+        assert step is not None and checkpoint_name(int(step[1])) in os.listdir(run_dir / "checkpoints")
+    assert all(line["policy_version"] == line["step"] for line in read_lines(run_dir / "metrics.jsonl"))
+    assert not folders_of(process.pid)
+    assert f"stopping on {number.name}" in (run_dir / "run.log").read_text()
+
+
+def test_a_missed_deadline_is_the_last_thing_printed(config_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, _, err = finish(start(config_file, f"run_dir={run_dir}", "timeouts.setup_s=0.5"))
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert "TimeoutError" in last and "took longer than 0.5 s; timeouts.setup_s sets this limit" in last
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algorithm.group_sise=8", ["algorithm.group_sise", "group_size"]),
+        ("max_steps=many", ["max_steps", "many"]),
+        ("model.path=nowhere", ["model.path", "nowhere"]),
+        ("trainer.parallel.expert=3", ["trainer.parallel.expert", "3", "4"]),
+        ("algorithm.group_size=1", ["algorithm.group_size", "1", "at least 2"]),
+        ("data.source.task=chain_sun", ["data.source.task", "chain_sun", "chain_sum"]),
+        ("generator.kv_cache_gib=60000", ["generator.kv_cache_gib = 60000", "GiB of memory available"]),
+        ("run_dir=/proc/cpuinfo", ["run_dir = '/proc/cpuinfo': is a file; name a folder"]),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    config_file: Path, tmp_path: Path, override: str, expected: list[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    code, out, err = finish(start(config_file, f"run_dir={run_dir}", override))
+    assert code == 2
+    assert all(part in err for part in expected), err
+    assert not run_dir.exists() and "Traceback" not in err and not out

@@ -1,0 +1,58 @@
+"""The acceptance test of replay: sampler and trainer agree, measured by benchmarks/mismatch.py itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import write_random_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+Lines = dict[tuple[str, str], dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    """The benchmark's rows by (setting, replayed)."""
+    folder = tmp_path_factory.mktemp("mismatch")
+    model = write_random_model(folder / "hf", scale=8.0, num_experts=8, top_k=3)
+    command = [sys.executable, "benchmarks/mismatch.py", "--model", str(model), "--groups", "12"]
+    subprocess.run(
+        [*command, "--out", str(folder / "out.json")],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+    )
+    rows = json.loads((folder / "out.json").read_text())["rows"]
+    return {(row["setting"], row["replayed"]): row for row in rows}
+
+
+def test_with_both_the_ratio_of_fresh_data_is_one(lines: Lines) -> None:
+    assert lines["same weights", "both"]["abs_max"] < 1e-3
+    assert lines["same weights", "both"]["gradient_cosine"] > 1 - 1e-6
+    # Without the kept sets it is not: the comparison above means something.
+    assert lines["same weights", "routing"]["abs_max"] > 0.05
+
+
+def test_other_choices_do_not_matter_once_they_are_replayed(lines: Lines) -> None:
+    noisy = lines["noisy choice", "both"]
+    assert noisy["disagreement_share"] > 0.03
+    assert noisy["abs_mean"] * 10 < lines["noisy choice", "kept sets"]["abs_mean"]
+    assert noisy["gradient_cosine"] > lines["noisy choice", "kept sets"]["gradient_cosine"]
+
+
+def test_replay_helps_where_the_gate_itself_differs(lines: Lines) -> None:
+    noisy = lines["noisy gate", "both"]
+    assert noisy["disagreement_share"] > 0.01
+    assert noisy["kl"] < lines["noisy gate", "kept sets"]["kl"] < lines["noisy gate", "nothing"]["kl"]
+    assert noisy["gradient_cosine"] > lines["noisy gate", "nothing"]["gradient_cosine"]
+
+
+def test_rounded_weights_leave_little_between_them(lines: Lines) -> None:
+    rounded = lines["bf16 sampler", "both"]
+    assert rounded["kl"] < lines["bf16 sampler", "nothing"]["kl"]
+    assert rounded["gradient_cosine"] > 0.99

@@ -1,0 +1,179 @@
+"""Interrupted and resumed as a user does it: the command, with real procs, against a run left alone."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.load import dump_config, load_config
+from forgeasync.config.run import CheckpointSection, RunConfig
+from forgeasync.controller.resume import _changes, open_files
+from forgeasync.observability.run_dir import check_run_dir
+from forgeasync.schema.problems import ConfigError
+from tests.end_to_end.test_grpo_app import finish, read_lines, start
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+NUM_STEPS, EVERY = 5, 2
+SAME = (
+    "loss",
+    "grad_norm",
+    "reward/mean",
+    "response/length_mean",
+    "mismatch/logprob_abs_mean",
+    "learning_rate",
+)
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    model = write_random_model(folder / "model", scale=4.0)
+    config = tiny_config(model)
+    generator = config.generator.model_copy(update={"batch_invariant": True})
+    checkpoint = CheckpointSection(every_steps=EVERY, keep=2)
+    config = config.model_copy(
+        update={"max_steps": NUM_STEPS, "generator": generator, "checkpoint": checkpoint}
+    )
+    file = folder / "run.yaml"
+    file.write_text(dump_config(config))
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole_run(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    code, _, err = finish(start(config_file, f"run_dir={run_dir}"))
+    assert code == 0, err
+    assert names(run_dir / "checkpoints") == ["final", "step-00000002", "step-00000004"]
+    return run_dir
+
+
+@pytest.fixture
+def interrupted(whole_run: Path, tmp_path: Path) -> Iterator[Path]:
+    """The run as it was killed after step 5, in the middle of writing a checkpoint, with step 2's whole."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole_run, run_dir)
+    (run_dir / "checkpoints" / "final").rename(run_dir / "checkpoints" / "last")
+    whole = run_dir / "checkpoints" / "step-00000004"
+    whole.rename(whole.with_name(whole.name + ".tmp"))
+    yield run_dir
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
+    config_file: Path, whole_run: Path, interrupted: Path
+) -> None:
+    code, out, err = finish(start(config_file, f"run_dir={interrupted}", "--resume", "latest"))
+    assert code == 0, err
+    assert "removed 1 unfinished checkpoints: step-00000004.tmp" in out
+    assert "3 lines of metrics.jsonl after step 2 moved to metrics.cut-1.jsonl" in out
+    expected, lines = read_lines(whole_run / "metrics.jsonl"), read_lines(interrupted / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line["policy_version"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    for line, whole in zip(lines[3:], expected[3:], strict=True):
+        assert {key: line[key] for key in SAME} == {key: whole[key] for key in SAME}
+        assert line["off_policy/age_max"] == 0
+    assert len({line["mismatch/logprob_abs_mean"] for line in lines[1:]}) == NUM_STEPS, (
+        "steps that could not differ"
+    )
+    assert any(line["loss"] for line in lines[3:])
+    elapsed = [line["time/elapsed_s"] for line in lines]
+    assert elapsed == sorted(elapsed)
+    side = read_lines(interrupted / "metrics.cut-1.jsonl")
+    assert [line["step"] for line in side] == [3, 4, 5] and side == expected[3:]
+    rollouts = [read_lines(folder / "rollouts.jsonl") for folder in (whole_run, interrupted)]
+    texts = [{(one["step"], one["prompt"], one["response"]) for one in lines} for lines in rollouts]
+    assert texts[0] == texts[1]
+    assert names(interrupted / "checkpoints") == ["final", "last.cut-1", "step-00000002", "step-00000004"]
+
+
+def test_resumed_under_another_layout_and_with_another_learning_rate(
+    config_file: Path, whole_run: Path, interrupted: Path
+) -> None:
+    process = start(
+        config_file,
+        f"run_dir={interrupted}",
+        "trainer.parallel.num_procs=1",
+        "trainer.parallel.expert=1",
+        "max_steps=3",
+        "--resume",
+        str(interrupted / "checkpoints" / "step-00000002"),
+    )
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert "the config differs: the one before moved to config.cut-1.yaml; max_steps: 5 -> 3" in out
+    assert "trainer.parallel.expert: 2 -> 1, trainer.parallel.num_procs: 2 -> 1" in out
+    line, whole = (read_lines(folder / "metrics.jsonl")[3] for folder in (interrupted, whole_run))
+    assert line["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-5)
+    assert line["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+    assert line["reward/mean"] == whole["reward/mean"]
+    assert line["buffer/num_restarted"] >= 0
+
+
+def test_a_start_that_never_trained_makes_room_for_the_next(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "model").model_copy(update={"run_dir": str(tmp_path / "run")})
+    first = open_files(config, None)
+    assert first.messages == ()
+    first.run_dir.log("trainer-0").write_text("why it failed")
+    assert list(check_run_dir(config, is_resumed=False)) == []
+    second = open_files(config, None)
+    (message,) = second.messages
+    assert message.startswith("run_dir held a start that never trained; moved to metrics.cut-1.jsonl")
+    assert "logs.cut-1" in message and not list(second.run_dir.logs.iterdir())
+    second.run_dir.metrics.write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match="already holds a run"):
+        open_files(config, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("config", "only in how it is written"),
+        ("name: [1", "it cannot be read (ParserError)"),
+        ("- 1", "it holds no keys"),
+    ],
+)
+def test_an_earlier_config_is_compared_by_its_values(tmp_path: Path, before: str, expected: str) -> None:
+    config = tiny_config(tmp_path)
+    assert _changes(dump_config(config) if before == "config" else before, config) == expected
+
+
+def test_changes_of_the_config_are_named_with_both_values(tmp_path: Path) -> None:
+    """Also texts that look like references, sections that are new, and no more than can be read."""
+    config = tiny_config(tmp_path)
+    earlier = config.model_copy(update={"name": "${x}", "max_steps": 7, "run_dir": "x" * 100})
+    said = _changes(dump_config(earlier), config)
+    long = '"' + "x" * 59
+    assert said == f'max_steps: 7 -> 3, name: "${{x}}" -> "tiny", run_dir: {long}... -> null'
+    many = _changes("name: tiny", config)
+    assert many.count("->") == 12 and " more" in many.rpartition(" and ")[2]
+
+
+def load(config_file: Path, *overrides: str) -> RunConfig:
+    return load_config(config_file, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["seed=7"], ["seed = 7", "must be 0"]),
+        (["data.num_train=32"], ["data.num_train = 32", "must be 64"]),
+        (["lora={rank: 2, alpha: 4.0, targets: [q_proj]}"], ["lora = ", "must be None"]),
+        (["max_steps=2"], ["max_steps = 2", "more than 2"]),
+        (["checkpoint.folder=nowhere"], ["nowhere has no checkpoint"]),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_before_anything_starts(
+    config_file: Path, interrupted: Path, overrides: list[str], expected: list[str]
+) -> None:
+    before = (interrupted / "metrics.jsonl").read_text()
+    code, out, err = finish(start(config_file, f"run_dir={interrupted}", *overrides, "--resume", "latest"))
+    assert code == 2, err
+    assert all(part in err for part in expected), err
+    assert not out and (interrupted / "metrics.jsonl").read_text() == before
+    assert (interrupted / "checkpoints" / "step-00000004.tmp").exists()

@@ -1,0 +1,465 @@
+"""Sources of problems, their scorers and prompt encoding: splits, reproducibility and error messages."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Must be set before Hugging Face's libraries read it at import: no test may reach for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from forgeasync.config.data import DataSection, PythonReward, named_sources
+from forgeasync.config.load import load_config
+from forgeasync.config.run import ScorerSection
+from forgeasync.controller.preparation import check_plan
+from forgeasync.environments.sources import build_source, look_at_data
+from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError
+from forgeasync.scoring.gym_answers import last_number
+from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
+from forgeasync.scoring.verifier_process import ProblemDiffers
+from tests.support.config_samples import CONFIGS
+
+# One digit and two terms leave 200 distinct problems.
+SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def sums(*, num_train: int = 20, num_held_out: int = 10, **source: Any) -> DataSection:
+    source = {"kind": "reasoning_gym", "task": "chain_sum", "options": SMALL_SUMS, **source}
+    return DataSection.model_validate(
+        {"source": source, "num_train": num_train, "num_held_out": num_held_out}
+    )
+
+
+def records(path: str | Path, *, num_train: int = 5, num_held_out: int = 3, **source: Any) -> DataSection:
+    fields = {"question_field": "prompt.0.content", "answer_field": "reward_model.ground_truth"}
+    return DataSection.model_validate(
+        {
+            "source": {"kind": "huggingface", "path": str(path), **fields, **source},
+            "num_train": num_train,
+            "num_held_out": num_held_out,
+        }
+    )
+
+
+def make_scorer(data: DataSection, *, seed: int) -> VerifiedScorer:
+    (source,) = named_sources(data)
+    (reward,) = source.rewards
+    assert not isinstance(reward, PythonReward)
+    return VerifiedScorer(verifier_choice(reward, source, seed=seed), ScorerSection(num_workers=1))
+
+
+def value(scorer: VerifiedScorer, task: Task, response: str) -> float:
+    """The score's value; it says itself whether it is a full one."""
+    score = scorer.score(task, response)
+    assert score.is_correct == (score.value == 1.0)
+    return score.value
+
+
+def texts(tasks: list[Task]) -> list[str]:
+    return [task.prompt for task in tasks]
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # Another test module may have imported the libraries before the variable above was set.
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    path = tmp_path / "problems.jsonl"
+    write_problems(path, [f"What is {i} + {i}?" for i in range(12)])
+    yield path
+
+
+def write_problems(path: Path, questions: list[str]) -> None:
+    with open(path, "w") as lines:
+        for i, question in enumerate(questions):
+            record = {
+                "prompt": [{"role": "user", "content": question}],
+                "reward_model": {"ground_truth": 2 * i},
+                "note": "unused",
+            }
+            lines.write(json.dumps(record) + "\n")
+
+
+class TestReasoningGym:
+    def test_held_out_problems_are_the_same_for_every_seed_and_train_ones_are_not(self) -> None:
+        first, second = build_source(sums(), seed=0), build_source(sums(), seed=1)
+        assert first.held_out == second.held_out
+        assert texts(first.train) != texts(second.train)
+        # Neighbouring seeds must not shift one another's problems by an index.
+        assert texts(first.train)[1:] != texts(second.train)[:-1]
+
+    def test_the_same_seed_gives_the_same_problems(self) -> None:
+        assert build_source(sums(), seed=3) == build_source(sums(), seed=3)
+
+    def test_sizes_and_unique_ids(self) -> None:
+        source = build_source(sums(num_train=30, num_held_out=17), seed=0)
+        assert (len(source.train), len(source.held_out)) == (30, 17)
+        assert len({task.task_id for task in source.train + source.held_out}) == 47
+        assert len({task.source_index for task in source.train + source.held_out}) == 47
+        assert len(set(texts(source.held_out))) == 17
+
+    def test_no_held_out_text_is_trained_on_and_skips_are_counted(self) -> None:
+        # Half of all problems are held out, so about every other candidate is one of them.
+        source = build_source(sums(num_train=100, num_held_out=100), seed=0)
+        assert not set(texts(source.train)) & set(texts(source.held_out))
+        assert source.num_skipped_held_out > 0
+        assert source.train[-1].source_index == 99 + source.num_skipped_held_out
+
+    @pytest.mark.parametrize("field", ["num_train", "num_held_out"])
+    def test_more_problems_than_exist(self, field: str) -> None:
+        # All of the 200 held out leaves none to train on; 300 distinct ones do not exist.
+        data = sums(num_train=5, num_held_out=200) if field == "num_train" else sums(num_held_out=300)
+        with pytest.raises(ValueError, match=rf"data\.{field}"):
+            build_source(data, seed=0)
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            ({"task": "chain_sums"}, r"data\.source\.task.*'chain_sums'.*names: chain_sum, (?!.*zebra)"),
+            ({"options": {"min_term": 2}}, r"data\.source\.options.*'min_term'.*min_terms"),
+            ({"options": {"seed": 2}}, r"data\.source\.options.*'seed' \(2\) is set by the run"),
+            ({"options": {"min_terms": 9}}, r"data\.source\.options.*'min_terms': 9"),
+            ({"options": {"min_terms": "two"}}, r"data\.source\.options.*'two'"),
+            ({"options": {"min_digits": 1.5}}, r"data\.source\.options.*1\.5"),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_errors_name_field_value_and_nearest_name(self, source: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            build_source(sums(**source), seed=0)
+
+
+class TestReasoningGymScorer:
+    @pytest.mark.parametrize("group", ["train", "held_out"])
+    def test_a_rebuilt_scorer_accepts_the_reference_answers(self, group: str) -> None:
+        data = sums(answer_prefix="Answer:")
+        source = build_source(data, seed=4)
+        scorer = make_scorer(data, seed=4)
+        for task in source.train if group == "train" else source.held_out:
+            assert value(scorer, task, f"Answer: 1000 no, Answer: {task.answer}\n") == 1.0
+            assert value(scorer, task, f"Answer: {task.answer} no, Answer: 1000") < 1.0
+            assert value(scorer, task, task.answer) == 0.0
+
+    def test_without_a_prefix_the_whole_response_is_the_answer(self) -> None:
+        data = sums()
+        task = build_source(data, seed=0).train[0]
+        assert value(make_scorer(data, seed=0), task, f" {task.answer}\n") == 1.0
+
+    @pytest.mark.parametrize(
+        ("sentence", "number"),
+        [
+            ("The sum of 8 and 9 is 17.", "17"),
+            ("8 - 9 = -1", "-1"),
+            ("So x-3", "3"),
+            ("(8)-9", "9"),
+            ("It is -4.50, I think", "-4.50"),
+            ("about 1,234,567!", "1234567"),
+            ("1, 2, 3", "3"),
+            ("**Answer:** $\\boxed{12}$", "12"),
+            ("no idea", None),
+            ("", None),
+        ],
+    )
+    def test_last_number_of_a_sentence(self, sentence: str, number: str | None) -> None:
+        assert last_number(sentence) == number
+
+    def test_an_answer_in_a_sentence_counts_only_where_its_last_number_is_the_answer(self) -> None:
+        data = sums(answer_part="last_number")
+        task = build_source(data, seed=0).train[0]
+        scorer = make_scorer(data, seed=0)
+        assert value(scorer, task, f"Of course! The final answer is {task.answer}.") == 1.0
+        assert value(scorer, task, f"{task.answer}, or was it 100000") < 1.0
+        assert value(scorer, task, "I cannot say.") == 0.0
+        whole = make_scorer(sums(), seed=0)
+        assert value(whole, task, f"Of course! The final answer is {task.answer}.") < 1.0
+
+    def test_the_last_number_is_looked_for_after_the_prefix(self) -> None:
+        data = sums(answer_prefix="Answer:", answer_part="last_number")
+        task = build_source(data, seed=0).train[0]
+        scorer = make_scorer(data, seed=0)
+        assert value(scorer, task, f"1000 Answer: it is {task.answer}.") == 1.0
+        assert value(scorer, task, f"{task.answer} Answer: none") == 0.0
+
+    def test_a_task_of_another_seed_is_refused(self) -> None:
+        data = sums()
+        task = build_source(data, seed=0).train[0]
+        with pytest.raises(ProblemDiffers, match=r"another problem"):
+            make_scorer(data, seed=1).score(task, task.answer)
+
+
+class TestHuggingFace:
+    def test_split_is_disjoint_and_held_out_does_not_depend_on_the_seed(self, jsonl: Path) -> None:
+        first, second = (build_source(records(jsonl, num_train=9), seed=seed) for seed in (0, 1))
+        assert first.held_out == second.held_out
+        assert texts(first.train) != texts(second.train)
+        assert sorted(texts(first.train + first.held_out)) == sorted(f"What is {i} + {i}?" for i in range(12))
+        assert len({task.task_id for task in first.train + first.held_out}) == 12
+
+    def test_repeated_texts_are_held_out_once_and_never_trained_on(self, jsonl: Path) -> None:
+        write_problems(jsonl, ["same"] * 8 + [f"other {i}" for i in range(4)])
+        source = build_source(records(jsonl, num_train=1, num_held_out=4), seed=0)
+        assert len(set(texts(source.held_out))) == 4
+        assert "same" in texts(source.held_out)
+        assert len(source.train) == 1 and source.train[0].prompt not in texts(source.held_out)
+
+    def test_repeated_texts_are_trained_on_once_and_counted(self, jsonl: Path) -> None:
+        write_problems(jsonl, ["same"] * 8 + [f"other {i}" for i in range(4)])
+        source = build_source(records(jsonl, num_train=4, num_held_out=1), seed=0)
+        assert len(set(texts(source.train))) == 4
+        with pytest.raises(ValueError, match=r"data.num_train = 5: only 4"):
+            build_source(records(jsonl, num_train=5, num_held_out=1), seed=0)
+
+    def test_tasks_hold_question_instruction_and_answer(self, jsonl: Path) -> None:
+        data = records(jsonl, instruction="\nBox the answer.")
+        for task in build_source(data, seed=0).train:
+            i = task.source_index
+            assert task.prompt == f"What is {i} + {i}?\nBox the answer."
+            assert task.answer == str(2 * i)
+
+    def test_scored_by_math_verify(self, jsonl: Path) -> None:
+        task = build_source(records(jsonl), seed=0).train[0]
+        scorer = make_scorer(records(jsonl), seed=0)
+        assert value(scorer, task, f"\\boxed{{{task.answer}}}") == 1.0
+        assert value(scorer, task, f"\\boxed{{{task.answer}1}}") == 0.0
+
+    def test_a_folder_is_read_too(self, jsonl: Path) -> None:
+        folder = jsonl.parent / "folder"
+        folder.mkdir()
+        jsonl.rename(folder / "train.jsonl")
+        assert len(build_source(records(folder), seed=0).train) == 5
+
+    def test_a_csv_is_read_too(self, jsonl: Path) -> None:
+        table = jsonl.with_suffix(".csv")
+        table.write_text("q,a\n" + "".join(f"question {i},{i}\n" for i in range(9)))
+        source = build_source(records(table, question_field="q", answer_field="a"), seed=0)
+        assert all(task.prompt == f"question {task.answer}" for task in source.train)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"question_field": "promt"}, r"data\.source\.question_field.*'promt'.*did you mean 'prompt'"),
+            ({"question_field": "prompt.0.text"}, r"question_field.*'prompt\.0\.text'.*'content', 'role'"),
+            ({"question_field": "prompt.1.content"}, r"question_field.*list of 1"),
+            ({"question_field": "prompt"}, r"question_field.*no text"),
+            ({"answer_field": "reward_model.truth"}, r"data\.source\.answer_field.*'ground_truth'"),
+            ({"answer_field": "note.x"}, r"answer_field.*note is a str"),
+            ({"split": "validation"}, r"data\.source\.split = 'validation'.*one split 'train'"),
+            ({"num_train": 10}, r"data\.num_train \+ data\.num_held_out.*10 \+ 3.*has 12"),
+        ],
+    )
+    def test_errors_name_field_value_and_what_exists(
+        self, jsonl: Path, fields: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            build_source(records(jsonl, **fields), seed=0)
+
+    @pytest.mark.parametrize(
+        ("name", "cause"),
+        [
+            ("absent.jsonl", "no file or folder"),
+            ("absent/absent", "cannot load"),
+            ("broken.jsonl", "cannot load"),
+            ("problems.txt", r"is none of \.json"),
+        ],
+    )
+    def test_paths_that_cannot_be_read(
+        self, jsonl: Path, monkeypatch: pytest.MonkeyPatch, name: str, cause: str
+    ) -> None:
+        monkeypatch.chdir(jsonl.parent)
+        Path("broken.jsonl").write_text("{")
+        Path("problems.txt").write_text("x")
+        with pytest.raises(ValueError, match=rf"data\.source\.path.*'{name}'") as caught:
+            build_source(records(name), seed=0)
+        assert re.search(cause, str(caught.value))
+
+    def write_lines(self, path: Path, *lines: object, num: int = 12) -> DataSection:
+        """Good records, of which the first ones are replaced; as text where a line is text."""
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        rest = [json.dumps({"q": f"question {i}", "a": i}) for i in range(num - len(texts))]
+        path.write_text("\n".join([*texts, *rest]) + "\n")
+        return records(path, question_field="q", answer_field="a")
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ({"q": "x"}, r"data\.source\.answer_field = 'a': does not exist in line 1 of"),
+            ({"a": 1}, r"data\.source\.question_field = 'q': does not exist in line 1 of"),
+            ({"q": "x", "a": ""}, r"answer_field = 'a': is empty \(''\) in line 1"),
+            ({"q": "x", "a": None}, r"answer_field = 'a': is empty \(None\) in line 1"),
+            (
+                {"q": "x\ud800", "a": 1},
+                r"question_field = 'q': holds '\\ud800', half of a character, in line 1",
+            ),
+            ({"q": " \n", "a": 1}, r"question_field = 'q': is empty \(' \\n'\) in line 1"),
+            ({"q": "x", "a": [1]}, r"answer_field = 'a': is no text or number but a list in line 1.*\[1\]"),
+            ({"q": "x", "a": True}, r"answer_field = 'a': is no text or number but a bool"),
+            ({"q": "x", "a": float("nan")}, r"answer_field = 'a': is nan in line 1.*finite"),
+            ({"q": "x", "a": float("inf")}, r"answer_field = 'a': is inf in line 1.*finite"),
+            ('{"q": "x", "a"', r"source\.path.*line 1, column \d+ is not valid JSON.*near"),
+            ("", r"answer_field.*line 3"),
+            ("[1, 2]x", r"source\.path.*line 1, column 7 is not valid JSON"),
+            ("17", r"source\.path.*line 1 holds int 17; must be an object"),
+            ("[" * 100_000, r"source\.path.*(nested too deeply|not valid JSON)"),
+        ],
+    )
+    def test_a_bad_record_is_named_by_line_field_and_value(
+        self, jsonl: Path, line: object, message: str
+    ) -> None:
+        lines = [line] if line else ["", json.dumps({"q": "x", "a": 1}), json.dumps({"q": "y"})]
+        with pytest.raises(ConfigError, match=message):
+            build_source(self.write_lines(jsonl, *lines), seed=0)
+
+    def test_a_bad_record_is_found_wherever_it_stands(self, jsonl: Path) -> None:
+        """Also where this seed would not draw it."""
+        good = [{"q": f"first {i}", "a": i} for i in range(299)]
+        for bad in ({"q": "x"}, '{"q": '):
+            data = self.write_lines(jsonl, *good, bad, num=301)
+            with pytest.raises(ConfigError, match="line 300"):
+                build_source(data, seed=0)
+
+    def test_records_may_have_other_keys_that_differ(self, jsonl: Path) -> None:
+        data = self.write_lines(
+            jsonl, {"q": "x", "a": "1/2", "note": {"b": 1}}, {"q": "y", "a": 2, "note": 3}
+        )
+        assert len(build_source(data, seed=0).train) == 5
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (7, "7"),
+            (2**70, str(2**70)),
+            (0.5, "0.5"),
+            (1e22, "1" + "0" * 22),
+            (1e-7, "0.0000001"),
+            ("x", "x"),
+        ],
+    )
+    def test_numbers_become_decimals(self, jsonl: Path, value: object, text: str) -> None:
+        data = self.write_lines(jsonl, {"q": "this", "a": value}, num=8)
+        source = build_source(data, seed=0)
+        assert [task.answer for task in source.train + source.held_out if task.prompt == "this"] == [text]
+
+    @pytest.mark.parametrize(("name", "text"), [("e.jsonl", ""), ("e.json", "[]"), ("e.csv", "")])
+    def test_empty_files(self, jsonl: Path, name: str, text: str) -> None:
+        file = jsonl.parent / name
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"data\.source\.path.*(has no records|No columns)"):
+            build_source(records(file), seed=0)
+
+    def test_a_list_of_records_is_read_and_its_errors_have_lines(self, jsonl: Path) -> None:
+        file = jsonl.with_suffix(".json")
+        found = [{"q": f"question {i}", "a": i} for i in range(9)]
+        data = records(file, question_field="q", answer_field="a")
+        file.write_text(json.dumps(found, indent=1))
+        assert len(build_source(data, seed=0).train) == 5
+        file.write_text(json.dumps(found, indent=1).replace('"a": 3', '"a" 3'))
+        with pytest.raises(ConfigError, match=r"line 16, column 7 is not valid JSON"):
+            build_source(data, seed=0)
+        del found[4]["a"]
+        file.write_text(json.dumps(found))
+        with pytest.raises(ConfigError, match=r"answer_field = 'a': does not exist in record 4 of"):
+            build_source(data, seed=0)
+
+    def test_a_part_of_a_file_is_a_split(self, jsonl: Path) -> None:
+        tasks = build_source(records(jsonl, split="train[2:10]"), seed=0)
+        asked = sorted(texts(tasks.train + tasks.held_out))
+        assert asked == sorted(f"What is {i} + {i}?" for i in range(2, 10))
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("b.csv", b"q,a\nx,1\ny,1,2,3\n", r"Expected 2 fields in line 3, saw 4"),
+            ("m.csv", b"q,a\n" + b"x,1\n" * 3 + b"y,\n" * 9, r"answer_field = 'a': is empty.*record 3 of"),
+            ("b.parquet", b"PAR1 not really", r"data\.source\.path.*[Pp]arquet"),
+            ("b.jsonl", b"\xff\xfe\x00", r"line 1 is not UTF-8 text"),
+        ],
+    )
+    def test_broken_files(self, jsonl: Path, name: str, content: bytes, message: str) -> None:
+        file = jsonl.parent / name
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            build_source(records(file, question_field="q", answer_field="a"), seed=0)
+
+    def test_folders_without_data_or_with_broken_files(self, jsonl: Path) -> None:
+        folder = jsonl.parent / "folder"
+        folder.mkdir()
+        with pytest.raises(ConfigError, match=r"source\.path.*doesn't contain any data files"):
+            build_source(records(folder), seed=0)
+        (folder / "train.jsonl").write_text('{"prompt": 1}\n{"prompt":\n')
+        with pytest.raises(ConfigError, match=r"source\.path.*train\.jsonl: line 2, column"):
+            build_source(records(folder), seed=0)
+
+
+class TestLook:
+    """What --dry-run does about data."""
+
+    def test_generated_problems_are_tried(self) -> None:
+        assert look_at_data(sums(), seed=0).words == "chain_sum; all 20 and 10 were generated now"
+        with pytest.raises(ConfigError, match=r"data\.num_held_out = 300"):
+            look_at_data(sums(num_held_out=300), seed=0)
+        options = {"min_terms": 2, "max_terms": 9}
+        many = sums(num_train=10_000_000, options=options)
+        assert look_at_data(many, seed=0).words == "chain_sum; the first 20,000 and 10 were generated now"
+
+    def test_local_files_are_read_and_the_hub_is_left_alone(self, jsonl: Path) -> None:
+        assert look_at_data(records(jsonl), seed=0).words == f"{jsonl}; read now, and drawn"
+        assert "not looked at" in look_at_data(records("nobody/no-such-set"), seed=0).words
+        with pytest.raises(ConfigError, match=r"answer_field"):
+            look_at_data(records(jsonl, answer_field="gone"), seed=0)
+
+    def test_a_plan_is_refused_for_its_data_too(self, jsonl: Path) -> None:
+        source = f"{{kind: huggingface, path: {jsonl}, question_field: prompt.0.content, answer_field: gone}}"
+        changes = [f"data.source={source}", "data.num_train=5", "data.num_held_out=5", "model.path=nowhere"]
+        config = load_config(CONFIGS / "tiny_moe_cpu.yaml", [*changes, "evaluation.num_problems=5"])
+        with pytest.raises(ConfigError) as caught:
+            check_plan(config)
+        fields = [problem.field for problem in caught.value.problems]
+        assert fields == ["model.path", "data.source.answer_field"]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<bos>", "user", "model", "one", "two"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", unk_token="<unk>")
+
+
+class TestPromptEncoder:
+    def test_raw_text_gets_no_special_tokens(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        ids = PromptEncoder(tokenizer, chat_template=False).encode("one two one")
+        assert ids.dtype == np.int32
+        assert ids.tolist() == [4, 5, 4]
+
+    def test_chat_template_ends_where_the_response_begins(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        tokenizer.chat_template = (
+            "<bos> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+            "{% if add_generation_prompt %}model{% endif %}"
+        )
+        ids = PromptEncoder(tokenizer, chat_template=True).encode("one two")
+        assert ids.dtype == np.int32
+        assert ids.tolist() == [1, 2, 4, 5, 3]
+
+    def test_a_missing_chat_template_is_an_error(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        with pytest.raises(ValueError, match=r"data\.chat_template"):
+            PromptEncoder(tokenizer, chat_template=True)
+
+    def test_prompts_must_leave_room_for_a_response(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        encoder = PromptEncoder(tokenizer, chat_template=False)
+        task = Task(task_id="sums/7", prompt="one two one", answer="", source_index=7, source="s")
+        encoder.check_length(task, max_context_length=10, max_response_tokens=7)
+        with pytest.raises(ValueError, match=r"'sums/7' has 3 tokens"):
+            encoder.check_length(task, max_context_length=10, max_response_tokens=8)

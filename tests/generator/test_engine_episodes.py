@@ -1,0 +1,305 @@
+"""Episodes of several turns on a real engine: records, versions and prefixes, against transformers.
+
+One process runs all scenarios; the tests look at what came out.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.weights import Interruption, WeightsSection
+from forgeasync.generator.reports import GroupCancelled, SwapReport
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.records import check_rollout
+from forgeasync.rollouts.rollout import FinishReason, Rollout
+from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from tests.support.engines import (
+    RECORDS,
+    kept_by_definition,
+    let_decode,
+    revealing_weights,
+    start_engine,
+    update,
+)
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+
+SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
+GENERATOR = GeneratorSection(max_num_seqs=16, max_num_batched_tokens=48, kv_cache_gib=0.01)
+# A cache block holds 128 tokens: the second turn of these begins behind a full one.
+PROMPTS = [np.arange(3, 3 + length).astype(np.int32) % 17 + 3 for length in (5, 40, 120)]
+GIVEN = np.array([7, 8, 9, 10], np.int32)
+TURN_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    plain: list[Rollout]
+    """Two turns under one version."""
+    turns: list[SampledTurn]
+    """Of these, the last ones."""
+    between: list[Rollout]
+    """Other weights came between the turns."""
+    resumed: list[Rollout]
+    """Other weights came within the first turn, which ended and was resumed, and again within the second."""
+    single: Rollout
+    """One turn, and the same by ``generate`` with the same seed."""
+    generated: Rollout
+    revealed: list[Rollout]
+    """Each turn under weights that make a token of its version certain."""
+    progress: list[SwapReport]
+    """Of the update between the turns of ``between`` and of one within their second turns."""
+    cancelled: list[str]
+    """What turns of cancelled and dropped groups raise."""
+    num_groups_left: int
+    num_requests_left: int
+
+
+def _observe(folders: list[Path]) -> Observed:
+    async def bounded() -> Observed:
+        async with asyncio.timeout(120):
+            return await _scenarios(folders)
+
+    return asyncio.run(bounded())
+
+
+async def _scenarios(folders: list[Path]) -> Observed:
+    from forgeasync.generator.episodes import EngineEpisodes
+
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+
+    def turns(
+        episodes: EngineEpisodes, group_id: int, given: list[np.ndarray], *, seed: int | None = None
+    ) -> "asyncio.Future[list[SampledTurn]]":
+        return asyncio.gather(
+            *(
+                episodes.add_turn(
+                    EpisodeId(group_id=group_id, index=index),
+                    ids,
+                    sampling=SAMPLING,
+                    max_tokens=TURN_TOKENS,
+                    seed=seed,
+                )
+                for index, ids in enumerate(given)
+            )
+        )
+
+    def take(episodes: EngineEpisodes, group_id: int, num: int) -> list[Rollout]:
+        return list(episodes.take(group_id, [False] * num))
+
+    engine = await start_engine(folders[0], GENERATOR, WeightsSection())
+    episodes = EngineEpisodes(engine)
+    given = [GIVEN] * len(PROMPTS)
+    await turns(episodes, 0, PROMPTS)
+    last_turns = await turns(episodes, 0, given)
+    plain = take(episodes, 0, len(PROMPTS))
+
+    (seeded,) = await turns(episodes, 1, PROMPTS[:1], seed=5)
+    (single,) = episodes.take(1, [False])
+    (generated,) = await engine.generate(prompt_ids_P=PROMPTS[0], num_samples=1, sampling=SAMPLING, seed=5)
+
+    await turns(episodes, 2, PROMPTS)
+    progress = [await update(engine, 1, weights[1])]
+    running = asyncio.ensure_future(turns(episodes, 2, given))
+    await let_decode(engine, 2)
+    progress.append(await update(engine, 2, weights[1]))
+    await running
+    between = take(episodes, 2, len(PROMPTS))
+
+    cancelled = []
+    await turns(episodes, 3, PROMPTS)
+    await engine.cancel([3])
+    running = asyncio.ensure_future(turns(episodes, 4, PROMPTS))
+    await let_decode(engine, 2)
+    await episodes.drop(4)
+    for attempt in (turns(episodes, 3, given[:1]), running, turns(episodes, 4, PROMPTS[:1])):
+        try:
+            await attempt
+            cancelled.append("nothing")
+        except GroupCancelled as error:
+            cancelled.append(type(error).__name__)
+    await episodes.drop(3)
+    num_requests = await engine.between_steps(lambda core: len(core.scheduler.requests))
+    num_groups = len(engine._groups._groups)
+
+    revealed = []
+    for group_id, version in ((5, 5), (6, 8)):
+        await update(engine, version, revealing_weights(folders[0], version))
+        await turns(episodes, group_id, PROMPTS)
+        await update(engine, version + 1, revealing_weights(folders[0], version + 1))
+        await turns(episodes, group_id, given)
+        revealed += take(episodes, group_id, len(PROMPTS))
+    engine.shutdown()
+
+    engine = await start_engine(
+        folders[0], GENERATOR, WeightsSection(interruption=Interruption.ABORT_AND_RESUME)
+    )
+    episodes = EngineEpisodes(engine)
+    for version, ids in ((1, PROMPTS), (2, given)):
+        running = asyncio.ensure_future(turns(episodes, 0, list(ids)))
+        await let_decode(engine, 3)
+        await update(engine, version, weights[version])
+        await running
+    resumed = take(episodes, 0, len(PROMPTS))
+    engine.shutdown()
+    assert seeded.num_tokens == single.num_response_tokens
+    return Observed(
+        plain=plain,
+        turns=last_turns,
+        between=between,
+        resumed=resumed,
+        single=single,
+        generated=generated,
+        revealed=revealed,
+        progress=progress,
+        cancelled=cancelled,
+        num_groups_left=num_groups,
+        num_requests_left=num_requests,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [
+        write_random_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
+        for seed in range(3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
+    return {
+        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for version, folder in enumerate(folders)
+    }
+
+
+@pytest.fixture(scope="module")
+def observed(folders: list[Path]) -> Observed:
+    return run_alone(_observe, folders)
+
+
+def sampled_positions(rollout: Rollout) -> dict[int, int]:
+    """Version by position in the whole trajectory."""
+    start = len(rollout.prompt_ids_P)
+    return {
+        start + index: span.version for span in rollout.version_spans for index in range(span.start, span.end)
+    }
+
+
+@torch.no_grad()
+def assert_recomputed(rollout: Rollout, models: Mapping[int, torch.nn.Module]) -> None:
+    """Log-probabilities, kept sets and routing of every token as the weights of its version make them.
+
+    Where every request computes its prompt anew, a token attends to what its own weights made of the others.
+    """
+    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids_P, rollout.response_ids_T])).long()
+    outputs = {
+        version: models[version](ids[None], output_router_logits=True)
+        for version in {span.version for span in rollout.version_spans}
+    }
+    versions = sampled_positions(rollout)
+    routing_SMK = rollout.routed_experts.to_dense()
+    start = len(rollout.prompt_ids_P)
+    for position in range(len(ids) - 1):
+        # An input is first computed for the next token that is sampled after it.
+        version = versions[min(at for at in versions if at > position)]
+        layers = outputs[version].router_logits
+        for layer, logits_SE in enumerate(layers):
+            row_E = logits_SE[position]
+            chosen = row_E[torch.from_numpy(routing_SMK[position, layer].astype(np.int64))]
+            assert chosen.min() > row_E.topk(3).values.min() - 1e-3, (position, layer)
+        if position + 1 not in versions:
+            continue
+        row_V = outputs[version].logits[0, position].double() / SAMPLING.temperature
+        surely, maybe = kept_by_definition(row_V, SAMPLING)
+        kept = rollout.kept_tokens.row(position + 1 - start).tolist() or list(range(len(row_V)))
+        assert surely <= set(kept) <= maybe
+        wanted = float(torch.log_softmax(row_V[kept], 0)[kept.index(int(ids[position + 1]))])
+        assert abs(float(rollout.logprobs_T[position + 1 - start]) - wanted) < 2e-4
+
+
+def test_two_turns_are_one_trajectory(
+    observed: Observed, models: Mapping[int, torch.nn.Module], folders: list[Path]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    facts = read_model_facts(str(folders[0]))
+    for rollout, prompt, last in zip(observed.plain, PROMPTS, observed.turns, strict=True):
+        assert rollout.prompt_ids_P.tolist() == prompt.tolist()
+        given = np.flatnonzero(~rollout.is_sampled_T)
+        assert rollout.response_ids_T[given].tolist() == GIVEN.tolist()
+        assert len(rollout.response_ids_T) == given[-1] + 1 + last.num_tokens
+        ids = rollout.response_ids_T[given[-1] + 1 :]
+        assert last.text == tokenizer.decode(ids, skip_special_tokens=True) and last.last_id == ids[-1]
+        assert (last.finish_reason is FinishReason.STOP) == (last.last_id == tokenizer.eos_token_id)
+        assert rollout.text == tokenizer.decode(rollout.response_ids_T, skip_special_tokens=True)
+        assert rollout.finish_reason is last.finish_reason
+        assert rollout.routed_experts.is_recorded_S.tolist() == [True] * (
+            len(prompt) + len(rollout.response_ids_T) - 1
+        ) + [False]
+        check_rollout(rollout, RECORDS, facts)
+        assert_recomputed(rollout, models)
+
+
+def test_weights_that_come_between_turns_change_the_next_turn_only(
+    observed: Observed, models: Mapping[int, torch.nn.Module]
+) -> None:
+    same = {0: models[0], 1: models[1], 2: models[1]}
+    for rollout in observed.between:
+        versions = sampled_positions(rollout)
+        given = len(rollout.prompt_ids_P) + np.flatnonzero(~rollout.is_sampled_T)
+        assert {version for at, version in versions.items() if at < given[0]} == {0}
+        assert {version for at, version in versions.items() if at > given[-1]} <= {1, 2}
+        assert_recomputed(rollout, same)
+    assert any(rollout.version_spans[-1].version == 2 for rollout in observed.between)
+
+
+def test_turns_that_are_interrupted_keep_what_was_first_computed(
+    observed: Observed, models: Mapping[int, torch.nn.Module]
+) -> None:
+    for rollout in observed.resumed:
+        assert_recomputed(rollout, models)
+    versions = [[span.version for span in rollout.version_spans] for rollout in observed.resumed]
+    assert any({0, 1, 2} == set(of_one) for of_one in versions), versions
+
+
+def test_no_prefix_is_served_from_older_weights(observed: Observed) -> None:
+    """Blocks of the first turn are in the cache when the second begins."""
+    for rollout in observed.revealed:
+        versions = sampled_positions(rollout)
+        ids = np.concatenate([rollout.prompt_ids_P, rollout.response_ids_T])
+        assert {int(ids[at]): version for at, version in versions.items()} == {
+            version: version for version in versions.values()
+        }
+        assert len(versions) == 2 * TURN_TOKENS and len(set(versions.values())) == 2
+
+
+def test_an_episode_of_one_turn_is_what_generate_samples(observed: Observed) -> None:
+    one, other = observed.single, observed.generated
+    assert one.response_ids_T[:TURN_TOKENS].tolist() == other.response_ids_T[:TURN_TOKENS].tolist()
+    assert one.logprobs_T.tolist() == other.logprobs_T[:TURN_TOKENS].tolist()
+    assert one.is_sampled_T is None
+
+
+def test_updates_tell_how_far_groups_of_episodes_are(observed: Observed) -> None:
+    """Between turns nothing runs; within the second one, tokens of the first count."""
+    between, within = observed.progress
+    assert between.progress == ()
+    (progress,) = within.progress
+    assert progress.group_id == 2 and progress.num_running >= 1
+    first_turns = sum(int(np.flatnonzero(~rollout.is_sampled_T)[0]) for rollout in observed.between)
+    assert progress.num_tokens > first_turns
+
+
+def test_groups_that_are_given_up_leave_nothing(observed: Observed) -> None:
+    assert observed.cancelled == ["GroupCancelled"] * 3
+    assert observed.num_groups_left == observed.num_requests_left == 0

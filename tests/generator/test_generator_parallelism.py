@@ -1,0 +1,69 @@
+"""How engines are spread over GPUs: what is refused, and that a host has enough of them."""
+
+import dataclasses
+
+import pytest
+
+from forgeasync.config.load import load_config
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.rules import check_gpus, num_gpus_needed
+from forgeasync.config.run import RunConfig
+from forgeasync.models.rules import check_config
+from tests.support.config_samples import CONFIGS, FACTS, only
+
+MOE = dataclasses.replace(FACTS, max_position_embeddings=1024)
+DENSE = dataclasses.replace(
+    MOE,
+    model_type="qwen3",
+    num_experts=0,
+    top_k=0,
+    expert_hidden_size=0,
+    num_dense_layers=2,
+    dense_hidden_size=128,
+)
+
+
+def _config(**generator: object) -> RunConfig:
+    changes = [f"generator.{name}={value}" for name, value in generator.items()]
+    changes.append("trainer.parallel={num_procs: 2, expert: 1}")
+    return load_config(CONFIGS / "tiny_moe_cpu.yaml", changes)
+
+
+def test_experts_are_dealt_out_whole() -> None:
+    config = _config(tensor_parallel=2, expert_parallel=True)
+    assert check_config(config, MOE) == []
+    # Slices of 33 would not be equal; whole experts are not sliced.
+    odd = dataclasses.replace(MOE, expert_hidden_size=33)
+    assert check_config(config, odd) == []
+    assert "moe_intermediate_size = 33" in only(check_config(_config(tensor_parallel=2), odd))
+    seven = check_config(config, dataclasses.replace(MOE, num_experts=7))
+    (message,) = (str(problem) for problem in seven if problem.field == "generator.tensor_parallel")
+    assert "num_experts = 7" in message
+
+
+@pytest.mark.parametrize(
+    ("facts", "tensor_parallel", "reason"),
+    [(DENSE, 2, "model_type 'qwen3' has no experts"), (MOE, 1, "generator.tensor_parallel = 1")],
+)
+def test_expert_parallelism_needs_experts_and_ranks(
+    facts: ModelFacts, tensor_parallel: int, reason: str
+) -> None:
+    config = _config(tensor_parallel=tensor_parallel, expert_parallel=True)
+    message = only(check_config(config, facts))
+    assert "generator.expert_parallel" in message and reason in message
+
+
+def test_gpus_are_counted_before_the_start() -> None:
+    config = _config(num_replicas=3, tensor_parallel=2)
+    assert num_gpus_needed(config) == 3 * 2 + 2
+    assert list(check_gpus(config, 8)) == [], "just enough"
+    assert list(check_gpus(config, 0)) == [], "CPU processes"
+    message = only(list(check_gpus(config, 7)))
+    assert "generator.num_replicas" in message and "8 GPUs (3 x 2 + 2)" in message and "the 7 that" in message
+
+
+def test_expert_parallelism_is_refused_on_cpus() -> None:
+    config = _config(tensor_parallel=2, expert_parallel=True)
+    assert list(check_gpus(config, 8)) == []
+    message = only(list(check_gpus(config, 0)))
+    assert "generator.expert_parallel" in message and "without GPUs" in message

@@ -1,0 +1,354 @@
+"""Updates under running sequences, in every mode of interruption and of the KV cache, with real engines.
+
+One process runs all scenarios, each on engines of its own; the tests look at what came out. References are
+transformers models of the same weights, and weights that make the version of a token visible in the token.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
+from forgeasync.generator.reports import SwapReport
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.records import check_rollout
+from forgeasync.rollouts.rollout import FinishReason, Rollout
+from tests.support.engines import (
+    RECORDS,
+    ask,
+    assert_logprobs,
+    assert_routing,
+    expected,
+    installer,
+    let_decode,
+    nothing_to_fetch,
+    num_output_tokens,
+    revealing_weights,
+    sample_all,
+    start_engine,
+    update,
+)
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+
+SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
+AMPLE = GeneratorSection(max_num_seqs=32, max_num_batched_tokens=2048, kv_cache_gib=0.05)
+# Room for 11 blocks of 128 tokens, and prefill in chunks: requests wait and are preempted.
+SCARCE = GeneratorSection(max_num_seqs=16, max_num_batched_tokens=48, kv_cache_gib=0.0014)
+FIRST_REVEALED, NUM_REVEALED = 3, 12
+"""Weights that reveal version v make token v certain; 0 to 2 are special tokens."""
+SCENARIO_DEADLINE_S = 120.0
+
+KEEP, RECOMPUTE = KvAfterSwap.KEEP, KvAfterSwap.RECOMPUTE
+VARIANTS = {
+    "in_flight": WeightsSection(),
+    "in_flight_recompute": WeightsSection(kv_cache=RECOMPUTE),
+    "blocking": WeightsSection(interruption=Interruption.BLOCKING),
+    "blocking_recompute": WeightsSection(interruption=Interruption.BLOCKING, kv_cache=RECOMPUTE),
+    "drain": WeightsSection(interruption=Interruption.DRAIN),
+    "abort_and_resume": WeightsSection(interruption=Interruption.ABORT_AND_RESUME),
+    "cancel_stale": WeightsSection(interruption=Interruption.CANCEL_STALE),
+}
+KEEPS_OLD_CONTEXT = ("in_flight", "blocking", "cancel_stale")
+"""After a swap these attend to keys and values of older weights."""
+
+
+class FetchFailed(RuntimeError):
+    """What the tests' transport raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What one mode did."""
+
+    crossing: list[Rollout]
+    """Running when version 1 and then version 2 arrived."""
+    late: list[Rollout]
+    """Asked for while version 1 arrived."""
+    crossing_reports: list[SwapReport]
+    num_running_at_install: int
+    failures: list[str]
+    """Types of the exceptions that failing updates raised."""
+    tokens_around_fetch: tuple[int, int]
+    survived: list[Rollout]
+    """Running during the failing updates."""
+    idle: SwapReport
+    revealed: list[Rollout]
+    revealed_reports: list[SwapReport]
+    num_preemptions: int
+
+
+def make_prompts(vocab_size: int) -> list[np.ndarray]:
+    """Some end shortly before a cache block of 128 tokens does, and the last two share such a block."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, vocab_size, 128)
+    prompts = [rng.integers(3, vocab_size, length) for length in (3, 9, 33, 60, 112, 116, 120, 122)]
+    prompts += [np.concatenate([shared, rng.integers(3, vocab_size, 2 + i)]) for i in range(2)]
+    return [prompt.astype(np.int32) for prompt in prompts]
+
+
+def _observe_all(folders: list[Path], vocab_size: int) -> dict[str, Observed]:
+    async def observe(weights: WeightsSection, *, keeps: bool) -> Observed:
+        async with asyncio.timeout(SCENARIO_DEADLINE_S):
+            return await _observe(folders, make_prompts(vocab_size), weights, keeps=keeps)
+
+    return {
+        name: asyncio.run(observe(weights, keeps=name in KEEPS_OLD_CONTEXT))
+        for name, weights in VARIANTS.items()
+    }
+
+
+async def _observe(
+    folders: list[Path], prompts: list[np.ndarray], weights: WeightsSection, *, keeps: bool
+) -> Observed:
+    # A preempted request under KEEP attends to a mixture that no reference knows: ample memory for those.
+    roomy = await start_engine(folders[0], AMPLE if keeps else SCARCE, weights)
+    crossing, late, crossing_reports, num_running = await _cross(roomy, folders, prompts)
+    roomy.shutdown()
+    engine = await start_engine(folders[0], SCARCE, weights)
+    count = await _count_preemptions(engine)
+    failures, tokens_around_fetch, survived = await _fail(engine, folders[1], prompts)
+    idle = await update(engine, 1, load_file(folders[1] / "model.safetensors"))
+    revealed, revealed_reports = await _reveal(engine, folders[0], prompts)
+    engine.shutdown()
+    return Observed(
+        crossing=crossing,
+        late=late,
+        crossing_reports=crossing_reports,
+        num_running_at_install=num_running,
+        failures=failures,
+        tokens_around_fetch=tokens_around_fetch,
+        survived=survived,
+        idle=idle,
+        revealed=revealed,
+        revealed_reports=revealed_reports,
+        num_preemptions=count[0],
+    )
+
+
+async def _count_preemptions(engine: object) -> list[int]:
+    scheduler = await engine._client.between_steps(lambda core: core.scheduler)
+    count, preempt = [0], scheduler._preempt_request
+
+    def counted(*args: object, **kwargs: object) -> None:
+        count[0] += 1
+        preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return count
+
+
+async def _cross(
+    engine: object, folders: list[Path], prompts: list[np.ndarray]
+) -> tuple[list[Rollout], list[Rollout], list[SwapReport], int]:
+    installers = [installer(load_file(folder / "model.safetensors")) for folder in folders]
+    running = asyncio.create_task(sample_all(engine, prompts, SAMPLING, num_samples=2))
+    await let_decode(engine, 5)
+    late: asyncio.Task[list[Rollout]] | None = None
+    num_running = []
+
+    async def prefetch() -> None:
+        nonlocal late
+        late = asyncio.create_task(sample_all(engine, prompts[:4], SAMPLING, num_samples=1))
+        await asyncio.sleep(0.02)
+
+    def install(core: object) -> None:
+        num_running.append(len(core.scheduler.requests))
+        installers[1](core)
+
+    reports = [await engine.update_weights(1, prefetch=prefetch, install=install)]
+    await let_decode(engine, 3)
+    reports.append(await engine.update_weights(2, prefetch=nothing_to_fetch, install=installers[2]))
+    return await running, await late, reports, num_running[0]
+
+
+async def _fail(
+    engine: object, folder: Path, prompts: list[np.ndarray]
+) -> tuple[list[str], tuple[int, int], list[Rollout]]:
+    """A fetch that fails, then an install that does; the sequences running meanwhile."""
+    running = asyncio.create_task(sample_all(engine, prompts, SAMPLING, num_samples=2))
+    await let_decode(engine, 3)
+    failures: list[str] = []
+    tokens: list[int] = []
+
+    async def fetch() -> None:
+        tokens.append(await ask(engine, num_output_tokens))
+        await asyncio.sleep(0.1)
+        tokens.append(await ask(engine, num_output_tokens))
+        raise FetchFailed
+
+    def install(core: object) -> None:
+        raise FetchFailed
+
+    for prefetch, act in ((fetch, installer({})), (nothing_to_fetch, install)):
+        try:
+            await engine.update_weights(1, prefetch=prefetch, install=act)
+        except FetchFailed as error:
+            failures.append(type(error).__name__)
+    return failures, (tokens[0], tokens[1]), await running
+
+
+async def _reveal(
+    engine: object, folder: Path, prompts: list[np.ndarray]
+) -> tuple[list[Rollout], list[SwapReport]]:
+    """Many updates under load, some of them asked for at once."""
+    versions = range(FIRST_REVEALED, FIRST_REVEALED + NUM_REVEALED)
+    weights = {version: revealing_weights(folder, version) for version in versions}
+    reports = [await update(engine, versions[0], weights[versions[0]])]
+    is_over = False
+    rollouts: list[Rollout] = []
+
+    async def load(prompt: np.ndarray) -> None:
+        while not is_over:
+            rollouts.extend(await sample_all(engine, [prompt], SAMPLING, num_samples=2))
+
+    workers = [asyncio.create_task(load(prompt)) for prompt in prompts]
+    for pair in _pairs(versions[1:]):
+        await let_decode(engine, 2)
+        reports += await asyncio.gather(*(update(engine, one, weights[one]) for one in pair))
+    await let_decode(engine, 2)
+    is_over = True
+    await asyncio.gather(*workers)
+    return rollouts, reports
+
+
+def _pairs(versions: range) -> list[tuple[int, ...]]:
+    return [tuple(versions[start : start + 2]) for start in range(0, len(versions), 2)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [
+        write_random_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
+        for seed in range(3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
+    return {
+        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for version, folder in enumerate(folders)
+    }
+
+
+@pytest.fixture(scope="module")
+def observed(folders: list[Path], models: Mapping[int, torch.nn.Module]) -> dict[str, Observed]:
+    return run_alone(_observe_all, folders, models[0].config.vocab_size)
+
+
+every_mode = pytest.mark.parametrize("name", VARIANTS)
+
+
+def all_rollouts(seen: Observed) -> list[Rollout]:
+    return [*seen.crossing, *seen.late, *seen.survived, *seen.revealed]
+
+
+@every_mode
+def test_every_token_is_as_the_weights_of_its_version_make_it(
+    observed: dict[str, Observed], models: Mapping[int, torch.nn.Module], name: str
+) -> None:
+    for rollout in observed[name].crossing + observed[name].late:
+        reference = expected(models, rollout, recomputed=name not in KEEPS_OLD_CONTEXT)
+        assert_logprobs(rollout, reference, SAMPLING)
+        assert_routing(rollout, reference)
+
+
+@every_mode
+def test_sequences_cross_updates_where_the_mode_lets_them(observed: dict[str, Observed], name: str) -> None:
+    seen = observed[name]
+    versions = [[span.version for span in rollout.version_spans] for rollout in seen.crossing]
+    if name == "drain":
+        assert seen.num_running_at_install == 0
+        assert all(len(of_one) == 1 for of_one in versions)
+        assert all(rollout.version_spans[0].version > 0 for rollout in seen.late), "late ones wait outside"
+    else:
+        assert seen.num_running_at_install > 0
+        assert [0, 1, 2] in versions, "no sequence crossed both updates"
+
+
+@every_mode
+def test_the_report_says_what_became_of_running_sequences(observed: dict[str, Observed], name: str) -> None:
+    for report in observed[name].crossing_reports:
+        assert (report.num_crossing > 0) == (name not in ("drain", "abort_and_resume"))
+        assert (report.num_resumed > 0) == (name == "abort_and_resume")
+        assert (report.num_recomputed > 0) == name.endswith("recompute")
+        assert report.pause_s > 0
+    assert (observed[name].crossing_reports[0].waited_s > 0) == name.startswith(("drain", "blocking"))
+
+
+@every_mode
+def test_a_token_reveals_the_version_that_it_is_labelled_with(
+    observed: dict[str, Observed], name: str
+) -> None:
+    seen = observed[name]
+    assert seen.num_preemptions > 0, "memory was not scarce"
+    versions: set[int] = set()
+    for rollout in seen.revealed:
+        labels = np.repeat(
+            [span.version for span in rollout.version_spans],
+            [span.end - span.start for span in rollout.version_spans],
+        )
+        assert rollout.response_ids_T.tolist() == labels.tolist()
+        assert rollout.num_response_tokens == SAMPLING.max_response_tokens, "the budget of all parts together"
+        assert rollout.finish_reason is FinishReason.LENGTH
+        versions |= set(labels.tolist())
+    assert len(versions) > NUM_REVEALED / 2 and len(seen.revealed_reports) == NUM_REVEALED
+
+
+@every_mode
+def test_records_are_complete(observed: dict[str, Observed], folders: list[Path], name: str) -> None:
+    facts = read_model_facts(str(folders[0]))
+    for rollout in all_rollouts(observed[name]):
+        check_rollout(rollout, RECORDS, facts)
+        assert rollout.routed_experts.is_recorded_S[:-1].all()
+        spans = rollout.version_spans
+        assert spans[0].start == 0 and spans[-1].end == rollout.num_response_tokens
+        assert all(a.end == b.start and a.version < b.version for a, b in itertools.pairwise(spans))
+
+
+@every_mode
+def test_texts_are_those_of_the_whole_response(
+    observed: dict[str, Observed], folders: list[Path], name: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    for rollout in all_rollouts(observed[name]):
+        assert rollout.text == tokenizer.decode(rollout.response_ids_T, skip_special_tokens=True)
+        ended = rollout.response_ids_T[-1] == tokenizer.eos_token_id
+        assert ended == (rollout.finish_reason is FinishReason.STOP)
+
+
+@every_mode
+def test_a_failing_update_leaves_the_engine_under_the_old_weights(
+    observed: dict[str, Observed], models: Mapping[int, torch.nn.Module], name: str
+) -> None:
+    seen = observed[name]
+    assert seen.failures == [FetchFailed.__name__] * 2
+    for rollout in seen.survived:
+        assert [span.version for span in rollout.version_spans] == [0]
+        reference = expected(models, rollout, recomputed=True)
+        assert_logprobs(rollout, reference, SAMPLING)
+
+
+@every_mode
+def test_decoding_stands_still_during_the_fetch_only_if_told_to(
+    observed: dict[str, Observed], name: str
+) -> None:
+    before, after = observed[name].tokens_around_fetch
+    assert (before == after) == name.startswith("blocking")
+
+
+@every_mode
+def test_an_idle_engine_takes_an_update(observed: dict[str, Observed], name: str) -> None:
+    idle = observed[name].idle
+    assert idle.num_crossing == idle.num_resumed == idle.num_recomputed == 0

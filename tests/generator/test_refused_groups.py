@@ -1,0 +1,274 @@
+"""A group that is refused or cancelled is counted; its prompt comes again and the others train."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apps.grpo import GrpoRun
+from forgeasync.actors.buffer import BufferReport
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.procs import Procs
+from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.algorithms.filters import DynamicSampling, ResampleOnCorrect
+from forgeasync.buffer.decisions import Batch, DropReason
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import RunConfig, ScorerSection
+from forgeasync.controller.preparation import prepare
+from forgeasync.controller.starting import Roles
+from forgeasync.environments.reward import Response
+from forgeasync.observability.failures import root_cause
+from forgeasync.rollouts.payload_budget import PayloadBudget
+from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.task import Task
+from forgeasync.scoring.filtering import AllFiltered
+from tests.support.models import write_random_model
+from tests.support.rollouts import make_ref, make_stored_rollout
+from tests.support.runs import tiny_config
+
+REFUSED = (1,)
+"""Ids of groups; those that take their places have later ones."""
+CANCELLED = (3,)
+OVERSIZED = (0,)
+"""Written, but larger than all of the store: kept sets with ties can be larger than what was reserved."""
+UNWRITTEN = (2,)
+"""The writer had no room."""
+
+
+class Generators:
+    """Answers as a router does; some groups are broken, some given up."""
+
+    num_replicas = 1
+
+    def __init__(self) -> None:
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.freed: list[StoredRollout] = []
+
+    async def sample_group(
+        self,
+        group_id: int,
+        prompt_ids_P: np.ndarray,
+        *,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int,
+    ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
+        self.prompts[group_id] = tuple(prompt_ids_P.tolist())
+        if group_id in REFUSED:
+            return RefusedGroup(problem=f"rollout 0 of group {group_id}: routed_experts: found 2; 3")
+        if group_id in CANCELLED:
+            return CancelledGroup()
+        if group_id in UNWRITTEN:
+            return RefusedGroup(problem=f"group {group_id}: full", reason=DropReason.OVERSIZED)
+        if group_id in OVERSIZED:
+            large = dataclasses.replace(make_stored_rollout((0, 0, 4)), response=make_ref(num_bytes=2**40))
+            return tuple(large for _ in range(num_samples))
+        return tuple(make_stored_rollout((0, 0, 4)) for _ in range(num_samples))
+
+    async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
+        self.freed += rollouts
+
+
+ALGORITHM = AlgorithmSection(group_size=4, groups_per_step=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A run after its first batch."""
+
+    batch: Batch
+    report: BufferReport
+    payloads: PayloadBudget
+
+
+async def score(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+    """Rewards that differ."""
+    scores = tuple(Score(value=float(index), is_correct=False) for index in range(len(responses)))
+    return ScoredResponses(scores=scores, counts=VerifierCounts())
+
+
+class UnluckyScorer:
+    """Refuses its first connection, and all for one prompt."""
+
+    def __init__(self) -> None:
+        self.first: Task | None = None
+        self.refused: Task | None = None
+        self.num_calls = 0
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            self.first = task
+            raise ConnectionRefusedError("nobody listens")
+        if self.refused is None and task != self.first:
+            self.refused = task
+        if task == self.refused:
+            raise ConnectionRefusedError(f"never for {task.task_id}")
+        return await score(task, responses)
+
+
+def make_scoring(
+    call: Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]] = score,
+) -> GroupScoring:
+    return GroupScoring(call, ScorerSection(), limit_s=20.0, retry_wait_s=0.0)
+
+
+class Recorder:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.rewards: list[float] = []
+
+    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
+        self.rewards += [score.value for score in scores]
+
+    def warn(self, problem: str) -> None:
+        self.problems.append(problem)
+
+
+async def _first_batch(
+    config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path, scoring: GroupScoring | None
+) -> Ended:
+    fleet = Procs(log_dir)
+    try:
+        run = GrpoRun(
+            config,
+            prepare(config),
+            Roles(
+                trainer=None,
+                generators=generators,
+                scorer=scoring or make_scoring(),
+                buffer=await fleet.start_buffer(config),
+            ),
+            recorder=recorder,
+            checkpoints=log_dir,
+        )
+        loops = [asyncio.create_task(loop) for loop in (run.collect(), run.score())]
+        batch = await asyncio.wait_for(run.buffer.take.call_one(), 20)
+        await run.commit(batch, trainer_wait_share=0.0)
+        report = await run.buffer.report.call_one()
+        for loop in loops:
+            loop.cancel()
+        return Ended(batch=batch, report=report, payloads=run.payloads.state)
+    finally:
+        await fleet.close()
+
+
+def run_first_batch(
+    algorithm: AlgorithmSection,
+    folder: Path,
+    generators: Generators,
+    recorder: Recorder,
+    scoring: GroupScoring | None = None,
+) -> Ended:
+    config = tiny_config(write_random_model(folder / "model")).model_copy(update={"algorithm": algorithm})
+    return asyncio.run(_first_batch(config, generators, recorder, folder, scoring))
+
+
+def test_groups_that_do_not_come_are_counted_and_their_prompts_come_again(tmp_path: Path) -> None:
+    generators, recorder = Generators(), Recorder()
+    ended = run_first_batch(ALGORITHM, tmp_path, generators, recorder)
+    assert len(ended.batch.groups) == ALGORITHM.groups_per_step
+    dropped = ended.report.num_dropped
+    assert dropped[DropReason.BAD_RECORD] == len(REFUSED)
+    assert dropped[DropReason.CANCELLED] == len(CANCELLED)
+    assert dropped[DropReason.OVERSIZED] == len(OVERSIZED + UNWRITTEN)
+    assert len(recorder.problems) == len(REFUSED + OVERSIZED + UNWRITTEN)
+    assert sum("routed_experts" in problem for problem in recorder.problems) == len(REFUSED)
+    assert sum("group 0 takes 1,099,511,627,776 bytes" in problem for problem in recorder.problems) == 1
+    lost_groups = REFUSED + CANCELLED + OVERSIZED + UNWRITTEN
+    for lost in lost_groups:
+        again = [one for one, prompt in generators.prompts.items() if prompt == generators.prompts[lost]]
+        assert max(again) > lost, "its prompt was sampled again"
+    assert ended.report.metrics["buffer/num_reissued"] == len(lost_groups)
+    num_freed = ALGORITHM.groups_per_step + len(OVERSIZED)
+    assert len(generators.freed) == num_freed * ALGORITHM.group_size, "those of the batch and the oversized"
+    assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
+
+
+def test_a_group_that_cannot_be_scored_is_given_up_and_the_others_train(tmp_path: Path) -> None:
+    scorer, generators, recorder = UnluckyScorer(), Generators(), Recorder()
+    scoring = make_scoring(scorer.score)
+    ended = run_first_batch(ALGORITHM, tmp_path, generators, recorder, scoring)
+    assert len(ended.batch.groups) == ALGORITHM.groups_per_step
+    assert scorer.refused is not None
+    assert all(group.task != scorer.refused for group in ended.batch.groups)
+    num_unscored = ended.report.num_dropped[DropReason.UNSCORED]
+    assert num_unscored >= 1
+    problems = [problem for problem in recorder.problems if "was not scored in 3 attempts" in problem]
+    assert len(problems) == num_unscored
+    assert f"never for {scorer.refused.task_id}" in problems[0]
+    assert scoring.metrics()["scoring/num_failed_attempts"] >= 1 + 3 * num_unscored
+    num_done = ALGORITHM.groups_per_step + len(OVERSIZED) + num_unscored
+    assert len(generators.freed) == num_done * ALGORITHM.group_size
+    assert scorer.first in [group.task for group in ended.batch.groups], "a second attempt helped"
+    assert ended.payloads.num_bytes_held == ended.payloads.num_bytes_reserved == 0
+
+
+def test_groups_are_with_the_scorer_side_by_side(tmp_path: Path) -> None:
+    async def run() -> Ended:
+        num_waiting, together = 0, asyncio.Event()
+
+        async def wait_for_the_others(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            nonlocal num_waiting
+            num_waiting += 1
+            if num_waiting == ALGORITHM.groups_per_step:
+                together.set()
+            await together.wait()
+            return await score(task, responses)
+
+        config = tiny_config(write_random_model(tmp_path / "model"))
+        scoring = make_scoring(wait_for_the_others)
+        return await _first_batch(config, Generators(), Recorder(), tmp_path, scoring)
+
+    assert len(asyncio.run(run()).batch.groups) == ALGORITHM.groups_per_step
+
+
+def test_filters_leave_out_rollouts_and_count_whole_groups(tmp_path: Path) -> None:
+    filters = (ResampleOnCorrect(kind="resample_on_correct", num_kept=2),)
+    generators = Generators()
+    ended = run_first_batch(
+        ALGORITHM.model_copy(update={"filters": filters}), tmp_path, generators, Recorder()
+    )
+    assert {len(group.rollouts) for group in ended.batch.groups} == {2}
+    assert all(len(group.rewards) == 2 for group in ended.batch.groups)
+
+
+def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
+    filters = (DynamicSampling(kind="dynamic_sampling", min_std=100.0),)
+    starving = ALGORITHM.model_copy(update={"filters": filters, "max_filtered_in_a_row": 6})
+    config = tiny_config(write_random_model(tmp_path / "model")).model_copy(update={"algorithm": starving})
+
+    async def starve() -> None:
+        fleet = Procs(tmp_path)
+        try:
+            run = GrpoRun(
+                config,
+                prepare(config),
+                Roles(
+                    trainer=None,
+                    generators=Generators(),
+                    scorer=make_scoring(),
+                    buffer=await fleet.start_buffer(config),
+                ),
+                recorder=Recorder(),
+                checkpoints=tmp_path,
+            )
+            collecting = asyncio.create_task(run.collect())
+            with pytest.raises(ExceptionGroup) as ended:
+                await asyncio.wait_for(run.score(), 20)
+            cause = root_cause(ended.value)
+            assert isinstance(cause, AllFiltered) and "6 groups in a row" in str(cause)
+            collecting.cancel()
+        finally:
+            await fleet.close()
+
+    asyncio.run(starve())

@@ -1,0 +1,236 @@
+"""Groups that are cancelled, prefixes across versions, and seeds, with real engines."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.weights import WeightsSection
+from forgeasync.generator.reports import GroupCancelled, SwapReport
+from forgeasync.rollouts.rollout import Rollout
+from tests.support.engines import (
+    assert_logprobs,
+    expected,
+    let_decode,
+    revealing_weights,
+    sample_all,
+    start_engine,
+    update,
+)
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+
+GENERATOR = GeneratorSection(max_num_seqs=8, max_num_batched_tokens=512, kv_cache_gib=0.02)
+ONE_AT_A_TIME = GeneratorSection(max_num_seqs=1, max_num_batched_tokens=512, kv_cache_gib=0.02)
+LONG = SamplingSection(max_response_tokens=100)
+SHORT = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=20)
+PROMPT = np.arange(3, 9, dtype=np.int32)
+BLOCK = 128
+"""Tokens of a cache block; a prompt that is longer has a prefix to share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """Four groups of two with eight places, one of them unnamed, and a fifth that waits for a place."""
+
+    reports: list[SwapReport]
+    answers: list[object]
+    """Of groups 0 to 2; 0 and 2 were cancelled."""
+    unnamed: tuple[Rollout, ...]
+    waiting: object
+    afterwards: tuple[Rollout, ...]
+    num_left_behind: int
+
+
+async def _cancel(folder: Path) -> Cancelled:
+    engine = await start_engine(folder, GENERATOR, WeightsSection())
+
+    def group(group_id: int | None) -> asyncio.Task[tuple[Rollout, ...]]:
+        return asyncio.create_task(
+            engine.generate(prompt_ids_P=PROMPT, num_samples=2, sampling=LONG, group_id=group_id)
+        )
+
+    unnamed, *groups = [group(None), *(group(group_id) for group_id in range(3))]
+    await let_decode(engine, 3)
+    with pytest.raises(ValueError, match="group_id = 1: is being sampled already"):
+        await group(1)
+    # All eight places are taken.
+    waiting = group(3)
+    await let_decode(engine, 3)
+    reports = [await update(engine, 1, revealing_weights(folder, 4))]
+    await engine.cancel([0, 2, 3, 17])
+    await let_decode(engine, 3)
+    reports.append(await update(engine, 2, revealing_weights(folder, 5)))
+    seen = Cancelled(
+        reports=reports,
+        answers=await asyncio.gather(*groups, return_exceptions=True),
+        unnamed=await unnamed,
+        waiting=(await asyncio.gather(waiting, return_exceptions=True))[0],
+        afterwards=await group(0),
+        num_left_behind=await engine._client.between_steps(lambda core: len(core.scheduler.requests)),
+    )
+    engine.shutdown()
+    return seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixed:
+    """Requests of one prompt, one after the other, with an update soon."""
+
+    first: Rollout
+    last: Rollout
+
+
+async def _prefix(folders: list[Path], *, across_versions: bool) -> Prefixed:
+    weights = WeightsSection(prefix_cache_across_versions=across_versions)
+    engine = await start_engine(folders[0], ONE_AT_A_TIME, weights)
+    running = asyncio.create_task(sample_all(engine, [long_prompt()], SHORT, num_samples=8))
+    await let_decode(engine, 2)
+    await update(engine, 1, load_file(folders[1] / "model.safetensors"))
+    rollouts = await running
+    engine.shutdown()
+    return Prefixed(first=rollouts[0], last=rollouts[-1])
+
+
+async def _seeded(folder: Path) -> list[list[list[int]]]:
+    """The samples of two groups with seed 7, alone and among others, and of one with seed 8."""
+    engine = await start_engine(folder, GENERATOR, WeightsSection())
+
+    async def sample(seed: int) -> list[list[int]]:
+        rollouts = await engine.generate(prompt_ids_P=PROMPT, num_samples=3, sampling=SHORT, seed=seed)
+        return [rollout.response_ids_T.tolist() for rollout in rollouts]
+
+    alone = await sample(7)
+    again, other = await asyncio.gather(sample(7), sample(8))
+    engine.shutdown()
+    return [alone, again, other]
+
+
+async def _seeded_in_chunks(folder: Path, max_num_batched_tokens: int) -> list[list[int]]:
+    """Two groups at once, with seeds; their prompts are computed in chunks of the budget."""
+    section = GENERATOR.model_copy(update={"max_num_batched_tokens": max_num_batched_tokens})
+    engine = await start_engine(folder, section, WeightsSection())
+    groups = await asyncio.gather(
+        *(
+            engine.generate(prompt_ids_P=long_prompt(), num_samples=2, sampling=SHORT, seed=seed)
+            for seed in (7, 8)
+        )
+    )
+    engine.shutdown()
+    return [rollout.response_ids_T.tolist() for group in groups for rollout in group]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What came out of all scenarios."""
+
+    cancelled: Cancelled
+    salted: Prefixed
+    shared: Prefixed
+    seeded: list[list[list[int]]]
+    whole_prompts: list[list[int]]
+    chunked_prompts: list[list[int]]
+
+
+def _observe(folders: list[Path], revealing: Path) -> Observed:
+    return Observed(
+        cancelled=asyncio.run(_cancel(revealing)),
+        salted=asyncio.run(_prefix(folders, across_versions=False)),
+        shared=asyncio.run(_prefix(folders, across_versions=True)),
+        seeded=asyncio.run(_seeded(folders[0])),
+        whole_prompts=asyncio.run(_seeded_in_chunks(folders[0], 1024)),
+        chunked_prompts=asyncio.run(_seeded_in_chunks(folders[0], 50)),
+    )
+
+
+def long_prompt() -> np.ndarray:
+    return np.random.default_rng(1).integers(3, 20, BLOCK + 2).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [
+        write_random_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
+        for seed in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
+    return {
+        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for version, folder in enumerate(folders)
+    }
+
+
+@pytest.fixture(scope="module")
+def observed(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    # Token 3 throughout: no response ends before its last token.
+    revealing = write_random_model(tmp_path_factory.mktemp("revealing") / "hf", num_experts=8, top_k=3)
+    save_file(revealing_weights(revealing, 3), revealing / "model.safetensors", {"format": "pt"})
+    return run_alone(_observe, folders, revealing)
+
+
+def test_cancelled_groups_end_and_others_go_on(observed: Observed) -> None:
+    seen = observed.cancelled
+    assert [isinstance(answer, GroupCancelled) for answer in seen.answers] == [True, False, True]
+    assert isinstance(seen.waiting, GroupCancelled), "it had not begun"
+    for rollout in (*seen.unnamed, *seen.answers[1]):
+        assert [span.version for span in rollout.version_spans] == [0, 1, 2]
+    assert [rollout.num_response_tokens for rollout in seen.afterwards] == [100, 100]
+    assert seen.num_left_behind == 0
+
+
+def test_an_update_reports_how_far_the_groups_are(observed: Observed) -> None:
+    first, second = ({one.group_id: one for one in report.progress} for report in observed.cancelled.reports)
+    assert sorted(first) == [0, 1, 2, 3], "the unnamed one is nobody's"
+    assert {one.version for one in first.values()} == {1}
+    assert {one.num_running for one in first.values()} == {2}
+    assert first[3].num_tokens == 0
+    rollouts = observed.cancelled.answers[1]
+    assert first[1].num_tokens == sum(rollout.version_spans[0].end for rollout in rollouts)
+    assert list(second) == [1]
+    assert second[1].num_tokens == sum(rollout.version_spans[1].end for rollout in rollouts)
+
+
+def test_a_waiting_request_never_meets_a_prefix_of_older_weights(
+    observed: Observed, models: Mapping[int, torch.nn.Module]
+) -> None:
+    seen = observed.salted
+    assert [span.version for span in seen.last.version_spans] == [1]
+    assert_logprobs(seen.last, expected(models, seen.last, recomputed=True), SHORT)
+
+
+def test_prefixes_are_served_across_versions_if_asked_for(
+    observed: Observed, models: Mapping[int, torch.nn.Module]
+) -> None:
+    seen = observed.shared
+    assert [span.version for span in seen.last.version_spans] == [1]
+    old = expected(models, seen.first, recomputed=True).router_logits_SME[:BLOCK]
+    new = expected(models, seen.last, recomputed=True).router_logits_SME[:BLOCK]
+
+    def choices(logits_SME: np.ndarray) -> np.ndarray:
+        return np.sort(np.argsort(logits_SME, -1)[..., -3:], -1)
+
+    found = seen.last.routed_experts.expert_ids_RMK[:BLOCK]
+    assert (found == choices(old)).mean() > 0.99, "the block was not served"
+    assert (found == choices(new)).mean() < 0.9, "the two versions choose alike"
+
+
+def test_samples_of_a_seed_are_reproducible_and_differ(observed: Observed) -> None:
+    alone, again, other = observed.seeded
+    assert alone == again
+    assert len({tuple(sample) for sample in alone + other}) == 6
+
+
+def test_a_prompt_in_chunks_draws_what_it_draws_whole(observed: Observed) -> None:
+    assert observed.chunked_prompts == observed.whole_prompts
+    assert len({tuple(tokens) for tokens in observed.whole_prompts}) == 4

@@ -1,0 +1,136 @@
+"""Texts that end a response: where it ends, and that nothing else of it changes, with a real engine."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+from vllm.outputs import CompletionOutput
+
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.weights import WeightsSection
+from forgeasync.generator.sequence import SequenceReader
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.records import check_rollout
+from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
+from tests.support.engines import RECORDS, start_engine
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+
+FREE = SamplingSection(temperature=1.0, top_k=20, max_response_tokens=40)
+PROMPT = np.arange(3, 9, dtype=np.int32)
+NUM_PAIRS = 3
+
+
+def _sample(folder: Path) -> list[tuple[Rollout, str, Rollout]]:
+    """Free responses, a text in the middle of each, and the same draw again with it as the end."""
+
+    async def run() -> list[tuple[Rollout, str, Rollout]]:
+        engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01), WeightsSection())
+        pairs: list[tuple[Rollout, str, Rollout]] = []
+        for seed in range(60):
+            (free,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=FREE, seed=seed)
+            stop = free.text[6:9]
+            if len(free.text) < 12 or len(pairs) == NUM_PAIRS:
+                continue
+            # The first is never met: only the second ends anything.
+            ended = FREE.model_copy(update={"stop": ("no such text", stop)})
+            (cut,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=ended, seed=seed)
+            pairs.append((free, stop, cut))
+        engine.shutdown()
+        return pairs
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0)
+
+
+@pytest.fixture(scope="module")
+def pairs(folder: Path) -> list[tuple[Rollout, str, Rollout]]:
+    return run_alone(_sample, folder)
+
+
+def test_a_response_ends_with_the_token_that_completes_the_text(
+    folder: Path, pairs: list[tuple[Rollout, str, Rollout]]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(pairs) == NUM_PAIRS
+    for free, stop, cut in pairs:
+        assert len(stop) == 3 and cut.finish_reason is FinishReason.STOP
+        num_tokens = cut.num_response_tokens
+        assert 0 < num_tokens < free.num_response_tokens
+        assert cut.text == free.text[: free.text.index(stop)], "its own text leaves it out"
+        whole = tokenizer.decode(cut.response_ids_T)
+        assert stop in whole and stop not in tokenizer.decode(cut.response_ids_T[:-1])
+
+
+def test_tokens_and_records_are_those_of_the_same_draw_without_it(
+    folder: Path, pairs: list[tuple[Rollout, str, Rollout]]
+) -> None:
+    facts = read_model_facts(str(folder))
+    for free, _, cut in pairs:
+        check_rollout(cut, RECORDS, facts)
+        num_tokens = cut.num_response_tokens
+        np.testing.assert_array_equal(cut.response_ids_T, free.response_ids_T[:num_tokens])
+        np.testing.assert_array_equal(cut.logprobs_T, free.logprobs_T[:num_tokens])
+        assert cut.version_spans == (VersionSpan(version=0, start=0, end=num_tokens),)
+        num_recorded = cut.routed_experts.num_recorded
+        assert num_recorded == len(PROMPT) + num_tokens - 1
+        np.testing.assert_array_equal(
+            cut.routed_experts.expert_ids_RMK, free.routed_experts.expert_ids_RMK[:num_recorded]
+        )
+        np.testing.assert_array_equal(cut.kept_tokens.ids_N, free.kept_tokens.slice(0, num_tokens).ids_N)
+
+
+def make_part(ids: list[int], *, first_row: int, version: int, finish_reason: str) -> CompletionOutput:
+    """A part of a sequence as vLLM hands it out; rows of experts are their own numbers."""
+    return CompletionOutput(
+        index=0,
+        text="",
+        token_ids=ids,
+        cumulative_logprob=None,
+        logprobs=[{token: SimpleNamespace(logprob=-float(token))} for token in ids],
+        routed_experts=np.arange(first_row + len(ids) - 1).reshape(-1, 1, 1),
+        sampling_mask=SimpleNamespace(token_ids=[[token] for token in ids]),
+        weight_versions=[SimpleNamespace(version=str(version), start=0, end=len(ids))],
+        finish_reason=finish_reason,
+        stop_reason=None,
+    )
+
+
+def join(reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Sequence[str]) -> Rollout:
+    trajectory = reader.new_trajectory()
+    trajectory.give(PROMPT)
+    *going_on, end = (reader.grow(trajectory, part, turn_start=len(PROMPT), stop=stop) for part in parts)
+    assert going_on == [None] * len(going_on) and end is not None
+    return reader.rollout(trajectory, end.finish_reason, has_end_token=end.has_end_token, stop=stop)
+
+
+def test_a_text_that_two_parts_share_ends_the_response_too(folder: Path) -> None:
+    """vLLM looks for it in each part alone: a swap between two of its tokens would hide it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("12=3;45=9#6", add_special_tokens=False)["input_ids"]
+    reader = SequenceReader(
+        tokenizer=tokenizer, vocab_size=len(tokenizer), num_experts=300, num_dense_layers=0
+    )
+    parts = [
+        make_part(ids[:6], first_row=len(PROMPT), version=4, finish_reason="abort"),
+        make_part(ids[6:], first_row=len(PROMPT) + 6, version=5, finish_reason="length"),
+    ]
+    rollout = join(reader, parts, stop=("45", "9"))
+    assert rollout.text == "12=3;" and rollout.finish_reason is FinishReason.STOP
+    assert rollout.response_ids_T.tolist() == ids[:7]
+    assert rollout.logprobs_T.tolist() == [-float(token) for token in ids[:7]]
+    assert [dataclasses.astuple(span) for span in rollout.version_spans] == [(4, 0, 6), (5, 6, 7)]
+    assert rollout.routed_experts.expert_ids_RMK.ravel().tolist() == list(range(len(PROMPT) + 6))
+    assert rollout.routed_experts.num_tokens == len(PROMPT) + 7
+    assert rollout.kept_tokens.ids_N.tolist() == ids[:7]
+    whole = join(reader, parts, stop=())
+    assert whole.text == "12=3;45=9#6" and whole.finish_reason is FinishReason.LENGTH

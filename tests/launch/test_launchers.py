@@ -1,0 +1,208 @@
+"""Launchers on paper: what is refused of them, and what Monarch would submit. Nothing is started."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from forgeasync.config.launcher import KubernetesLauncher, LocalLauncher, ProcessLauncher
+from forgeasync.config.load import dump_config, load_config
+from forgeasync.config.run import RunConfig
+from forgeasync.launch.render import render_launch
+from forgeasync.models.rules import check_config
+from forgeasync.schema.problems import ConfigError
+from tests.support.config_samples import CONFIGS, FACTS, MINIMAL, only
+from tests.support.processes import run_alone
+
+LARGE = CONFIGS / "qwen3_30b_a3b.yaml"
+"""16 trainer procs, 8 replicas of 2 GPUs."""
+
+SLURM = "launcher={kind: slurm, gpus_per_host: 8, partition: gpu}"
+SSH = "launcher={kind: ssh, gpus_per_host: 0, hosts: {trainer: [a], generators: [b]}}"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def shipped(kind: str, *overrides: str) -> RunConfig:
+    return load_config([LARGE, CONFIGS / "launchers" / f"{kind}.yaml"], overrides)
+
+
+def rendered(config: RunConfig) -> str:
+    """In a process of its own: a job decides by which transport Monarch talks, for the rest of a process."""
+    text = run_alone(render_launch, config)
+    assert text is not None
+    return text
+
+
+def test_without_a_launcher_everything_is_local(config_file: Path) -> None:
+    config = load_config(config_file)
+    assert config.launcher == LocalLauncher()
+    assert render_launch(config) is None
+
+
+def test_a_kind_alone_is_a_process_launcher(config_file: Path) -> None:
+    config = load_config(config_file, ["launcher.kind=process"])
+    assert config.launcher == ProcessLauncher(kind="process")
+    assert check_config(config, FACTS) == []
+
+
+def test_launchers_survive_being_written_and_read_back(tmp_path: Path) -> None:
+    config = shipped("slurm")
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["launcher={kind: process, hosts: {trainer: 2}}", "trainer.parallel.num_procs=3"],
+            ["launcher.hosts.trainer = 2", "must divide trainer.parallel.num_procs = 3"],
+        ),
+        (
+            ["launcher={kind: process, hosts: {generators: 2}}", "generator.num_replicas=3"],
+            ["launcher.hosts.generators = 2", "must divide generator.num_replicas = 3"],
+        ),
+        (
+            [SLURM, "trainer.parallel.num_procs=16", "algorithm.groups_per_step=4"],
+            ["launcher.gpus_per_host = 8", "launcher.hosts.trainer = 1 needs 16 GPUs a host"],
+        ),
+        (
+            [SLURM, "generator.num_replicas=5", "generator.tensor_parallel=2"],
+            ["launcher.gpus_per_host = 8", "5 x 2 (tensor_parallel) = 10 GPUs a host"],
+        ),
+        (
+            [SLURM, "launcher.gpus_per_host=1", "generator.tensor_parallel=2"],
+            ["generator.tensor_parallel = 2", "at most launcher.gpus_per_host = 1"],
+        ),
+        (
+            [SLURM, "launcher.slurm_args=[constraint=h100]"],
+            ["launcher.slurm_args = 'constraint=h100'", "starts with -"],
+        ),
+        (
+            [SSH, "launcher.hosts.generators=[a]"],
+            ["launcher.hosts = 'a'", "named 2 times"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(config_file: Path, overrides: list[str], words: list[str]) -> None:
+    message = only(check_config(load_config(config_file, overrides), FACTS))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("{kind: slurm, gpus_per_host: 8}", ["launcher.partition", "required key is missing"]),
+        ("{kind: kubernetes, gpus_per_host: 8, namespace: n}", ["launcher.image", "required key is missing"]),
+        ("{kind: slurm, partition: gpu}", ["launcher.gpus_per_host", "required key is missing"]),
+        (
+            "{kind: slurm, gpus_per_host: 8, partition: gpu, time_limit: 4h}",
+            ["launcher.time_limit = '4h'"],
+        ),
+        ("{kind: slum}", ["launcher.kind = 'slum'", "'slurm'", "'kubernetes'"]),
+        ("{kind: process, image: x}", ["launcher.image = 'x'", "unknown key"]),
+        ("{kind: ssh, gpus_per_host: 0, hosts: {trainer: [a], generators: []}}", ["hosts.generators"]),
+    ],
+)
+def test_what_a_launcher_lacks_is_named(config_file: Path, launcher: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(config_file, [f"launcher={launcher}"])
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_the_sbatch_script_asks_for_what_the_config_does() -> None:
+    script = rendered(shipped("slurm", "launcher.mem=512G", "launcher.account=me", "run_dir=runs/big"))
+    directives = set(re.findall(r"^#SBATCH (\S+)$", script, re.MULTILINE))
+    assert {
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--partition=gpu",
+        "--time=24:00:00",
+        "--mem=512G",
+        "--account=me",
+        "--exclusive",
+        "--constraint=h100",
+    } <= directives
+    (output,) = [line for line in directives if line.startswith("--output=")]
+    assert output.startswith("--output=runs/big/logs/slurm_%j_qwen3_30b_a3b")
+    (ids,) = re.findall(r"^export MONARCH_SERVICE_PROC_IDS='(.*)'$", script, re.MULTILINE)
+    assert len(set(yaml.safe_load(ids))) == 4, "an identity for every host"
+    (command,) = re.findall(r"^srun .*$", script, re.MULTILINE)
+    srun, python, option, code = shlex.split(command)
+    assert (srun, python, option) == ("srun", ".venv/bin/python", "-c")
+    compile(code, "worker", "exec")
+    assert ":22222" in code and "run_worker_loop_forever" in code
+
+
+def test_a_dry_run_shows_hosts_and_script_and_starts_nothing(tmp_path: Path) -> None:
+    files = [LARGE, CONFIGS / "launchers" / "slurm.yaml"]
+    arguments = [argument for file in files for argument in ("--config", str(file))]
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "apps.grpo", *arguments, "--dry-run", f"run_dir={run_dir}"],
+        cwd=CONFIGS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {
+        cells[1].strip(): cells[2:4] for line in done.stdout.splitlines() if len(cells := line.split("│")) > 4
+    }
+    assert [cell.strip() for cell in rows["hosts, trainer"]] == ["2", "slurm, of 8 GPUs; 8 procs each"]
+    assert rows["hosts, generators"][1].strip() == "slurm, of 8 GPUs; 4 replicas of 2 each"
+    assert "\n#SBATCH --nodes=4\n" in done.stdout and f"--output={run_dir}/logs/" in done.stdout
+    assert not run_dir.exists() and not done.stderr
+
+
+def test_without_gpus_none_are_asked_for(config_file: Path) -> None:
+    config = load_config(config_file, [SLURM, "launcher.gpus_per_host=0"])
+    assert "gpus" not in rendered(config)
+
+
+def test_pods_are_what_the_config_asks_for() -> None:
+    pytest.importorskip("kubernetes")
+    config = shipped("kubernetes", "launcher.hosts.generators=4")
+    launcher = config.launcher
+    assert isinstance(launcher, KubernetesLauncher)
+    trainer, generators = yaml.safe_load_all(rendered(config))
+    assert [trainer["spec"]["replicas"], generators["spec"]["replicas"]] == [2, 4]
+    names = [mesh["metadata"]["name"] for mesh in (trainer, generators)]
+    assert names == ["runqwen330ba3btrainer", "runqwen330ba3bgenerators"]
+    for mesh in (trainer, generators):
+        assert mesh["kind"] == "MonarchMesh"
+        assert mesh["metadata"]["namespace"] == "training"
+        assert mesh["metadata"]["labels"] == {"team": "rl"}
+        pod = mesh["spec"]["podTemplate"]["spec"]
+        (worker,) = pod["containers"]
+        assert worker["image"] == launcher.image
+        wanted = {"cpu": "64", "memory": "1Ti", "nvidia.com/gpu": "8"}
+        assert worker["resources"] == {"limits": wanted, "requests": wanted}
+        assert pod["volumes"] == [{"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "256Gi"}}]
+        environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
+        identities = yaml.safe_load(environment["MONARCH_SERVICE_PROC_IDS"])
+        assert len(set(identities)) == mesh["spec"]["replicas"]
+
+
+def test_ssh_starts_a_worker_on_every_host(config_file: Path) -> None:
+    launcher = (
+        "launcher={kind: ssh, gpus_per_host: 0, python: /opt/python, ssh_args: [-p, '2222'], "
+        "port: 4000, hosts: {trainer: [t0], generators: [g0, g1]}}"
+    )
+    config = load_config(config_file, [launcher, "generator.num_replicas=2"])
+    lines = [shlex.split(line) for line in rendered(config).splitlines()]
+    assert [line[:4] for line in lines] == [["ssh", "-p", "2222", host] for host in ("t0", "g0", "g1")]
+    for (*_, host, option, command), name in zip(lines, ("t0", "g0", "g1"), strict=True):
+        assert (host, option) == (name, "-n")
+        assert command.startswith("/opt/python -c ") and f"tcp://{name}:4000" in command

@@ -1,0 +1,227 @@
+"""What is refused of a model before any weight is read: field, value found, and what would be right."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from safetensors.numpy import load_file, save_file
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig, resolve
+from forgeasync.config.trainer import RoutingReplay
+from forgeasync.controller.preparation import prepare
+from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
+from forgeasync.models.config_file import parse_model_facts, read_model_facts
+from forgeasync.models.rules import check_config
+from forgeasync.schema.problems import ConfigError
+from tests.support.config_samples import FACTS, MINIMAL, only
+from tests.support.families import LLAMA3_SCALING, VARIANTS, YARN_SCALING, write_family
+
+
+def raw_config(variant: str, **changes: object) -> dict[str, object]:
+    """The config.json of a variant, with changes; ``...`` takes a key out."""
+    raw = json.loads(VARIANTS[variant]().to_json_string()) | {"vocab_size": 100} | changes
+    return {name: value for name, value in raw.items() if value is not ...}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_configs_as_transformers_writes_them_are_read(variant: str) -> None:
+    facts = parse_model_facts(raw_config(variant), "folder")
+    assert facts.model_type == variant.removesuffix("_tied").split("_yarn")[0].split("_one")[0].replace(
+        "llama3_rope", "llama"
+    )
+    assert facts.tie_word_embeddings == (variant in ("qwen3_tied", "llama"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "words"),
+    [
+        ("qwen3", {"use_sliding_window": True}, ["use_sliding_window = True", "only False"]),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ["layer_types", "'sliding_attention'", "only 'full_attention'"],
+        ),
+        ("qwen3", {"attention_bias": True}, ["attention_bias = True", "only False"]),
+        ("qwen3", {"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "only 'silu'"]),
+        ("qwen3", {"intermediate_size": ...}, ["lacks intermediate_size"]),
+        ("qwen3", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5", "only 1.0"]),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "'fp8'", "None"]),
+        ("llama", {"mlp_bias": True}, ["mlp_bias = True", "only False"]),
+        ("llama", {"attention_bias": True}, ["attention_bias = True", "only False"]),
+        ("llama", {"architectures": ["LlamaModel"]}, ["['LlamaModel']", "['LlamaForCausalLM']"]),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            ["rope_parameters.rope_type = 'linear'", "'default' or 'llama3'"],
+        ),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3_SCALING | {"factor": -1}},
+            ["rope_parameters.factor = -1", "expected a positive number"],
+        ),
+        ("deepseek_v3", {"scoring_func": ...}, ["lacks scoring_func", "'sigmoid'", "softmax to vLLM"]),
+        ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func = 'softmax'", "only 'sigmoid'"]),
+        ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method = 'greedy'", "only 'noaux_tc'"]),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers = 1", "only 0"]),
+        ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave = False", "only True"]),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05", "only 1e-06"]),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN_SCALING | {"mscale": 0.5}},
+            ["mscale = 0.5", "mscale_all_dim = 0.8", "must be equal"],
+        ),
+    ],
+)
+def test_variants_that_the_trainer_has_not(
+    variant: str, changes: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model_facts(raw_config(variant, **changes), "some/folder")
+    message = only(list(caught.value.problems))
+    for word in ["model.path = 'some/folder'", *words]:
+        assert word in message
+
+
+def run_config(**changes: object) -> RunConfig:
+    values = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(MINIMAL), OmegaConf.create(changes)))
+    assert isinstance(values, dict)
+    values["data"]["source"] = {"kind": "reasoning_gym", "task": "chain_sum"}
+    return RunConfig.model_validate(values)
+
+
+DENSE = parse_model_facts(raw_config("qwen3"), "dense")
+DEEPSEEK = parse_model_facts(raw_config("deepseek_v3"), "deepseek")
+
+
+def with_routing(**changes: int) -> ModelFacts:
+    assert DEEPSEEK.routing is not None
+    return dataclasses.replace(DEEPSEEK, routing=dataclasses.replace(DEEPSEEK.routing, **changes))
+
+
+@pytest.mark.parametrize(
+    ("facts", "trainer", "words"),
+    [
+        (
+            DENSE,
+            {"parallel": {"num_procs": 2, "expert": 2}},
+            ["trainer.parallel.expert = 2", "must be 1", "'qwen3' has no experts"],
+        ),
+        (
+            dataclasses.replace(DENSE, dense_hidden_size=95),
+            {"parallel": {"num_procs": 2, "tensor": 2}},
+            ["trainer.parallel.tensor = 2", "intermediate_size = 95"],
+        ),
+        (
+            DENSE,
+            {"router_bias": "updated"},
+            ["trainer.router_bias = 'updated'", "must be frozen", "'qwen3' have no bias"],
+        ),
+        (FACTS, {"router_bias": "updated"}, ["trainer.router_bias = 'updated'", "'qwen3_moe' have no bias"]),
+        (
+            with_routing(num_groups=3),
+            {},
+            ["n_group = 3", "n_routed_experts = 8"],
+        ),
+        (
+            with_routing(num_limited_groups=5),
+            {},
+            ["topk_group = 5", "at most n_group = 4"],
+        ),
+        (
+            with_routing(num_limited_groups=1),
+            {},
+            ["topk_group = 1", "groups of 2 experts", "num_experts_per_tok = 3"],
+        ),
+    ],
+)
+def test_settings_that_a_model_has_no_use_for(
+    facts: ModelFacts, trainer: dict[str, object], words: list[str]
+) -> None:
+    message = only(check_config(run_config(trainer=trainer), facts))
+    for word in words:
+        assert word in message
+
+
+def test_biases_are_not_rounded() -> None:
+    message = only(check_config(run_config(generator={"dtype": "bfloat16"}), DEEPSEEK))
+    assert "generator.dtype = 'bfloat16'" in message and "must be float32" in message
+
+
+def test_latent_models_have_no_adapters() -> None:
+    config = run_config(lora={"rank": 4, "alpha": 8.0, "targets": ["q_proj"]})
+    assert "'deepseek_v3' cannot have adapters" in only(check_config(config, DEEPSEEK))
+
+
+def test_dense_models_may_be_split_along_sequences() -> None:
+    parallel = {"num_procs": 2, "tensor": 2}
+    assert check_config(run_config(trainer={"parallel": parallel | {"sequence": True}}), DENSE) == []
+    assert check_config(run_config(trainer={"parallel": parallel | {"sequence": False}}), DENSE) == []
+
+
+def test_nothing_is_replayed_where_there_are_no_experts() -> None:
+    config = run_config()
+    assert config.trainer.routing_replay is RoutingReplay.ALL
+    assert check_config(config, DENSE) == []
+    assert resolve(config, DENSE).trainer.routing_replay is RoutingReplay.OFF
+    assert resolve(config, DENSE).trainer.replay_probe_share == 0.0
+    assert resolve(config, FACTS) == config
+
+
+def _drop(tensors: dict[str, object]) -> None:
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
+def _add(tensors: dict[str, object]) -> None:
+    tensors["model.layers.3.eh_proj.weight"] = tensors["model.norm.weight"]
+
+
+def _swap(tensors: dict[str, object]) -> None:
+    tensors["model.layers.0.self_attn.kv_b_proj.weight"] = tensors["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_drop, ["lacks tensor model.layers.1.mlp.gate.e_score_correction_bias of shape (8,)"]),
+        (_add, ["model.layers.3.eh_proj.weight of shape (64,) has no place"]),
+        (_swap, ["layers.0.self_attn.kv_b_proj.weight has shape (64,)", "config.json says (320, 32)"]),
+    ],
+)
+def test_tensors_that_config_json_does_not_describe(
+    tmp_path: Path, change: Callable[[dict[str, object]], None], words: list[str]
+) -> None:
+    folder = write_family(tmp_path / "model", "deepseek_v3")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    message = only(check_checkpoint_shapes(folder, read_model_facts(str(folder))))
+    for word in words:
+        assert word in message
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "model", "llama")
+    (folder / "config.json").write_text(json.dumps(raw_config("qwen3_tied", vocab_size=23)))
+    messages = "\n".join(map(str, check_checkpoint_shapes(folder, read_model_facts(str(folder)))))
+    assert "lacks tensor model.layers.0.self_attn.q_norm.weight of shape (32,)" in messages
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "model", "llama")
+    config = run_config(
+        model={"path": str(folder), "max_context_length": 150}, trainer={"tokens_per_row": 192}
+    )
+    assert prepare(config).config.trainer.routing_replay is RoutingReplay.OFF
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    token = tokenizer["added_tokens"][0] | {"id": 23, "content": "<another>"}
+    tokenizer["added_tokens"].append(token)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    message = only(list(caught.value.problems))
+    assert f"model.path = {str(folder)!r}" in message
+    assert "24 token ids" in message and "vocab_size = 23" in message

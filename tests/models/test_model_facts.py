@@ -1,0 +1,178 @@
+"""Reading a model's shape, and comparing a checkpoint with it, from files and without a network."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from forgeasync.config.load import load_config
+from forgeasync.models import config_file as model_facts_module
+from forgeasync.models.checkpoint_shapes import MAX_PROBLEMS, check_checkpoint_shapes, expected_shapes
+from forgeasync.models.config_file import model_config_file, model_folder, read_model_facts
+from forgeasync.models.rules import check_config
+from forgeasync.schema.problems import ConfigError
+from tests.support.config_samples import CONFIGS, FACTS, HF_CONFIG, only
+
+
+def model_dir(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    values = {key: value for key, value in (HF_CONFIG | changes).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_theta": "absent", "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+        {"num_experts": "absent", "num_local_experts": 8},
+    ],
+    ids=["transformers4", "transformers5-rope", "transformers5-experts"],
+)
+def test_model_facts_of_a_folder(tmp_path: Path, changes: dict[str, object]) -> None:
+    assert read_model_facts(str(model_dir(tmp_path / "model", **changes))) == FACTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "absent"}, ["lacks hidden_size", "positive whole number"]),
+        ({"num_experts": "absent"}, ["lacks num_experts or num_local_experts"]),
+        ({"head_dim": 32.5}, ["head_dim = 32.5", "expected a positive whole number"]),
+        ({"rope_theta": "absent"}, ["lacks rope_theta", "positive number"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps = 0", "expected a positive number"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings = 1", "expected true or false"]),
+        ({"model_type": "mistral", "num_experts": "absent"}, ["'mistral'", "only 'qwen3', 'qwen3_moe', 'll"]),
+        ({"architectures": ["Qwen3MoeModel"]}, ["['Qwen3MoeModel']", "only ['Qwen3MoeForCausalLM'] is"]),
+        ({"norm_topk_prob": False}, ["norm_topk_prob = False", "only True is supported"]),
+        ({"norm_topk_prob": "absent"}, ["lacks norm_topk_prob", "must be true"]),
+        ({"mlp_only_layers": [1]}, ["mlp_only_layers = [1]", "only [] is supported"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling.type = 'yarn'", "only 'default'"]),
+        ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}}, ["rope_type = 'yarn'", "'default'"]),
+    ],
+)
+def test_bad_model_config_is_explained(tmp_path: Path, changes: dict[str, object], words: list[str]) -> None:
+    folder = str(model_dir(tmp_path / "model", **changes))
+    with pytest.raises(ConfigError) as caught:
+        read_model_facts(folder)
+    message = only(list(caught.value.problems))
+    for word in [f"model.path = {folder!r}", *words]:
+        assert word in message
+
+
+def test_missing_models_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    cases: list[tuple[str, Callable[[str], object], str]] = [
+        ("models/does/not/exist", read_model_facts, "no such folder"),
+        ("models/does/not/exist", model_folder, "no such folder"),
+        (str(tmp_path / "empty"), read_model_facts, "has no config.json"),
+        (str(tmp_path / "broken"), read_model_facts, "not a readable JSON file"),
+    ]
+    for path, function, words in cases:
+        with pytest.raises(ConfigError) as caught:
+            function(path)
+        assert f"model.path = {path!r}" in str(caught.value)
+        assert words in str(caught.value)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hub is out of reach and nothing is cached; collects what was asked of the hub."""
+    asked: list[str] = []
+
+    def unreachable(hub_id: str) -> None:
+        asked.append(hub_id)
+        raise ConnectionError("no network")
+
+    def not_cached(hub_id: str, file: str) -> None:
+        return None
+
+    monkeypatch.setattr(model_facts_module, "_probe_hub", unreachable)
+    monkeypatch.setattr(model_facts_module, "try_to_load_from_cache", not_cached)
+    return asked
+
+
+def test_published_model_without_network_has_its_shipped_shape(no_network: list[str]) -> None:
+    file = model_config_file("Qwen/Qwen3-30B-A3B")
+    assert file == CONFIGS / "models" / "Qwen--Qwen3-30B-A3B" / "config.json"
+    assert read_model_facts("Qwen/Qwen3-30B-A3B").num_experts == 128
+    assert no_network == ["Qwen/Qwen3-30B-A3B"] * 2
+
+
+@pytest.mark.parametrize("function", [model_config_file, model_folder])
+def test_hub_out_of_reach_is_explained(no_network: list[str], function: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        function("forgeasync-tests/no-such-model")
+    message = str(caught.value)
+    assert "model.path = 'forgeasync-tests/no-such-model'" in message
+    assert "ConnectionError" in message and "download the model first" in message
+
+
+def test_shipped_30b_config_runs_on_its_model(no_network: list[str]) -> None:
+    config = load_config(CONFIGS / "qwen3_30b_a3b.yaml", [])
+    assert check_config(config, read_model_facts(config.model.path)) == []
+
+
+def write_checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]], *, num_files: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    tensors = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {name: f"model-{i % num_files}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_matching_checkpoint_is_accepted(tmp_path: Path, num_files: int, tied: bool) -> None:
+    facts = dataclasses.replace(FACTS, tie_word_embeddings=tied)
+    shapes = expected_shapes(facts)
+    assert ("lm_head.weight" in shapes) != tied
+    assert check_checkpoint_shapes(write_checkpoint(tmp_path / "m", shapes, num_files=num_files), facts) == []
+
+
+def test_checkpoint_that_disagrees_is_explained(tmp_path: Path) -> None:
+    shapes = expected_shapes(FACTS)
+    del shapes["model.norm.weight"]
+    shapes["model.layers.1.mlp.experts.3.up_proj.weight"] = (95, 64)
+    shapes["model.layers.2.input_layernorm.weight"] = (64,)
+    folder = write_checkpoint(tmp_path / "m", shapes)
+    problems = check_checkpoint_shapes(folder, FACTS)
+    assert {problem.field for problem in problems} == {"model.path"}
+    messages = "\n".join(map(str, problems))
+    assert len(problems) == 3
+    assert str(folder) in messages
+    assert "lacks tensor model.norm.weight of shape (64,)" in messages
+    assert (
+        "layers.1.mlp.experts.3.up_proj.weight has shape (95, 64), its config.json says (96, 64)" in messages
+    )
+    assert "model.layers.2.input_layernorm.weight of shape (64,) has no place" in messages
+
+
+def test_checkpoint_of_another_size_is_summed_up(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", expected_shapes(FACTS))
+    problems = check_checkpoint_shapes(folder, dataclasses.replace(FACTS, hidden_size=32))
+    assert len(problems) == MAX_PROBLEMS + 1
+    assert "more tensors that disagree" in str(problems[-1])
+
+
+def test_broken_checkpoints_are_explained(tmp_path: Path) -> None:
+    assert "no model.safetensors" in only(check_checkpoint_shapes(tmp_path, FACTS))
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    assert "not a readable safetensors file" in only(check_checkpoint_shapes(tmp_path, FACTS))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    assert "lacks gone.safetensors" in only(check_checkpoint_shapes(tmp_path, FACTS))
+    index.write_text("[]")
+    assert "not a JSON file with a weight_map" in only(check_checkpoint_shapes(tmp_path, FACTS))

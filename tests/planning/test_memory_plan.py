@@ -1,0 +1,199 @@
+"""The memory plan of a trainer against what its ranks allocate, item by item and in sum."""
+
+import dataclasses
+import math
+
+import pytest
+
+from forgeasync.config.load import load_config
+from forgeasync.config.model_facts import BiasedRouting, LatentAttention, ModelFacts
+from forgeasync.models.sizes import num_adapter_parameters
+from forgeasync.planning.memory.host import host_memory
+from forgeasync.planning.memory.items import Machine
+from forgeasync.planning.memory.moments import step_moments
+from forgeasync.planning.memory.parameters import count_parameters
+from forgeasync.planning.memory.trainer import trainer_memory
+from forgeasync.trainer.model import build_meta_model
+from tests.support.config_samples import CONFIGS, FACTS
+from tests.support.measured_memory import Case, Measured, measure_all
+from tests.support.processes import run_ranks
+
+TOLERANCE = 0.1
+
+DEEPSEEK = dataclasses.replace(
+    FACTS,
+    model_type="deepseek_v3",
+    num_layers=3,
+    num_dense_layers=1,
+    dense_hidden_size=96,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    latent=LatentAttention(query_rank=48, kv_rank=32, nope_head_dim=32, rope_head_dim=32, value_head_dim=48),
+    routing=BiasedRouting(
+        num_groups=4, num_limited_groups=2, normalizes=True, scale=2.5, num_shared_experts=2
+    ),
+)
+
+TINY = dataclasses.replace(
+    FACTS,
+    num_layers=4,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=8,
+    top_k=2,
+    expert_hidden_size=128,
+    vocab_size=32,
+)
+"""configs/tiny_moe_cpu.yaml's model."""
+
+SMOLLM2 = ModelFacts(
+    model_type="llama",
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    num_experts=0,
+    top_k=0,
+    vocab_size=49152,
+    expert_hidden_size=0,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    rope_theta=100000.0,
+    rms_norm_eps=1e-5,
+    num_dense_layers=30,
+    dense_hidden_size=1536,
+)
+"""SmolLM2-135M."""
+
+
+def _case(name: str, facts: ModelFacts, *, length: int, tokens: int, changes: tuple[str, ...] = ()) -> Case:
+    config = load_config(
+        CONFIGS / "tiny_moe_cpu.yaml",
+        [
+            f"model.max_context_length={length}",
+            f"sampling.max_response_tokens={length - 8}",
+            f"trainer.tokens_per_row={tokens}",
+            "trainer.replay_probe_share=0",
+            *changes,
+        ],
+    )
+    return Case(name=name, config=config, facts=facts)
+
+
+def _cases(num_procs: int) -> list[Case]:
+    tiny = [f"trainer.parallel={{num_procs: {num_procs}, expert: {num_procs}}}"]
+    smollm2 = [f"trainer.parallel={{num_procs: {num_procs}, expert: 1}}"]
+    cases = [
+        _case(
+            f"tiny_{choice}",
+            TINY,
+            length=160,
+            tokens=1920,
+            changes=(*tiny, f"trainer.activation_checkpointing={choice}"),
+        )
+        for choice in ("none", "selective", "full")
+    ]
+    # One each: a step of 135M parameters takes its time.
+    choices = {1: ("none",), 2: ("selective",)}[num_procs]
+    return cases + [
+        _case(
+            f"smollm2_{choice}",
+            SMOLLM2,
+            length=64,
+            tokens=64,
+            changes=(*smollm2, f"trainer.activation_checkpointing={choice}"),
+        )
+        for choice in choices
+    ]
+
+
+ALL = {f"{case.name}-{num_procs}": (case, num_procs) for num_procs in (1, 2) for case in _cases(num_procs)}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[Measured]]:
+    """By case and number of procs: every rank's."""
+    found: dict[str, list[Measured]] = {}
+    for num_procs in (1, 2):
+        ranks = run_ranks(num_procs, measure_all, _cases(num_procs))
+        found |= {f"{name}-{num_procs}": [rank[name] for rank in ranks] for name in ranks[0]}
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_trainer_rank_allocates_what_was_planned(name: str, measured: dict[str, list[Measured]]) -> None:
+    case, _ = ALL[name]
+    counts = count_parameters(case.facts)
+    plan = trainer_memory(case.config, case.facts, counts, Machine.CPU)
+    output_layer = step_moments(case.config, case.facts, counts, Machine.CPU)[0]
+    planned = {item.name: item.num_bytes for item in plan.always} | {
+        "kept": output_layer.activations + output_layer.gathered_weights,
+        "peak": plan.fullest.total + sum(i.num_bytes for i in plan.always if i.name == "gradients"),
+    }
+    for rank in measured[name]:
+        found = dataclasses.asdict(rank)
+        assert planned.keys() == found.keys()
+        wrong = {
+            item: (round(planned[item]), found[item])
+            for item in found
+            if abs(planned[item] - found[item]) > TOLERANCE * found[item]
+        }
+        assert not wrong, f"(planned, allocated) bytes, fullest: {plan.fullest}"
+        assert plan.total_bytes == pytest.approx(rank.parameters + rank.optimizer + rank.peak, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "deepseek_v3"])
+def test_parameters_are_those_that_torchtitan_builds(name: str) -> None:
+    facts = {"qwen3_moe": TINY, "llama": SMOLLM2, "deepseek_v3": DEEPSEEK}[name]
+    model = build_meta_model(facts)
+    counts = count_parameters(facts)
+    assert counts.total == sum(parameter.numel() for parameter in model.parameters())
+    experts = [p.numel() for n, p in model.named_parameters() if ".inner_experts." in n]
+    assert counts.experts == sum(experts)
+
+
+def test_kept_sets_are_counted() -> None:
+    """By hand: 1,024 tokens of 4 x float32 logits and a mask; then 2 x, and a block of gathered rows."""
+    facts = dataclasses.replace(TINY, vocab_size=4096)
+    logits = 1024 * 4096 * 4
+    for cut, mask, block in (("sampling.top_k=20", logits / 4, 8 * 2**20), ("sampling.top_k=0", 0.0, 0.0)):
+        changes = (cut, "sampling.top_p=1.0", "sampling.min_p=0.0")
+        case = _case("kept", facts, length=160, tokens=1920, changes=changes)
+        first, second, *_ = step_moments(case.config, facts, count_parameters(facts), Machine.CPU)
+        assert (first.logits, second.logits) == (4 * logits + mask, 2 * logits + block)
+
+
+def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
+    """By hand: 4 layers, rank 8; q 128 -> 128, k 128 -> 64, and down projections of 8 experts, 128 -> 128."""
+    lora = "lora={rank: 8, alpha: 16, targets: [q_proj, k_proj, down_proj]}"
+    case = _case(
+        "lora", TINY, length=160, tokens=1920, changes=(lora, "trainer.parallel={num_procs: 2, expert: 1}")
+    )
+    by_hand = 4 * 8 * ((128 + 128) + (128 + 64) + 8 * (128 + 128))
+    assert num_adapter_parameters(TINY, case.config.lora) == by_hand
+    counts = count_parameters(TINY)
+    plan = trainer_memory(case.config, TINY, counts, Machine.CPU)
+    always = {item.name: item.num_bytes for item in plan.always}
+    assert always["parameters"] == 4 * math.ceil(counts.total / 2)
+    assert always["adapters"] == always["gradients"] == always["optimizer"] / 2 == 4 * by_hand / 2
+    # q, k and v are one parameter of vLLM's, so are gate and up: those two are left alone.
+    merged = 4 * 4 * (128 * (128 + 2 * 64) + 8 * 128 * 128)
+    host = {item.name: item.num_bytes for item in host_memory(case.config, TINY, Machine.CPU)}
+    assert host["staging buffers, all ranks"] == 2 * 4 * by_hand
+    assert host["merged weights, each replica"] == merged
+    served = host_memory(case.config, TINY, Machine.GPU)
+    assert "merged weights, each replica" not in {item.name for item in served}
+
+
+def test_a_penalty_on_moving_away_takes_a_second_model() -> None:
+    kl = "algorithm.kl={estimator: k3, coefficient: 0.01}"
+    case = _case(
+        "kl", TINY, length=160, tokens=1920, changes=(kl, "trainer.parallel={num_procs: 2, expert: 1}")
+    )
+    plan = trainer_memory(case.config, TINY, count_parameters(TINY), Machine.CPU)
+    always = {item.name: item.num_bytes for item in plan.always}
+    assert always["reference model"] == always["parameters"]

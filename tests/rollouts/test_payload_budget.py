@@ -1,0 +1,167 @@
+"""The bound on payloads' bytes, on random histories."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, fits, largest_excess
+
+
+class BudgetHistory(RuleBasedStateMachine):
+    """Any order of calls that a run could make, against sums kept here."""
+
+    @initialize(groups_per_step=st.integers(1, 4), worst=st.integers(1, 50), spare=st.integers(0, 120))
+    def start(self, groups_per_step: int, worst: int, spare: int) -> None:
+        self.groups_per_step, self.worst = groups_per_step, worst
+        self.capacity = groups_per_step * worst + spare
+        assert fits(self.capacity, groups_per_step, worst)
+        assert not fits(groups_per_step * worst - 1, groups_per_step, worst)
+        self.excess = largest_excess(self.capacity, groups_per_step, worst)
+        self.budget = PayloadBudget(self.capacity, excess_bytes=self.excess)
+        self.beyond: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.next_id = 0
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        asked = data.draw(st.integers(0, self.worst))
+        used = sum(self.reserved.values()) + sum(self.held.values())
+        fitted = self.budget.reserve(self.next_id, asked)
+        assert fitted == (used + asked <= self.capacity)
+        if fitted:
+            self.reserved[self.next_id] = asked
+            self.next_id += 1
+        else:
+            num_present = len(self.reserved) + len(self.held)
+            assert num_present >= self.groups_per_step, "refused while the trainer cannot take a step"
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(sorted(self.reserved)))
+        reserved = self.reserved[group]
+        actual = data.draw(st.integers(0, reserved) | st.integers(0, 3 * self.worst))
+        others = sum(self.reserved.values()) - reserved + sum(self.held.values())
+        beyond = max(0, actual - reserved)
+        fitted = others + actual <= self.capacity and sum(self.beyond.values()) + beyond <= self.excess
+        assert self.budget.settle(group, actual) == (fitted or not beyond)
+        if fitted or not beyond:
+            del self.reserved[group]
+            self.held[group] = actual
+            self.beyond[group] = beyond
+
+    @precondition(lambda self: self.reserved or self.held)
+    @rule(data=st.data())
+    def finish_or_drop(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(sorted(self.reserved | self.held)))
+        self.budget.release(group)
+        self.reserved.pop(group, None)
+        self.held.pop(group, None)
+        self.beyond.pop(group, None)
+
+    @invariant()
+    def sums_are_right_and_bounded(self) -> None:
+        assert self.budget.num_bytes_reserved == sum(self.reserved.values())
+        assert self.budget.num_bytes_held == sum(self.held.values())
+        assert self.budget.num_bytes_reserved + self.budget.num_bytes_held <= self.capacity
+
+
+BudgetHistory.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+test_budget_on_random_histories = BudgetHistory.TestCase
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_run_with_capacity_for_one_step_never_deadlocks(data: st.DataObject) -> None:
+    groups_per_step, worst = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 30))
+    excess = data.draw(st.integers(0, 60))
+    budget = PayloadBudget(groups_per_step * worst + excess, excess_bytes=excess)
+    num_steps = data.draw(st.integers(1, 5))
+    admitted, unfinished, complete, num_done = 0, [], [], 0
+    num_attempts = 0
+    while num_done < num_steps * groups_per_step:
+        if admitted < num_steps * groups_per_step and budget.reserve(num_attempts, worst):
+            unfinished.append(num_attempts)
+            num_attempts += 1
+            admitted += 1
+        elif unfinished:
+            group = unfinished.pop(data.draw(st.integers(0, len(unfinished) - 1)))
+            # Some are larger than they should be; every refused one comes again, and in the end it is not.
+            largest = 3 * worst if num_attempts < 40 else worst
+            if budget.settle(group, data.draw(st.integers(0, worst) | st.integers(0, largest))):
+                complete.append(group)
+            else:
+                budget.release(group)
+                admitted -= 1
+        else:
+            assert len(complete) >= groups_per_step, "nothing to generate, and no step to take"
+            for group in complete[:groups_per_step]:
+                budget.release(group)
+            del complete[:groups_per_step]
+            num_done += groups_per_step
+    assert budget.num_bytes_held == 0 == budget.num_bytes_reserved
+
+
+def test_a_group_larger_than_its_reservation_takes_of_the_excess_or_is_refused() -> None:
+    """By hand: 2 groups of 30 a step in 70 bytes leave 10 beyond all reservations."""
+    budget = PayloadBudget(70, excess_bytes=largest_excess(70, 2, 30))
+    assert budget.reserve(0, 30) and budget.reserve(1, 30)
+    assert not budget.settle(0, 41), "more than the excess"
+    assert (budget.num_bytes_held, budget.num_bytes_reserved) == (0, 60), "it keeps its reservation"
+    assert budget.settle(0, 37)
+    assert not budget.settle(1, 34), "of 10 only 3 are left"
+    budget.release(1)
+    # 33 bytes are free; but 34 here, and there would be no room for a step's second group.
+    assert budget.reserve(2, 30) and not budget.settle(2, 34)
+    assert budget.settle(2, 33) and budget.num_bytes_held == 70
+    budget.release(0)
+    budget.release(2)
+    assert budget.reserve(3, 30) and budget.settle(3, 40), "what was beyond came back"
+
+
+def test_misuse_of_the_budget_is_a_bug() -> None:
+    budget = PayloadBudget(100, excess_bytes=0)
+    assert budget.reserve(0, 60)
+    with pytest.raises(AssertionError, match="never to start"):
+        budget.reserve(1, 101)
+    with pytest.raises(AssertionError, match="is present"):
+        budget.reserve(0, 1)
+    assert not budget.reserve(1, 41)
+    assert budget.settle(0, 59)
+    assert budget.reserve(1, 41)
+
+
+@pytest.mark.parametrize("makes_room", ["release", "settle"])
+def test_a_group_that_waits_for_room_is_woken_by_what_makes_it(makes_room: str) -> None:
+    """A group that ends, or one that takes less than was reserved for it."""
+
+    async def wait_for_room() -> None:
+        budget = AsyncPayloadBudget(PayloadBudget(300, excess_bytes=0), largest_group_bytes=200)
+        await budget.reserve(0)
+        waiting = asyncio.create_task(budget.reserve(1))
+        await asyncio.sleep(0)
+        assert not waiting.done() and budget.num_waits == 1
+        if makes_room == "release":
+            await budget.release(0)
+        else:
+            assert await budget.settle(0, 100)
+        await waiting
+        assert budget.state.num_bytes_reserved == 200
+
+    asyncio.run(asyncio.wait_for(wait_for_room(), 10.0))
+
+
+def test_a_group_that_may_not_stay_keeps_its_reservation_until_it_is_released() -> None:
+    async def too_large() -> None:
+        budget = AsyncPayloadBudget(PayloadBudget(300, excess_bytes=50), largest_group_bytes=200)
+        await budget.reserve(0)
+        assert not await budget.settle(0, 251)
+        assert (budget.state.num_bytes_reserved, budget.state.num_bytes_held) == (200, 0)
+        await budget.release(0)
+        assert budget.state.num_bytes_reserved == 0
+
+    asyncio.run(too_large())

@@ -1,0 +1,422 @@
+"""Scoring of groups: side by side, under the right deadlines, retried, and given up one by one."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgeasync.actors.evaluation import evaluate
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
+from forgeasync.actors.reward_scoring import ResponseScoring
+from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import ScorerSection
+from forgeasync.environments.reward import Response
+from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.task import Task
+from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
+from forgeasync.scoring.verifier_pool import VerifierPool
+from forgeasync.waiting import DeadlineExceeded
+from tests.support.runs import tiny_config
+
+Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
+ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+def make_task(index: int = 0, answer: str = "4") -> Task:
+    return Task(task_id=f"t{index}", prompt=f"{index}?", answer=answer, source_index=index, source="s")
+
+
+def some(num: int) -> list[Response]:
+    return [Response("a", 1, FinishReason.STOP)] * num
+
+
+def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
+    scores = tuple(Score(value=value, is_correct=value >= 2.0) for value in values)
+    return ScoredResponses(scores=scores, counts=VerifierCounts(num_timeouts=num_timeouts))
+
+
+def make_scoring(
+    call: Call, *, max_concurrent: int = 8, max_attempts: int = 3, limit_s: float = 20.0
+) -> GroupScoring:
+    section = ScorerSection(max_concurrent=max_concurrent, max_attempts=max_attempts)
+    return GroupScoring(call, section, limit_s=limit_s, retry_wait_s=0.0)
+
+
+class TestScore:
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [(math.nan, "nan"), (math.inf, "inf"), ("1.0", "'1.0'"), (None, "None"), (True, "True")],
+    )
+    def test_what_is_no_finite_number_is_refused_by_name(self, value: object, said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            Score(value=value, is_correct=False)
+
+    def test_what_no_float_can_hold_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="finite"):
+            Score(value=10**400, is_correct=False)
+        with pytest.raises(ValueError, match="a score must be finite, at most 1e"):
+            Score(value=1e39, is_correct=False)
+
+    def test_correctness_is_said_and_not_guessed_from_the_value(self) -> None:
+        assert Score(value=-3, is_correct=True).is_correct
+        with pytest.raises(ValueError, match="is_correct"):
+            Score(value=1.0, is_correct=1)
+
+    def test_numbers_of_numpy_are_numbers(self) -> None:
+        assert type(Score(value=np.float32(0.5), is_correct=False).value) is float, "as files are written"
+
+
+class TestGroupScoring:
+    def test_groups_are_scored_side_by_side_up_to_the_bound(self) -> None:
+        num_running, most = 0, 0
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            nonlocal num_running, most
+            num_running += 1
+            most = max(most, num_running)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            num_running -= 1
+            return scored(0.0)
+
+        async def run() -> None:
+            scoring = make_scoring(judge, max_concurrent=3)
+            await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(10)))
+
+        asyncio.run(run())
+        assert most == 3
+
+    def test_a_slow_group_holds_up_no_other(self) -> None:
+        async def run() -> None:
+            slow = asyncio.Event()
+
+            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+                if task.source_index == 0:
+                    await slow.wait()
+                return scored(0.0)
+
+            scoring = make_scoring(judge, max_concurrent=2)
+            first = asyncio.create_task(scoring.score("group 0", make_task(0), some(1)))
+            others = [scoring.score(f"group {i}", make_task(i), some(1)) for i in range(1, 6)]
+            await asyncio.wait_for(asyncio.gather(*others), 10)
+            assert not first.done()
+            slow.set()
+            await first
+
+        asyncio.run(run())
+
+    def test_one_refused_connection_costs_an_attempt_and_no_group(self) -> None:
+        num_calls = 0
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 1:
+                raise ConnectionRefusedError("nobody listens")
+            return scored(0.5, 2.0)
+
+        scoring = make_scoring(judge)
+        scores = asyncio.run(scoring.score("group 7", make_task(), some(2)))
+        assert scores == (Score(value=0.5, is_correct=False), Score(value=2.0, is_correct=True))
+        assert scoring.metrics()["scoring/num_failed_attempts"] == 1
+
+    @pytest.mark.parametrize(
+        ("answer", "reason"),
+        [
+            (ConnectionRefusedError("nobody listens"), "ConnectionRefusedError: nobody listens"),
+            (TimeoutError(), "TimeoutError"),
+            (
+                RuntimeError("Traceback\n  line 1\nValueError: deep down"),
+                "ValueError: deep down",
+            ),
+            (scored(1.0), "group 17 has 2 responses, and the scorer gave 1 scores"),
+            (scored(1.0, 1.0, 1.0), "group 17 has 2 responses, and the scorer gave 3 scores"),
+            (ScoredResponses(scores=(1.0, math.nan), counts=VerifierCounts()), "1.0, which is no Score"),
+        ],
+    )
+    def test_what_always_fails_is_given_up_with_group_and_reason(
+        self, answer: Exception | ScoredResponses, reason: str
+    ) -> None:
+        num_calls = 0
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            nonlocal num_calls
+            num_calls += 1
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        scoring = make_scoring(judge, max_attempts=4)
+        result = asyncio.run(scoring.score("group 17", make_task(), some(2)))
+        assert isinstance(result, Unscored)
+        assert "group 17 was not scored in 4 attempts" in result.reason and reason in result.reason
+        assert num_calls == 4 == scoring.metrics()["scoring/num_failed_attempts"]
+
+    def test_a_scorer_that_never_answers_costs_the_group(self) -> None:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        scoring = make_scoring(judge, max_attempts=1, max_concurrent=2, limit_s=0.01)
+        result = asyncio.run(asyncio.wait_for(scoring.score("group 3", make_task(), some(1)), 10))
+        assert isinstance(result, Unscored)
+        assert "scoring group 3 took longer than 0.02 s" in result.reason
+        assert "timeouts.score_s" in result.reason
+        assert result.reason.startswith("group 3 was not scored in 1 attempt: ")
+
+    def test_waits_before_further_attempts_double(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        waits_s: list[float] = []
+
+        async def sleep(wait_s: float) -> None:
+            waits_s.append(wait_s)
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        section = ScorerSection(max_attempts=4)
+        scoring = GroupScoring(judge, section, limit_s=20.0, isolation="landlock", retry_wait_s=0.25)
+        asyncio.run(scoring.score("group 3", make_task(), some(1)))
+        assert waits_s == [0.25, 0.5, 1.0]
+        assert scoring.isolation == "landlock"
+
+    def test_waiting_for_a_place_counts_against_no_limit(self) -> None:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            await asyncio.sleep(0.2)
+            return scored(0.0)
+
+        async def run() -> list[tuple[Score, ...] | Unscored]:
+            # Six groups after one another take longer than the deadline of one.
+            scoring = make_scoring(judge, max_attempts=1, max_concurrent=1, limit_s=1.0)
+            return await asyncio.gather(*(scoring.score(f"g{i}", make_task(i), some(1)) for i in range(6)))
+
+        assert not any(isinstance(result, Unscored) for result in asyncio.run(run()))
+
+    def test_cancelling_ends_it_at_once_and_is_no_failed_attempt(self) -> None:
+        async def run() -> GroupScoring:
+            begun = asyncio.Event()
+
+            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+                begun.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            scoring = make_scoring(judge)
+            task = asyncio.create_task(scoring.score("group 0", make_task(), some(1)))
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return scoring
+
+        assert asyncio.run(run()).metrics()["scoring/num_failed_attempts"] == 0
+
+    def test_counts_of_answers_that_overtake_each_other_never_fall(self) -> None:
+        counts = iter([5, 3, 4])
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            return scored(0.0, num_timeouts=next(counts))
+
+        scoring = make_scoring(judge)
+        for index in range(3):
+            asyncio.run(scoring.score(f"group {index}", make_task(), some(1)))
+        assert scoring.metrics()["scoring/num_timeouts"] == 5
+
+
+class Judge:
+    """A scorer in threads: takes as long as it is told to."""
+
+    counts = VerifierCounts()
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.most = 0
+        self.responses: list[str] = []
+        self.error: Exception | None = None
+        self._num_running = 0
+        self._lock = threading.Lock()
+
+    def score(self, task: Task, response: str) -> Score:
+        with self._lock:
+            self._num_running += 1
+            self.most = max(self.most, self._num_running)
+            self.responses.append(response)
+        time.sleep(self.seconds)
+        with self._lock:
+            self._num_running -= 1
+        if self.error is not None:
+            raise self.error
+        return Score(value=float(len(response)), is_correct=False)
+
+
+class TestResponseScoring:
+    def test_responses_are_scored_side_by_side_in_their_order(self) -> None:
+        judge = Judge(0.02)
+        scoring = ResponseScoring(judge, num_workers=3, limit_s=20.0)
+        scores = asyncio.run(scoring.score(make_task(), ["a" * length for length in (5, 1, 3, 2, 4)]))
+        assert [score.value for score in scores] == [5.0, 1.0, 3.0, 2.0, 4.0]
+        assert judge.most == 3
+        scoring.close()
+
+    def test_groups_before_it_do_not_count_against_a_groups_deadline(self) -> None:
+        scoring = ResponseScoring(Judge(0.05), num_workers=1, limit_s=1.0)
+
+        async def run() -> list[tuple[Score, ...]]:
+            # Each takes 0.2 s, all together 1.2 s.
+            return await asyncio.gather(*(scoring.score(make_task(i), ["a"] * 4) for i in range(6)))
+
+        assert len(asyncio.run(run())) == 6
+        scoring.close()
+
+    def test_after_an_error_or_a_cancellation_nothing_more_of_a_group_is_scored(self) -> None:
+        judge = Judge(0.05)
+        scoring = ResponseScoring(judge, num_workers=1, limit_s=20.0)
+
+        async def run() -> None:
+            before = asyncio.create_task(scoring.score(make_task(0), ["before"] * 2))
+            await asyncio.sleep(0)
+            queued = asyncio.create_task(scoring.score(make_task(1), ["queued"] * 8))
+            await asyncio.sleep(0)
+            queued.cancel()
+            assert len(await before) == 2
+            judge.error = ConnectionRefusedError("nobody listens")
+            with pytest.raises(ConnectionRefusedError):
+                await scoring.score(make_task(2), ["failing"] * 8)
+            judge.error = None
+            assert await scoring.score(make_task(3), ["after"])
+
+        asyncio.run(run())
+        scoring.close()
+        assert judge.responses.count("queued") == 0
+        assert judge.responses.count("failing") <= 2
+
+    def test_a_group_past_its_deadline_fails_and_gives_its_place_away(self) -> None:
+        judge = Judge(0.1)
+        scoring = ResponseScoring(judge, num_workers=1, limit_s=0.25)
+
+        async def run() -> None:
+            with pytest.raises(DeadlineExceeded, match=r"8 responses to task t0.*0\.25 s.*timeouts\.score_s"):
+                await scoring.score(make_task(0), ["long"] * 8)
+            assert await scoring.score(make_task(1), ["b"])
+
+        asyncio.run(run())
+        scoring.close()
+        assert judge.responses.count("long") <= 4, "what had not begun was not scored"
+
+
+class Generators:
+    """Answers each problem with its own text."""
+
+    async def respond(
+        self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
+    ) -> tuple[Response, ...]:
+        return (Response(f"response {seed}", 4, FinishReason.STOP),)
+
+
+class Prompts:
+    def encode(self, text: str) -> np.ndarray:
+        return np.zeros(1, dtype=np.int32)
+
+
+def run_evaluation(call: Call, num_tasks: int) -> HeldOutScores:
+    async def run() -> HeldOutScores:
+        return await evaluate(
+            [make_task(i) for i in range(num_tasks)],
+            generators=Generators(),
+            scorer=make_scoring(call, max_attempts=2),
+            prompts=Prompts(),
+            sampling=tiny_config(Path("unused")).sampling,
+            on_answered=lambda: None,
+        )
+
+    return asyncio.run(run())
+
+
+class TestEvaluation:
+    def test_what_the_scorer_calls_correct_counts_and_nothing_else(self) -> None:
+        # As with a judge that gives up to 5 points: 1.0 is a bad answer, 4.5 a correct one.
+        values = [1.0, 4.5, 0.25, 4.5, -1.0]
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            return scored(values[task.source_index])
+
+        result = run_evaluation(judge, 5)
+        assert result.accuracy == 2 / 5
+        assert result.score_mean == pytest.approx(sum(values) / 5)
+        assert result.num_unscored == 0
+
+    def test_what_is_never_scored_is_left_out_and_counted(self) -> None:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            if task.source_index in (1, 2):
+                raise ConnectionRefusedError
+            return scored(2.0 * (task.source_index == 0))
+
+        result = run_evaluation(judge, 4)
+        assert (result.accuracy, result.score_mean, result.num_unscored) == (1 / 2, 1.0, 2)
+
+    def test_without_any_score_there_is_no_accuracy(self) -> None:
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            raise ConnectionRefusedError
+
+        result = run_evaluation(judge, 3)
+        assert result.accuracy is None and result.metrics() == {"eval/num_unscored": 3}
+
+    def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
+        num_endless, num_problems, limit_s = 8, 32, 0.6
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=2, answer_limit_s=limit_s))
+        pool.start()
+
+        class Answers:
+            counts = VerifierCounts()
+
+            def score(self, task: Task, response: str) -> Score:
+                answer = ENDLESS if task.source_index % 4 == 0 else r"\boxed{4}"
+                return pool.score(MathProblem(answer=task.answer), answer)
+
+        # Shorter than all endless answers together: queueing must not count.
+        scoring = ResponseScoring(Answers(), num_workers=2, limit_s=1.5)
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            return ScoredResponses(
+                scores=await scoring.score(task, [one.text for one in responses]), counts=pool.counts
+            )
+
+        result = run_evaluation(judge, num_problems)
+        assert result.num_unscored == 0
+        assert result.num_correct == num_problems - num_endless
+        assert pool.counts == VerifierCounts(num_timeouts=num_endless)
+        scoring.close()
+        pool.close()
+
+    def test_a_whole_group_of_endless_answers_costs_its_share_of_the_limit(self) -> None:
+        limit_s = 0.25
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=4, answer_limit_s=limit_s))
+        pool.start()
+
+        class Answers:
+            counts = VerifierCounts()
+
+            def score(self, task: Task, response: str) -> Score:
+                return pool.score(MathProblem(answer=task.answer), response)
+
+        # One after the other they take 16 limits; four at a time 4.
+        scoring = ResponseScoring(Answers(), num_workers=4, limit_s=12 * limit_s)
+        scores = asyncio.run(scoring.score(make_task(), [ENDLESS] * 16))
+        assert scores == (Score(value=0.0, is_correct=False),) * 16
+        assert pool.counts == VerifierCounts(num_timeouts=16)
+        scoring.close()
+        pool.close()
+
+
+@pytest.mark.parametrize("penalty", [-0.1, math.nan, math.inf, True, "1"])
+def test_a_penalty_that_is_no_finite_number_from_0_is_refused(penalty: object) -> None:
+    with pytest.raises(ValueError, match=r"penalties.*'format'|'format' in penalties"):
+        Score(value=1.0, is_correct=True, penalties={"tools": 0.5, "format": penalty})

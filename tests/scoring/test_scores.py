@@ -1,0 +1,156 @@
+"""What a score may say, and what becomes of it on its way to training and to the files of a run."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.buffer.replay_buffer import ReplayBuffer
+from forgeasync.config.buffer import AccountingSection, BufferSection
+from forgeasync.observability.metrics import RolloutWriter
+from forgeasync.observability.scored_groups import ScoredGroups, part_means
+from forgeasync.rollouts.rollout import FinishReason, Group
+from forgeasync.rollouts.score import Score, Step
+from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.scoring.math_answers import judge
+from tests.support.buffer_world import make_task
+from tests.support.loops import make_config
+from tests.support.rollouts import make_stored_rollout
+
+
+class TestScore:
+    def test_value_and_correctness_may_be_given_by_place(self) -> None:
+        score = Score(np.float32(0.5), True, parts={"format": 1}, penalties={"tools": 0})
+        assert (score.value, score.is_correct, score.has_answer) == (0.5, True, True)
+        assert score.parts == {"format": 1.0} and type(score.parts["format"]) is float
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"parts": {"format": math.nan}}, "'format' in parts of a score must be finite"),
+            ({"parts": {"format": "1"}}, "'format' in parts of a score must be a number, not '1'"),
+            ({"parts": {"a b": 1.0}}, "names.*not 'a b'"),
+            ({"parts": {"mean": 1.0}}, "none of mean, scored_mean, std; not 'mean'"),
+            ({"parts": {3: 1.0}}, "names.*not '3'"),
+            ({"parts": [1.0]}, r"parts of a score must be numbers by name, not \[1.0\]"),
+            ({"parts": {f"p{i}": 0.0 for i in range(65)}}, "at most 64, not 65"),
+            ({"penalties": {"tools": -0.5}}, "penalties of a score must be at least 0; 'tools' is -0.5"),
+            ({"penalties": {"tools": math.inf}}, "'tools' in penalties of a score must be finite"),
+            ({"has_answer": 1}, "has_answer of a score must be true or false, not 1"),
+            ({"steps": (0.5,)}, "list of Step"),
+            ({"steps": (Step(end=4, value=1.0), Step(end=4, value=0.0))}, r"increasing ends, not \[4, 4\]"),
+        ],
+    )
+    def test_what_cannot_be_logged_or_trained_with_is_refused_by_name(
+        self, fields: dict[str, object], said: str
+    ) -> None:
+        with pytest.raises(ValueError, match=said):
+            Score(0.0, False, **fields)
+
+    @pytest.mark.parametrize(("end", "value"), [(0, 1.0), (True, 1.0), (1.5, 1.0), (3, math.nan), (3, None)])
+    def test_a_step_ends_somewhere_and_has_a_number(self, end: object, value: object) -> None:
+        with pytest.raises(ValueError, match="step"):
+            Step(end=end, value=value)
+
+
+def make_group(num: int = 4) -> Group:
+    rollouts = tuple(make_stored_rollout((0, 0, 2 + index), text=f"text {index}") for index in range(num))
+    return Group(group_id=0, draw_id=0, task=make_task(0), rollouts=rollouts)
+
+
+class TestTravel:
+    def test_the_buffer_keeps_scores_and_steps_of_what_trains(self) -> None:
+        buffer = ReplayBuffer(
+            groups_per_step=1,
+            group_size=4,
+            max_off_policy_steps=0,
+            num_groups_in_run=1,
+            section=BufferSection(),
+            accounting=AccountingSection(),
+        )
+        buffer.submit(make_task(0))
+        assert buffer.start() is not None
+        buffer.finished(make_group())
+        steps = (Step(end=2, value=0.25), Step(end=6, value=1.0))
+        scores = [Score(1.0, True, parts={"a": 1.0}, steps=steps), Score(0.0, False)]
+        buffer.scored(0, (3.0, 0.5), (1, 3), scores)
+        batch = buffer.take()
+        assert batch is not None
+        (group,) = batch.groups
+        assert group.scores == tuple(scores) and group.rewards == (3.0, 0.5)
+        assert group.steps == (steps, ())
+        assert [rollout.text for rollout in group.rollouts] == ["text 1", "text 3"]
+
+    def test_penalties_decide_which_correct_responses_are_kept(self, tmp_path: Path) -> None:
+        """With hardly any smoothing those without penalty come first, whatever is drawn."""
+        section = "{kind: resample_on_correct, num_kept: 2, smoothing: 1.0e-9}"
+        config = make_config(tmp_path, f"algorithm.filters=[{section}]")
+        penalties = ({"tools": 0.5, "format": 1.0}, {"tools": 0.25}, {}, {"format": 2.0})
+        for seed in range(10):
+            filtering = GroupFiltering(config.algorithm, seed=seed)
+            scores = [Score(1.0, True, penalties=one) for one in penalties]
+            assert 2 in filtering.apply(make_group(), scores).kept
+
+    def test_a_file_of_rollouts_has_the_parts(self, tmp_path: Path) -> None:
+        file = tmp_path / "rollouts.jsonl"
+        steps = (Step(end=4, value=0.5),)
+        score = Score(
+            0.5, False, parts={"format": 0.5}, penalties={"tools": 1.0}, steps=steps, has_answer=False
+        )
+        rollout = make_stored_rollout((0, 0, 2), finish_reason=FinishReason.STOP)
+        group = Group(
+            group_id=0, draw_id=0, task=make_task(0), rollouts=(rollout,), rewards=(0.5,), scores=(score,)
+        )
+        with RolloutWriter(file, per_step=1) as writer:
+            writer.write(1, [group])
+        record = json.loads(file.read_text())
+        assert record["parts"] == {"format": 0.5} and record["penalties"] == {"tools": 1.0}
+        assert (record["is_correct"], record["has_answer"], record["steps"]) == (False, False, [[4, 0.5]])
+
+
+one_score = st.builds(
+    Score,
+    st.floats(-1e6, 1e6),
+    st.booleans(),
+    has_answer=st.booleans(),
+    parts=st.dictionaries(st.sampled_from(["a", "b", "c"]), st.floats(-1e6, 1e6)),
+)
+
+
+@given(st.lists(st.lists(st.tuples(one_score, st.integers(0, 10**6)), min_size=1, max_size=4), max_size=6))
+def test_counts_of_scored_groups_are_those_of_their_definition(
+    groups: list[list[tuple[Score, int]]],
+) -> None:
+    counts = ScoredGroups()
+    for group in groups:
+        counts.add([score for score, _ in group], [length for _, length in group])
+    every = [one for group in groups for one in group]
+    expected: dict[str, float] = {}
+    if every:
+        expected["reward/scored_mean"] = np.mean([score.value for score, _ in every])
+        expected["response/no_answer_share"] = np.mean([not score.has_answer for score, _ in every])
+        for name, wanted in (("correct", 1), ("wrong", 0)):
+            share = np.mean([{score.is_correct for score, _ in group} == {wanted == 1} for group in groups])
+            expected[f"group/all_{name}_share"] = share
+            lengths = [length for score, length in every if score.is_correct == wanted]
+            if lengths:
+                expected[f"response/length_mean_{name}"] = np.mean(lengths)
+    assert counts.metrics() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    means = part_means([score for score, _ in every])
+    for name in "abc":
+        values = [score.parts[name] for score, _ in every if name in score.parts]
+        assert means.get(name) == (pytest.approx(np.mean(values), abs=1e-9) if values else None)
+
+
+@pytest.mark.parametrize(
+    ("response", "is_correct", "has_answer"),
+    [(r"so \boxed{4}", True, True), (r"so \boxed{5}", False, True), ("no idea at all", False, False)],
+)
+def test_the_math_verifier_tells_a_wrong_answer_from_none(
+    response: str, is_correct: bool, has_answer: bool
+) -> None:
+    assert judge(response, "4") == Score(float(is_correct), is_correct, has_answer=has_answer)

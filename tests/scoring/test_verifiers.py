@@ -1,0 +1,467 @@
+"""Processes that verify answers: hostile ones reach nothing, and nothing of one answer reaches the next."""
+
+import errno
+import gc
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from forgeasync.config.data import ReasoningGymSource
+from forgeasync.config.run import ScorerSection
+from forgeasync.environments.reasoning_gym import ReasoningGymProblems
+from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.scoring.answer_fork import MAX_ANSWERS
+from forgeasync.scoring.landlock import landlock_version
+from forgeasync.scoring.sandbox import (
+    Bubblewrap,
+    bubblewrap_command,
+    environment,
+    find_bubblewrap,
+    python_command,
+)
+from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice, MathProblem, MathVerifierChoice
+from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES, VerifierPool
+from forgeasync.scoring.verifier_process import ProblemDiffers, VerifierFailure
+from tests.support.hostile_answers import hostile_answers
+
+REPOSITORY = Path(__file__).parents[2]
+RIGHT = Score(value=1.0, is_correct=True)
+WRONG = Score(value=0.0, is_correct=False)
+HALF = {"value": 0.5, "is_correct": False, "has_answer": True}
+NOTHING = {"value": 0.0, "is_correct": False, "has_answer": True}
+FOUR = MathProblem(answer="4")
+NO_BUBBLEWRAP = Bubblewrap(path=None, problem="the test wants none")
+
+needs_bubblewrap = pytest.mark.skipif(
+    find_bubblewrap().path is None, reason=f"bubblewrap does not work here: {find_bubblewrap().problem}"
+)
+both_isolations = pytest.mark.parametrize(
+    "bubblewrap",
+    [
+        pytest.param(find_bubblewrap(), marks=needs_bubblewrap, id="bubblewrap"),
+        pytest.param(NO_BUBBLEWRAP, id="none"),
+    ],
+)
+
+
+def gym_choice(task: str) -> GymVerifierChoice:
+    source = ReasoningGymSource(kind="reasoning_gym", task=task)
+    return GymVerifierChoice(source=source, num_train=2, num_held_out=2, seed=3)
+
+
+def gym_problem(choice: GymVerifierChoice) -> tuple[GymProblem, str]:
+    """A problem and its answer."""
+    entry = ReasoningGymProblems(choice.source, num_train=2, num_held_out=2, seed=3).entry(1)
+    return GymProblem(task_id="task 1", source_index=1, prompt=entry["question"]), entry["answer"]
+
+
+@pytest.fixture
+def patient() -> Iterator[VerifierPool]:
+    pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def assert_nothing_happened(folder: Path, listener: socket.socket) -> None:
+    assert list(folder.iterdir()) == []
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    # A process that an answer starts is called like the folder.
+    running = [one.info["cmdline"] or [""] for one in psutil.process_iter(["cmdline"])]
+    assert str(folder) not in [command[0] for command in running]
+
+
+def test_hostile_answers_to_every_data_set_have_no_effect(tmp_path: Path, listener: socket.socket) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.hostile_answers", str(folder), str(listener.getsockname()[1])],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert_nothing_happened(folder, listener)
+    assert report["num_data_sets"] > 100
+    # Reference answers scored the same before and after all of it.
+    assert report["reference_failed"] == []
+    became = report["became"]
+    assert sum(became.values()) == report["num_data_sets"] * report["num_answers"]
+    assert became.keys() <= {"value", "timeout", "crash", "error"}
+    # Those that evaluate answers would otherwise go on for ever.
+    for name in ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"):
+        assert f"{name}: endless" in report["cut_off"]
+    # This one takes whatever is not "True" for "False", which is right here.
+    assert {one.partition(":")[0] for one in report["solved"]} <= {"game_of_life_halting"}
+
+
+@both_isolations
+@pytest.mark.parametrize("task", ["spiral_matrix", "countdown"])
+def test_a_pool_survives_hostile_answers(
+    tmp_path: Path, listener: socket.socket, task: str, bubblewrap: Bubblewrap
+) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    choice = gym_choice(task)
+    problem, reference = gym_problem(choice)
+    section = ScorerSection(num_workers=1, answer_limit_s=0.5, answer_memory_mib=256)
+    pool = VerifierPool(choice, section, bubblewrap=bubblewrap)
+    description = pool.start()
+    assert ("no bubblewrap: the test wants none" in description) == (bubblewrap.path is None)
+    (pid,) = pool.pids
+    for kind, answer in hostile_answers(folder, listener.getsockname()[1]).items():
+        assert not pool.score(problem, answer).is_correct, kind
+    assert pool.score(problem, reference) == RIGHT
+    assert pool.counts.num_timeouts >= 1
+    assert pool.pids == (pid,), "answers die, their process is reused"
+    left = [
+        one for one in psutil.Process(pid).children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE
+    ]
+    pool.close()
+    assert len(left) <= 3, f"bubblewrap's second process, the worker and one fork: {left}"
+    assert_nothing_happened(folder, listener)
+
+
+class TestLimits:
+    def test_an_oversized_answer_is_refused_unread(self, patient: VerifierPool) -> None:
+        for answer in (
+            "4" * 10 * 2**20,
+            "é" * (MAX_ANSWER_BYTES // 2 + 1),
+            "\ud800" * (MAX_ANSWER_BYTES + 1),
+        ):
+            assert patient.score(FOUR, answer) == WRONG
+        assert patient.counts == VerifierCounts(num_oversized=3)
+        assert patient.pids == (), "no process was asked"
+
+    def test_the_longest_answer_is_read(self, patient: VerifierPool) -> None:
+        answer = r"\boxed{4}"
+        assert patient.score(FOUR, " " * (MAX_ANSWER_BYTES - len(answer)) + answer) == RIGHT
+        assert patient.counts == VerifierCounts()
+
+    def test_memory_is_limited_and_what_ends_of_it_scores_zero(self) -> None:
+        choice = gym_choice("spiral_matrix")
+        problem, reference = gym_problem(choice)
+        # The time for it is ample: memory is what ends it.
+        section = ScorerSection(num_workers=1, answer_limit_s=30.0, answer_memory_mib=64)
+        pool = VerifierPool(choice, section)
+        grows = "[x for a in [[]] for i in iter(int, 1) for x in [a.append([i] * 1000)]]"
+        assert not pool.score(problem, grows).is_correct
+        assert pool.counts.num_timeouts == 0
+        assert pool.score(problem, reference) == RIGHT
+        pool.close()
+
+    def test_start_up_does_not_count_against_the_limit(self) -> None:
+        # Importing sympy alone takes longer than this limit.
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1, answer_limit_s=0.25))
+        assert pool.score(FOUR, "4") == RIGHT
+        pool.close()
+
+    def test_a_timeout_is_counted(self) -> None:
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1, answer_limit_s=0.01))
+        assert pool.score(FOUR, "\\boxed{" + "1+" * 100_000 + "1}") == WRONG
+        assert pool.counts == VerifierCounts(num_timeouts=1)
+        pool.close()
+
+
+class TestProcess:
+    def test_another_problem_than_the_one_sampled_for_is_an_error(self) -> None:
+        choice = gym_choice("chain_sum")
+        problem, answer = gym_problem(choice)
+        pool = VerifierPool(choice, ScorerSection(num_workers=1))
+        other = GymProblem(task_id="task 1", source_index=1, prompt=problem.prompt + " ")
+        with pytest.raises(ProblemDiffers, match=r"data\.source\.task.*another problem than task 'task 1'"):
+            pool.score(other, answer)
+        assert pool.score(problem, answer) == RIGHT
+        with pytest.raises(ProblemDiffers):
+            pool.score(other, answer)
+        pool.close()
+
+    def test_an_impossible_choice_names_the_config_field(self) -> None:
+        pool = VerifierPool(gym_choice("chain_sums"), ScorerSection(num_workers=1))
+        with pytest.raises(ValueError, match=r"data\.source\.task.*'chain_sums'"):
+            pool.start()
+
+    def test_a_process_that_cannot_start_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1), bubblewrap=NO_BUBBLEWRAP)
+        monkeypatch.setattr(sys, "executable", shutil.which("false"))
+        with pytest.raises(VerifierFailure, match="did not start"):
+            pool.score(FOUR, "4")
+
+    def test_a_process_that_dies_idle_is_replaced(self, patient: VerifierPool) -> None:
+        assert patient.score(FOUR, "4") == RIGHT
+        (first,) = patient.pids
+        os.kill(first, signal.SIGKILL)
+        wait_until_gone(first)
+        assert patient.score(FOUR, "4") == RIGHT
+        assert patient.pids != (first,)
+        assert patient.counts == VerifierCounts()
+
+    def test_it_dies_with_its_parent(self, tmp_path: Path) -> None:
+        script = """
+            import os
+            from forgeasync.config.run import ScorerSection
+            from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
+            from forgeasync.scoring.verifier_pool import VerifierPool
+
+            pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
+            assert pool.score(MathProblem(answer="4"), "4").is_correct
+            print(*pool.pids, flush=True)
+            os._exit(0)
+        """
+        # stdout goes to a file, not a pipe: a survivor would keep a pipe open.
+        with open(tmp_path / "pid", "w+") as output:
+            subprocess.run([sys.executable, "-c", textwrap.dedent(script)], stdout=output, check=True)
+            output.seek(0)
+            wait_until_gone(int(output.read()))
+
+    def test_it_ends_with_its_pool(self) -> None:
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
+        assert pool.score(FOUR, "4") == RIGHT
+        (pid,) = pool.pids
+        del pool
+        gc.collect()
+        wait_until_gone(pid)
+
+    def test_it_gets_no_environment_variable_of_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("A_SECRET", "hunter2")
+        pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1), bubblewrap=NO_BUBBLEWRAP)
+        pool.start()
+        (pid,) = pool.pids
+        variables = psutil.Process(pid).environ()
+        assert "A_SECRET" not in variables
+        assert not Path(variables["HOME"]).exists(), "what it wrote while it started is gone"
+        pool.close()
+
+
+FORK_SCRIPT = """
+    import json, os, sys
+    from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
+    from forgeasync.scoring import isolation
+    from forgeasync.scoring.isolation import enter_isolation, read_only_roots
+    from forgeasync.scoring.score import Score
+
+    class Runs:
+        def score(self, loaded, response):
+            kind, _, code = response.partition(" ")
+            found = {"value": 0.0}
+            if kind == "run":
+                exec(code, found)
+            return Score(value=float(found["value"]), is_correct=False)
+
+    # Which of the layers is to be seen: the kernel's denials and the hook's are hard to tell apart.
+    if "no-hook" in sys.argv:
+        isolation._audit_hook = lambda roots, report: lambda event, arguments: None
+    if "no-landlock" in sys.argv:
+        isolation.landlock_version = lambda: 0
+    enter_isolation(in_bubblewrap=False)
+    limits = ForkLimits(
+        answer_limit_s=5.0, answer_memory_bytes=2**28, read_roots=read_only_roots(), in_bubblewrap=False
+    )
+    fork, results = None, []
+    for answer in json.loads(sys.stdin.read()):
+        fork = fork or AnswerFork(Runs(), None, limits)
+        verdict, is_clean = fork.verify(answer)
+        results.append([verdict, is_clean, fork._pid])
+        if not is_clean:
+            fork.close()
+            fork = None
+    print(json.dumps(results))
+"""
+
+
+def run_in_forks(answers: list[str], *without: str) -> list[tuple[dict[str, Any], bool, int]]:
+    """What comes of answers whose verifier executes them: verdict, whether the fork stays, its pid.
+
+    ``without`` takes layers away: "no-hook", "no-landlock".
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORK_SCRIPT), *without],
+        input=json.dumps(answers),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        check=True,
+    )
+    return [tuple(one) for one in json.loads(ran.stdout)]
+
+
+DENIED = {
+    "read a file": "open('/etc/passwd')",
+    "read past a root": "import sys; open(sys.prefix + '/../../../../../../../../etc/passwd')",
+    "write a file": "open('{folder}/x', 'w')",
+    "append below Python": "import sys; open(sys.prefix + '/x', 'a')",
+    "list a folder": "import os; os.listdir('/')",
+    "remove a file": "import os; os.remove('{folder}/x')",
+    "rename": "import os; os.rename('{folder}/x', '{folder}/y')",
+    "socket": "import socket; socket.socket()",
+    "system": "import os; os.system('true')",
+    "exec": "import os; os.execv('/bin/true', ['true'])",
+    "fork": "import os; os.fork()",
+    "kill": "import os; os.kill(os.getppid(), 9)",
+    "ctypes": "import ctypes; ctypes.CDLL(None)",
+    "raise a limit": "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
+    "look for the hook": "import gc; gc.get_objects()",
+}
+
+
+def test_code_in_an_answer_is_denied_what_is_not_needed_and_ends_its_fork(tmp_path: Path) -> None:
+    answers = [f"run {code.format(folder=tmp_path)}" for code in DENIED.values()]
+    results = run_in_forks(answers, "no-landlock")
+    for kind, (verdict, is_clean, _) in zip(DENIED, results, strict=True):
+        assert verdict.get("error", "").startswith("PermissionError"), (kind, verdict)
+        assert not is_clean, kind
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_bubblewrap
+def test_bubblewrap_alone_shows_no_network_no_files_and_no_processes(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    here = tmp_path / "here"
+    here.write_text("a secret")
+    script = f"""
+        import json, os, socket, sys
+
+        def errors(what):
+            try:
+                what()
+            except OSError as error:
+                return error.errno
+            return None
+
+        print(json.dumps({{
+            "read": errors(lambda: open({str(here)!r})),
+            "passwd": errors(lambda: open("/etc/passwd")),
+            "write": [errors(lambda: open(folder + "/x", "w")) for folder in ("/", "/dev", sys.prefix)],
+            "connect": errors(lambda: socket.create_connection(("127.0.0.1", {listener.getsockname()[1]}))),
+            "pids": [name for name in os.listdir("/proc") if name.isdigit()],
+            "repository": os.listdir({str(REPOSITORY)!r}),
+        }}))
+    """
+    program = find_bubblewrap().path
+    assert program is not None
+    command = [*bubblewrap_command(program), *python_command(["-c", textwrap.dedent(script)])]
+    ran = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
+    found = json.loads(ran.stdout)
+    assert found["read"] == found["passwd"] == errno.ENOENT
+    assert found["write"] == [errno.EROFS] * 3
+    assert found["connect"] is not None
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    assert len(found["pids"]) == 2, "bubblewrap and Python"
+    # The environment's folder, where it lies in the repository, and the package; nothing else of it.
+    assert "forgeasync" in found["repository"] and len(found["repository"]) <= 2
+
+
+DENIED_BY_LANDLOCK = {
+    "read a file": "open('/etc/passwd')",
+    "make a file": "open('{folder}/x', 'w')",
+    "make a file below Python": "import sys; open(sys.prefix + '/x', 'w')",
+    "list a folder": "import os; os.listdir('/tmp')",
+    "make a folder": "import os; os.mkdir('{folder}/y')",
+    "remove": "import os; os.remove('{folder}/here')",
+    "execute": "import os; os.execv('/bin/true', ['true'])",
+}
+
+
+@pytest.mark.skipif(landlock_version() == 0, reason="this kernel has no Landlock")
+def test_the_kernel_denies_files_too(tmp_path: Path) -> None:
+    (tmp_path / "here").touch()
+    answers = [f"run {code.format(folder=tmp_path)}" for code in DENIED_BY_LANDLOCK.values()]
+    for kind, (verdict, _, _) in zip(DENIED_BY_LANDLOCK, run_in_forks(answers, "no-hook"), strict=True):
+        assert verdict.get("error", "").startswith("PermissionError"), (kind, verdict)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
+    # What is allowed: Python's own modules, also those with libraries of the system.
+    imports = "import sqlite3, xml.dom.minidom, curses; value = 0.5"
+    assert run_in_forks([f"run {imports}"], "no-hook")[0][0] == {
+        "value": 0.5,
+        "is_correct": False,
+        "has_answer": True,
+    }
+
+
+@pytest.mark.skipif(landlock_version() < 4, reason="this kernel's Landlock knows no TCP")
+def test_the_kernel_denies_tcp_too(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    code = f"run import socket; socket.create_connection(('127.0.0.1', {port}))"
+    ((verdict, _, _),) = run_in_forks([code], "no-hook")
+    assert verdict.get("error", "").startswith("PermissionError"), verdict
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+def test_an_answer_cannot_change_what_the_next_one_meets() -> None:
+    tampering = "import forgeasync.rollouts.score as s; s.Score.__post_init__ = lambda self: 1 / 0"
+    before, tampered, after = run_in_forks(["plain", f"run {tampering}", "plain"])
+    assert before[0] == after[0] == NOTHING
+    assert tampered[0]["error"].startswith("ZeroDivisionError")
+    assert after[2] != tampered[2]
+
+
+def test_a_fork_serves_on_until_an_answer_runs_code() -> None:
+    results = run_in_forks(["plain", "plain", "run value = 0.5", "plain"])
+    assert [is_clean for _, is_clean, _ in results] == [True, True, False, True]
+    assert results[0][2] == results[1][2] == results[2][2] != results[3][2]
+    assert results[2][0] == HALF
+
+
+def test_a_fork_serves_so_many_answers_and_no_more() -> None:
+    results = run_in_forks(["plain"] * (MAX_ANSWERS + 1))
+    assert len({pid for _, _, pid in results[:MAX_ANSWERS]}) == 1
+    assert results[MAX_ANSWERS][2] != results[0][2]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "not json",
+        '{"value": 1e999, "is_correct": true, "has_answer": true}',
+        '{"value": "1", "is_correct": true, "has_answer": true}',
+        "[]",
+        "x" * 100_000,
+    ],
+)
+def test_a_forged_verdict_is_an_error_or_a_crash(said: str) -> None:
+    code = f"import os\nfor _ in range(40): os.write(4, {said.encode()!r})\nos.write(4, b'\\n'); os._exit(0)"
+    (verdict, is_clean, _), (after, _, _) = run_in_forks([f"run {code}", "plain"])
+    assert verdict.keys() <= {"error", "crash"} and not is_clean
+    assert after == NOTHING
+
+
+def test_a_death_is_a_crash() -> None:
+    (verdict, is_clean, _), (after, _, _) = run_in_forks(["run import os; os.abort()", "plain"])
+    assert "crash" in verdict and not is_clean
+    assert after == NOTHING
+
+
+def wait_until_gone(pid: int, *, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            # A dead child stays a zombie until its parent waits for it.
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} is still there after {limit_s} s")

@@ -1,0 +1,69 @@
+"""A small valid run, a small model and its config.json, for the tests of forgeasync.config."""
+
+from pathlib import Path
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.schema.problems import Problem
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+MINIMAL = """
+name: test
+max_steps: 3
+model: {path: models/none, max_context_length: 64}
+data:
+  source: {kind: reasoning_gym, task: chain_sum, options: {min_terms: 2, ratio: 0.5, flag: true, text: a}}
+  num_train: 100
+  num_held_out: 20
+sampling: {max_response_tokens: 32}
+trainer: {tokens_per_row: 128, optimizer: {learning_rate: 1e-3}}
+algorithm: {group_size: 4, groups_per_step: 2}
+evaluation: {num_problems: 20}
+"""
+
+WARMUP = (
+    "warmup={shape: {num_layers: 1, hidden_size: 64, num_heads: 2, num_kv_heads: 1, head_dim: 32, "
+    "num_experts: 4, top_k: 2, expert_hidden_size: 32}, num_steps: 1, examples_per_step: 1, "
+    "optimizer: {learning_rate: 1e-3}}"
+)
+
+FACTS = ModelFacts(
+    model_type="qwen3_moe",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=8,
+    top_k=2,
+    vocab_size=100,
+    expert_hidden_size=96,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-6,
+)
+
+HF_CONFIG: dict[str, object] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 100,
+    "moe_intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def only(problems: list[Problem]) -> str:
+    """The text of the one problem there is."""
+    assert len(problems) == 1, "\n".join(map(str, problems))
+    return str(problems[0])

@@ -1,0 +1,254 @@
+"""Log-probabilities over kept sets against a float64 reference written from the definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from forgeasync.models.sizes import GATHER_COST
+from forgeasync.trainer import logprobs as logprobs_module
+from forgeasync.trainer.logprobs import chunked_kept_logprobs, kept_logprobs
+from tests.support.live_tensors import LiveTensors
+from tests.support.processes import run_ranks
+
+
+def make_case(
+    seed: int, num_tokens: int, vocab_size: int, *, largest_set: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Wide random logits [T, V] in float64, tokens, and kept sets with the token in them; some are empty."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((num_tokens, vocab_size)) * 5
+    tokens = rng.integers(0, vocab_size, num_tokens)
+    offsets, ids = [0], []
+    for token in tokens:
+        width = int(rng.integers(0, min(largest_set, vocab_size) + 1))
+        others = rng.permutation(np.delete(np.arange(vocab_size), token))[: max(0, width - 1)]
+        ids += sorted([token, *others]) if width else []
+        offsets.append(len(ids))
+    return (
+        torch.from_numpy(logits),
+        torch.from_numpy(tokens),
+        torch.tensor(offsets),
+        torch.tensor(ids, dtype=torch.int32),
+    )
+
+
+def reference(
+    logits: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """One token at a time, in float64: the kept logits' log-softmax at the token."""
+    logprobs = []
+    for index, token in enumerate(tokens.tolist()):
+        kept = ids[offsets[index] : offsets[index + 1]].tolist() or list(range(logits.shape[1]))
+        scaled = logits[index, kept].double() / temperature
+        logprobs.append(torch.log_softmax(scaled, 0)[kept.index(token)])
+    return torch.stack(logprobs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 12),
+    vocab_size=st.integers(1, 40),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+)
+def test_value_and_gradient_are_the_definitions(
+    seed: int, num_tokens: int, vocab_size: int, temperature: float
+) -> None:
+    logits, tokens, offsets, ids = make_case(seed, num_tokens, vocab_size, largest_set=vocab_size)
+    weights = torch.linspace(-1, 2, num_tokens, dtype=torch.float64)
+    exact_logits = logits.clone().requires_grad_()
+    expected = reference(exact_logits, tokens, offsets, ids, temperature)
+    (expected * weights).sum().backward()
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        ours = logits.clone().to(dtype).detach().requires_grad_()
+        logprobs = kept_logprobs(ours, tokens, offsets, ids, temperature)
+        assert logprobs.dtype is dtype
+        (logprobs * weights).sum().backward()
+        torch.testing.assert_close(logprobs.double(), expected.detach(), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(ours.grad.double(), exact_logits.grad, atol=tolerance, rtol=tolerance)
+        # Exactly nothing outside of the kept sets.
+        for index in range(num_tokens):
+            kept = ids[offsets[index] : offsets[index + 1]].long()
+            if len(kept):
+                outside = torch.ones(vocab_size, dtype=torch.bool)
+                outside[kept] = False
+                assert (ours.grad[index, outside] == 0).all()
+
+
+def test_a_single_kept_token_has_logprob_and_gradient_exactly_zero() -> None:
+    logits = (torch.randn(3, 11) * 30).requires_grad_()
+    logprobs = kept_logprobs(
+        logits, torch.tensor([4, 0, 10]), torch.arange(4), torch.tensor([4, 0, 10], dtype=torch.int32), 0.7
+    )
+    logprobs.sum().backward()
+    assert (logprobs == 0).all() and (logits.grad == 0).all()
+
+
+def test_empty_sets_mean_the_whole_vocabulary() -> None:
+    logits = torch.randn(5, 9)
+    tokens = torch.arange(5)
+    ours = kept_logprobs(logits, tokens, torch.zeros(6, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+    expected = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(ours.double(), expected, atol=1e-6, rtol=0)
+
+
+def test_a_token_outside_of_its_set_is_impossible() -> None:
+    logprobs = kept_logprobs(
+        torch.zeros(2, 4), torch.tensor([3, 1]), torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1])
+    )
+    assert logprobs.tolist() == [-torch.inf, 0.0]
+
+
+def test_no_tokens_at_all_still_have_gradients() -> None:
+    hidden = torch.zeros(0, 8, requires_grad=True)
+    weight = torch.randn(16, 8, requires_grad=True)
+    empty = torch.empty(0, dtype=torch.int64)
+    logprobs = chunked_kept_logprobs(hidden, weight, empty, torch.zeros(1, dtype=torch.int64), empty)
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,) and (weight.grad == 0).all()
+
+
+ALWAYS_GATHER, NEVER_GATHER = 0, 10**9
+"""Costs of reading a logit that leave no choice."""
+
+
+@pytest.mark.parametrize("cost", [ALWAYS_GATHER, NEVER_GATHER], ids=["read-row-by-row", "dense"])
+@pytest.mark.parametrize("largest_set", [3, 64])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+def test_chunks_change_nothing(
+    cost: int, largest_set: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens, vocab_size, dim = 23, 64, 16
+    monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
+    # 3 pairs of rows at once: sets lie across the borders of blocks.
+    monkeypatch.setattr(logprobs_module, "GATHER_BLOCK_BYTES", 3 * 2 * 8 * dim)
+    _, tokens, offsets, ids = make_case(3, num_tokens, vocab_size, largest_set=largest_set)
+    hidden = torch.randn(num_tokens, dim, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocab_size, dim, dtype=torch.float64, requires_grad=True)
+    factors = torch.linspace(-1, 1, num_tokens, dtype=torch.float64)
+
+    expected = reference(hidden @ weight.T, tokens, offsets, ids, 0.8)
+    expected_gradients = torch.autograd.grad((expected * factors).sum(), (hidden, weight))
+    ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids, 0.8, chunk_tokens=chunk_tokens)
+    gradients = torch.autograd.grad((ours * factors).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
+    for gradient, exact in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, exact, atol=1e-12, rtol=1e-12)
+
+
+def test_bfloat16_is_rounded_alike_however_logits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokens uncut; one rounding of the logits in each way, one of each summand of the gradients."""
+    num_tokens, vocab_size, dim = 23, 64, 16
+    _, tokens, offsets, ids = make_case(3, num_tokens, vocab_size, largest_set=8)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, dim, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(vocab_size, dim, generator=generator).bfloat16().requires_grad_()
+    results = []
+    for cost in (ALWAYS_GATHER, NEVER_GATHER):
+        monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
+        ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids)
+        assert ours.dtype is torch.float32
+        results.append((ours, *torch.autograd.grad(ours.sum(), (hidden, weight))))
+    for one, other in zip(*results, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("num_uncut", [0, 40])
+def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the memory plan counts (``forgeasync.planning.memory.moments``), on both sides of the choice."""
+    num_tokens, vocab_size, dim, block_bytes = 128, 4096, 64, 2**18
+    monkeypatch.setattr(logprobs_module, "GATHER_BLOCK_BYTES", block_bytes)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, dim, generator=generator, requires_grad=True)
+    weight = torch.randn(vocab_size, dim, generator=generator, requires_grad=True)
+    logits_bytes = 4 * num_tokens * vocab_size
+    boundary = vocab_size // GATHER_COST
+    for width in (1, boundary - 1, boundary, vocab_size // 16 - 1, vocab_size // 2, vocab_size - 1):
+        ids = torch.arange(width, dtype=torch.int32).repeat(num_tokens - num_uncut)
+        widths = torch.tensor([width] * (num_tokens - num_uncut) + [0] * num_uncut)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), widths.cumsum(0)])
+        tokens = torch.zeros(num_tokens, dtype=torch.int64)
+        with torch.autograd.set_multithreading_enabled(False):
+            with LiveTensors([hidden, weight, tokens, offsets, ids]) as live:
+                ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids)
+                gradients = torch.autograd.grad(ours.sum(), (hidden, weight))
+        logits = 4.25 * logits_bytes if width >= boundary else 4 * logits_bytes * num_uncut / num_tokens
+        lists = logits_bytes / 4
+        spare = 4 * hidden.nbytes
+        assert live.peak_bytes <= logits + lists + weight.nbytes + block_bytes + spare, width
+        expected = kept_logprobs(hidden.double() @ weight.double().T, tokens, offsets, ids)
+        torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=1e-5)
+        for one, exact in zip(gradients, torch.autograd.grad(expected.sum(), (hidden, weight)), strict=True):
+            torch.testing.assert_close(one, exact, atol=1e-4, rtol=1e-4)
+
+
+def test_the_logits_of_a_whole_row_never_exist_together() -> None:
+    num_tokens, vocab_size, chunk_tokens = 64, 512, 8
+    _, tokens, _, _ = make_case(0, num_tokens, vocab_size, largest_set=4)
+    offsets, ids = torch.zeros(num_tokens + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    weight = torch.randn(vocab_size, 4, requires_grad=True)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    with Watch():
+        hidden = torch.randn(num_tokens, 4, requires_grad=True)
+        chunked_kept_logprobs(
+            hidden, weight, tokens, offsets, ids, chunk_tokens=chunk_tokens
+        ).sum().backward()
+    assert largest <= chunk_tokens * vocab_size
+
+
+def _sharded(seed: int, vocab_size: int, cost: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Values and gradients with the vocabulary split over two ranks, and whole."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    logits, tokens, offsets, ids = make_case(seed, 17, vocab_size, largest_set=8)
+    factors = torch.linspace(-1, 1, 17, dtype=torch.float64)
+    whole = logits.clone().requires_grad_()
+    expected = kept_logprobs(whole, tokens, offsets, ids, 0.6)
+    (expected * factors).sum().backward()
+    results, references = [], []
+    logprobs_module.GATHER_COST = cost
+    for placement in (Shard(1), Replicate()):
+        sharded = DTensor.from_local(logits, mesh, [Replicate()]).redistribute(placements=[placement])
+        sharded = sharded.detach().requires_grad_()
+        logprobs = kept_logprobs(sharded, tokens, offsets, ids, 0.6)
+        (logprobs * factors).sum().backward()
+        results += [logprobs.detach(), sharded.grad.full_tensor()]
+        references += [expected.detach(), whole.grad]
+
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(17, 6, dtype=torch.float64, generator=generator)
+    weight = torch.randn(vocab_size, 6, dtype=torch.float64, generator=generator)
+    whole_hidden, whole_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = kept_logprobs(whole_hidden @ whole_weight.T, tokens, offsets, ids, 0.6)
+    (expected * factors).sum().backward()
+    hidden.requires_grad_()
+    sharded_weight = DTensor.from_local(weight, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+    sharded_weight = sharded_weight.detach().requires_grad_()
+    logprobs = chunked_kept_logprobs(hidden, sharded_weight, tokens, offsets, ids, 0.6, chunk_tokens=5)
+    (logprobs * factors).sum().backward()
+    results += [logprobs.detach(), hidden.grad, sharded_weight.grad.full_tensor()]
+    references += [expected.detach(), whole_hidden.grad, whole_weight.grad]
+    return results, references
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "cost"), [(40, ALWAYS_GATHER), (33, ALWAYS_GATHER), (33, NEVER_GATHER)]
+)
+def test_a_vocabulary_over_two_ranks_gives_the_same(vocab_size: int, cost: int) -> None:
+    for results, references in run_ranks(2, _sharded, 5, vocab_size, cost):
+        for result, expected in zip(results, references, strict=True):
+            torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)

@@ -1,0 +1,254 @@
+"""One optimizer step under every parallel layout of up to four procs, against a single process.
+
+Recorded experts and kept sets are replayed, rows are packed, and one data rank has a row more to train on
+than the others. Gradients are compared whole, tensor by tensor (of every expert), as the optimizer sees them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forgeasync.config.model import Dtype
+from forgeasync.config.trainer import ActivationCheckpointing, ParallelSection
+from forgeasync.models.config_file import read_model_facts
+from tests.support.families import write_family
+from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
+from tests.support.models import write_random_model
+from tests.support.processes import run_ranks
+from tests.trainer.test_trainer import make_sequences
+
+# The first test of a launch waits for all of its cases.
+pytestmark = pytest.mark.timeout(900)
+
+FULL, SELECTIVE = ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
+BFLOAT16 = Dtype.BFLOAT16
+TOLERANCE = 1e-4
+LONG_ROW = 2048
+"""Its targets are more than the output layer takes at once (LOGITS_CHUNK_TOKENS)."""
+
+MOE, DENSE = (Case(model=name, sequences=name) for name in ("moe", "dense"))
+MANY = replace(MOE, sequences="many")
+
+
+def layout(case: Case = MOE, **degrees: int | bool) -> Case:
+    return replace(case, parallel=ParallelSection(**degrees))
+
+
+ALONE = {
+    "moe": MOE,
+    "dense": DENSE,
+    "moe, many sequences": MANY,
+    "moe, own routing": replace(MOE, sequences="unrecorded"),
+    "moe, bfloat16": replace(MOE, dtype=BFLOAT16, learning_rate=1e-5),
+    "moe, small step": replace(MOE, learning_rate=1e-5),
+    "moe, compiled": replace(MOE, compile=True),
+    "moe, bfloat16, full AC": replace(MOE, dtype=BFLOAT16, checkpointing=FULL),
+    "moe, bfloat16, full AC, compiled": replace(MOE, dtype=BFLOAT16, checkpointing=FULL, compile=True),
+}
+"""Without a mesh."""
+
+MOE_LAYOUTS = {
+    "fsdp2": layout(num_procs=2),
+    "fsdp2-ep2": layout(num_procs=2, expert=2),
+    "fsdp2-ep2-full-ac": layout(replace(MOE, checkpointing=FULL), num_procs=2, expert=2),
+    "fsdp2-ep2-offload": layout(replace(MOE, cpu_offload=True), num_procs=2, expert=2),
+    "replicate2": layout(num_procs=2, data_replicate=2),
+    "tp2": layout(num_procs=2, tensor=2, sequence=False),
+    "tp2-sp-ep2": layout(num_procs=2, tensor=2, expert=2),
+    "cp2": layout(num_procs=2, context=2),
+    "cp2-ep2-full-ac": layout(replace(MOE, checkpointing=FULL), num_procs=2, context=2, expert=2),
+    "fsdp4": layout(num_procs=4),
+    "fsdp4-ep4": layout(num_procs=4, expert=4),
+    "fsdp4-ep2-selective-ac": layout(replace(MOE, checkpointing=SELECTIVE), num_procs=4, expert=2),
+    "hsdp2x2": layout(num_procs=4, data_replicate=2),
+    "hsdp2x2-ep2": layout(num_procs=4, data_replicate=2, expert=2),
+    "fsdp2-tp2": layout(num_procs=4, tensor=2, sequence=False),
+    "fsdp2-tp2-sp-ep2": layout(num_procs=4, tensor=2, expert=2),
+    "fsdp2-tp2-sp-ep4-selective-ac": layout(
+        replace(MOE, checkpointing=SELECTIVE), num_procs=4, tensor=2, expert=4
+    ),
+    "replicate2-tp2-sp-ep2": layout(num_procs=4, data_replicate=2, tensor=2, expert=2),
+    "fsdp2-cp2-ep2": layout(num_procs=4, context=2, expert=2),
+    "replicate2-cp2-ep2": layout(num_procs=4, data_replicate=2, context=2, expert=2),
+    "cp2-tp2": layout(num_procs=4, context=2, tensor=2, sequence=False),
+    "cp2-tp2-sp-ep2": layout(num_procs=4, context=2, tensor=2, expert=2),
+    "cp2-tp2-sp-ep4": layout(num_procs=4, context=2, tensor=2, expert=4),
+    "cp4-ep4": layout(num_procs=4, context=4, expert=4),
+}
+
+DENSE_LAYOUTS = {
+    "dense-fsdp2": layout(DENSE, num_procs=2),
+    "dense-tp2-sp": layout(DENSE, num_procs=2, tensor=2),
+    "dense-tp2": layout(DENSE, num_procs=2, tensor=2, sequence=False),
+    "dense-cp2": layout(DENSE, num_procs=2, context=2),
+    "dense-hsdp2x2": layout(DENSE, num_procs=4, data_replicate=2),
+    "dense-fsdp2-tp2-sp": layout(DENSE, num_procs=4, tensor=2),
+    "dense-fsdp2-cp2-full-ac": layout(replace(DENSE, checkpointing=FULL), num_procs=4, context=2),
+    "dense-replicate2-tp2-sp": layout(DENSE, num_procs=4, data_replicate=2, tensor=2),
+    "dense-cp2-tp2-sp": layout(DENSE, num_procs=4, context=2, tensor=2),
+}
+
+CHUNKED = {
+    "chunked-fsdp2-ep2": layout(replace(MANY, tokens_per_row=LONG_ROW), num_procs=2, expert=2),
+    "chunked-tp2-sp-ep2": layout(replace(MANY, tokens_per_row=LONG_ROW), num_procs=2, tensor=2, expert=2),
+}
+
+REFERENCES = (
+    dict.fromkeys(MOE_LAYOUTS, "moe")
+    | dict.fromkeys(DENSE_LAYOUTS, "dense")
+    | dict.fromkeys(CHUNKED, "moe, many sequences")
+)
+"""Which case of ``ALONE`` a layout has to agree with."""
+
+Launch = Callable[[int], list[dict[str, Outcome]]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    root = tmp_path_factory.mktemp("models")
+    folders = {
+        "moe": write_random_model(root / "moe", scale=4.0, num_experts=8, top_k=3),
+        "dense": write_family(root / "dense", "qwen3_tied"),
+    }
+    facts = {name: read_model_facts(str(folder)) for name, folder in folders.items()}
+    moe = make_sequences(11, facts["moe"])
+    sequences = {
+        "moe": moe,
+        "many": make_sequences(90, facts["moe"]),
+        "unrecorded": [replace(sequence, expert_ids_SMK=None) for sequence in moe],
+        "dense": [replace(sequence, expert_ids_SMK=None) for sequence in make_sequences(11, facts["dense"])],
+    }
+    return Inputs(folders=folders, sequences=sequences)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exported")
+
+
+@pytest.fixture(scope="module")
+def launch(inputs: Inputs, exported: Path) -> Launch:
+    """By rank, the outcomes of all cases with a number of procs: one launch, when it is first asked for."""
+    cases = ALONE | MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED
+    for name in ("fsdp2-ep2", "fsdp2-ep2-offload"):
+        cases[name] = replace(cases[name], export=exported / name)
+    done: dict[int, list[dict[str, Outcome]]] = {}
+
+    def outcomes(num_procs: int) -> list[dict[str, Outcome]]:
+        if num_procs not in done:
+            of_size = {name: case for name, case in cases.items() if case.parallel.num_procs == num_procs}
+            done[num_procs] = run_ranks(num_procs, take_steps, inputs, of_size)
+        return done[num_procs]
+
+    return outcomes
+
+
+def relative_errors(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """Norm of the difference by norm, of every tensor."""
+    assert found.keys() == expected.keys()
+    return {
+        name: float((found[name].double() - tensor.double()).norm() / tensor.double().norm())
+        for name, tensor in expected.items()
+    }
+
+
+def cosine(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Of all tensors as one vector."""
+    vectors = [torch.cat([of_one[name].flatten() for name in expected]) for of_one in (found, expected)]
+    return float(torch.cosine_similarity(*vectors, dim=0))
+
+
+@pytest.mark.parametrize("name", [*MOE_LAYOUTS, *DENSE_LAYOUTS, *CHUNKED])
+def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> None:
+    expected = launch(1)[0][REFERENCES[name]]
+    parallel = (MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED)[name].parallel
+    outcomes = [of_rank[name] for of_rank in launch(parallel.num_procs)]
+    for found in outcomes:
+        for metric in ("loss", "grad_norm", "mismatch/kl", "objective/clipped_share"):
+            assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE), metric
+        errors = relative_errors(found.gradients, expected.gradients)
+        assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
+        # A step is at most as long as the learning rate.
+        for weight, tensor in expected.weights.items():
+            torch.testing.assert_close(
+                found.weights[weight], tensor, atol=2e-3 * LEARNING_RATE, rtol=0, msg=weight
+            )
+        if name not in DENSE_LAYOUTS:
+            for metric in ("routing/disagreement_share", "routing/recorded_share"):
+                assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE)
+    if parallel.data_replicate * parallel.data_shard > 1:
+        assert len({outcome.num_rows for outcome in outcomes}) > 1, "a data rank has fewer rows"
+
+
+@pytest.mark.parametrize("name", [*(name for name in ALONE if name != "dense"), *MOE_LAYOUTS])
+def test_replaying_own_choices_changes_no_bit(launch: Launch, name: str) -> None:
+    num_procs = (ALONE | MOE_LAYOUTS)[name].parallel.num_procs
+    assert [of_rank[name].replays_exactly for of_rank in launch(num_procs)] == [True] * num_procs
+
+
+def test_every_parameter_has_a_gradient_and_moves(inputs: Inputs, launch: Launch) -> None:
+    """Else nothing would be compared."""
+    for name in ("moe", "dense"):
+        before = load_file(inputs.folders[name] / "model.safetensors")
+        outcome = launch(1)[0][name]
+        assert outcome.gradients.keys() == outcome.weights.keys() == before.keys()
+        for weight, tensor in before.items():
+            assert bool(outcome.gradients[weight].any()), weight
+            assert not torch.equal(outcome.weights[weight], tensor), weight
+
+
+def test_records_and_chunks_are_used(inputs: Inputs, launch: Launch) -> None:
+    forced, own = (launch(1)[0][name].metrics for name in ("moe", "moe, own routing"))
+    assert abs(forced["loss"] - own["loss"]) > 1e-4
+    # Random triples of 8 experts: one in 56 is the router's own.
+    assert 0.9 < forced["routing/disagreement_share"] < 1.0
+    assert 0.6 < forced["routing/recorded_share"] < 0.95
+    assert own["routing/recorded_share"] == 0.0 and "routing/disagreement_share" not in own
+    lengths = [len(sequence.response_ids_T) for sequence in inputs.sequences["many"]]
+    # Rows are dealt evenly: even half of a batch over two ranks is more than one chunk.
+    assert sum(lengths[:-1]) / 2 > 1024
+
+
+def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
+    half, exact = launch(1)[0]["moe, bfloat16"], launch(1)[0]["moe, small step"]
+    assert half.metrics["loss"] != exact.metrics["loss"]
+    assert half.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-2)
+    assert cosine(half.gradients, exact.gradients) > 0.99
+    assert {tensor.dtype for tensor in half.weights.values()} == {torch.float32}
+    # A bfloat16 master would round most of so small a step away, and be off by 1e-3 of the weight.
+    for name, tensor in exact.weights.items():
+        torch.testing.assert_close(half.weights[name], tensor, atol=5e-6, rtol=0, msg=name)
+
+
+def test_compiled(launch: Launch) -> None:
+    """One graph a layer (fullgraph)."""
+    eager, compiled = launch(1)[0]["moe"], launch(1)[0]["moe, compiled"]
+    for metric in ("loss", "grad_norm"):
+        assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=TOLERANCE)
+    errors = relative_errors(compiled.gradients, eager.gradients)
+    assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
+    eager = launch(1)[0]["moe, bfloat16, full AC"]
+    compiled = launch(1)[0]["moe, bfloat16, full AC, compiled"]
+    for metric in ("loss", "grad_norm"):
+        assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=2e-2)
+    assert cosine(compiled.gradients, eager.gradients) > 0.99
+
+
+def test_offloaded_weights_are_published_and_saved_as_others(launch: Launch, exported: Path) -> None:
+    """Against the same layout without, bit for bit. On a CPU nothing moves, but FSDP2 goes its other way."""
+    for of_rank in launch(2):
+        plain, offloaded = of_rank["fsdp2-ep2"], of_rank["fsdp2-ep2-offload"]
+        assert offloaded.published == plain.published
+        assert all(torch.equal(offloaded.weights[name], tensor) for name, tensor in plain.weights.items())
+    saved, expected = (
+        load_file(exported / name / "model-00001-of-00001.safetensors")
+        for name in ("fsdp2-ep2-offload", "fsdp2-ep2")
+    )
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())

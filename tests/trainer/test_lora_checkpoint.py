@@ -1,0 +1,170 @@
+"""Saved adapters, read by peft, by vLLM, and back into a trainer of another layout."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from forgeasync.config.rules import ADAPTABLE
+from forgeasync.config.trainer import ParallelSection
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.trainer.lora_checkpoint import CONFIG_FILE, WEIGHTS_FILE, load
+from forgeasync.trainer.packing import TrainingSequence, pack_row
+from tests.support.families import write_family
+from tests.support.lora import LORA, PREFIX, adapters, free, make_trainer, reference_logprobs
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone, run_ranks
+from tests.trainer.test_trainer import make_sequences
+
+CHOICES = (ADAPTABLE, ("q_proj", "v_proj"), ("o_proj", "gate_proj"), ("down_proj",))
+
+
+class Saved(NamedTuple):
+    """A model, sequences, and for every choice of targets the saved adapters and what they compute."""
+
+    model: Path
+    sequences: list[TrainingSequence]
+    adapters: Path
+    logprobs: dict[tuple[str, ...], torch.Tensor]
+
+    def folder(self, targets: tuple[str, ...]) -> Path:
+        return self.adapters / "+".join(targets)
+
+
+def _save(model: Path, sequences: list[TrainingSequence], out: Path) -> dict[tuple[str, ...], torch.Tensor]:
+    logprobs = {}
+    for targets in CHOICES:
+        lora = LORA.model_copy(update={"targets": targets})
+        trainer = make_trainer(model, ParallelSection(num_procs=2, expert=2), lora=lora)
+        trainer.save_hf(out / "+".join(targets), source=model)
+        # Two data ranks, of which each has the same row.
+        with torch.no_grad():
+            logprobs[targets] = trainer.logprobs(pack_row(sequences))
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    path = tmp_path_factory.mktemp("lora")
+    model = write_random_model(path / "hf", scale=4.0, num_experts=8, top_k=3)
+    sequences = free(make_sequences(3, read_model_facts(str(model))))
+    logprobs = run_ranks(2, _save, model, sequences, path / "adapters")[0]
+    return Saved(model, sequences, path / "adapters", logprobs)
+
+
+def test_all_files_can_be_read_by_the_same_people(saved: Saved) -> None:
+    folder = saved.folder(CHOICES[0])
+    assert (folder / WEIGHTS_FILE).stat().st_mode == (folder / CONFIG_FILE).stat().st_mode
+
+
+@pytest.mark.parametrize("targets", CHOICES, ids="+".join)
+def test_peft_computes_what_the_trainer_does(saved: Saved, targets: tuple[str, ...]) -> None:
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float32)
+    with torch.no_grad():
+        plain_T = torch.cat([reference_logprobs(base, sequence) for sequence in saved.sequences])
+        model = PeftModel.from_pretrained(base, saved.folder(targets))
+        expected_T = torch.cat([reference_logprobs(model, sequence) for sequence in saved.sequences])
+    torch.testing.assert_close(saved.logprobs[targets], expected_T, atol=1e-4, rtol=0)
+    assert (plain_T - expected_T).abs().mean() > 0.01, "adapters that do nothing would hide mistakes"
+
+
+def _save_dense(model: Path, sequences: list[TrainingSequence], out: Path) -> torch.Tensor:
+    trainer = make_trainer(model, ParallelSection(num_procs=2, tensor=2))
+    trainer.save_hf(out, source=model)
+    with torch.no_grad():
+        return trainer.logprobs(pack_row(sequences))
+
+
+def test_networks_without_experts_have_adapters_too(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = write_family(tmp_path / "hf", "llama3_rope")
+    sequences = free(make_sequences(3, read_model_facts(str(model))))
+    found_T = run_ranks(2, _save_dense, model, sequences, tmp_path / "adapters")[0]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapters")
+    with torch.no_grad():
+        expected_T = torch.cat([reference_logprobs(adapted, sequence) for sequence in sequences])
+    torch.testing.assert_close(found_T, expected_T, atol=1e-4, rtol=0)
+    written = load_file(tmp_path / "adapters" / WEIGHTS_FILE)
+    assert len(written) == 2 * 2 * len(ADAPTABLE)
+    assert all(tensor.any() for tensor in written.values())
+
+
+def _packed_by_vllm(folder: Path, num_experts: int) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
+    """Rank-0 scaling, B of a q_proj, and A and B of a layer's experts, packed as for vLLM's kernels."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import PackedLoRALayerWeights
+    from vllm.lora.peft_helper import PEFTHelper
+
+    # The order in which vLLM's mapping of experts names them: w1, w2, w3.
+    names = [f"experts.{e}.{p}" for e in range(num_experts) for p in ("gate_proj", "down_proj", "up_proj")]
+    model = LoRAModel.from_local_checkpoint(
+        str(folder),
+        {"q_proj", "k_proj", "v_proj", "o_proj", *names},
+        peft_helper=PEFTHelper.from_local_dir(str(folder), None),
+        device="cpu",
+        dtype=torch.float32,
+    )
+    layer = "model.layers.1"
+    packed = PackedLoRALayerWeights.pack_moe(
+        [model.loras[f"{layer}.mlp.{name}"] for name in names], f"{layer}.mlp.experts"
+    )
+    attention = model.loras[f"{layer}.self_attn.q_proj"]
+    return attention.scaling, attention.lora_b, [*packed.lora_a, *packed.lora_b]
+
+
+def test_vllm_reads_the_same_folder(saved: Saved) -> None:
+    out = saved.folder(ADAPTABLE)
+    tensors = load_file(out / WEIGHTS_FILE)
+    scaling, attention_b, packed = run_alone(_packed_by_vllm, out, 8)
+    layer = f"{PREFIX}model.layers.1"
+    assert scaling == LORA.alpha / LORA.rank
+    assert torch.equal(attention_b, tensors[f"{layer}.self_attn.q_proj.lora_B.weight"])
+    expected = [
+        torch.stack([tensors[f"{layer}.mlp.experts.{e}.{p}.lora_{side}.weight"] for e in range(8)])
+        for side in "AB"
+        for p in ("gate_proj", "down_proj", "up_proj")
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
+
+
+def _load(model: Path, changes: dict[str, object], adapter: Path) -> dict[str, torch.Tensor]:
+    lora = LORA.model_copy(update=changes)
+    trainer = make_trainer(model, ParallelSection(), lora=lora)
+    load(trainer.model, trainer._facts, lora, adapter)
+    return adapters(trainer)
+
+
+def _load_each(
+    saved: Saved, shifted: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """All adapters; those of few targets, beside which the file has zeros; what is said of wrong sections."""
+    messages = []
+    for changes in ({"rank": 2}, {"alpha": 5.0}, {"targets": ("q_proj", "down_proj")}):
+        with pytest.raises(ValueError) as error:
+            _load(saved.model, changes, shifted)
+        messages.append(str(error.value))
+    down = _load(saved.model, {"targets": ("down_proj",)}, saved.folder(("down_proj",)))
+    return _load(saved.model, {}, shifted), down, messages
+
+
+def test_loading_restores_every_bit_or_refuses(saved: Saved, tmp_path: Path) -> None:
+    """Saved by two ranks, loaded by one."""
+    written = load_file(saved.folder(ADAPTABLE) / WEIGHTS_FILE)
+    # Other values than those that the trainer starts from.
+    expected = {name: tensor + 1.0 for name, tensor in written.items()}
+    save_file(expected, tmp_path / WEIGHTS_FILE)
+    (tmp_path / CONFIG_FILE).write_text((saved.folder(ADAPTABLE) / CONFIG_FILE).read_text())
+    loaded, down, (rank, alpha, targets) = run_ranks(1, _load_each, saved, tmp_path)[0]
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    assert len(down) == 2 * 2 * 8 and all(".down_proj." in name for name in down)
+    assert "r = 3, must be 2" in rank and str(tmp_path) in rank
+    assert "lora_alpha = 6, must be 5.0" in alpha
+    assert "lora.targets" in targets and "experts.0.gate_proj.lora_B" in targets

@@ -1,0 +1,164 @@
+"""Rows keep sequences apart, in order and complete; plans use every sequence once."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.rollouts.kept_tokens import KeptTokens
+from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.trainer.packing import (
+    NO_SEQUENCE,
+    ROW_ALIGNMENT,
+    TrainingSequence,
+    pack_row,
+    pack_rows,
+    plan_rows,
+)
+
+
+def make_sequence(prompt: list[int], response: list[int], advantage: float = 1.0) -> TrainingSequence:
+    return TrainingSequence(
+        prompt_ids_P=np.asarray(prompt, np.int32),
+        response_ids_T=np.asarray(response, np.int32),
+        behavior_logprobs_T=-np.asarray(response, np.float32),
+        ages_T=np.asarray(response, np.int32) % 3,
+        advantage=advantage,
+        weight=advantage + 3.0,
+    )
+
+
+def test_each_response_token_is_predicted_by_the_token_before_it() -> None:
+    row = pack_row([make_sequence([1, 2], [3, 4], 0.5), make_sequence([5], [6], -1.0)])
+    assert row.token_ids_L[:6].tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.positions_L[:6].tolist() == [0, 1, 2, 3, 0, 1]
+    assert row.mask_L[:6].tolist() == [False, True, True, False, True, False]
+    assert row.target_ids_L[row.mask_L].tolist() == [3, 4, 6]
+    assert row.behavior_logprobs_L[row.mask_L].tolist() == [-3.0, -4.0, -6.0]
+    assert row.advantages_L[row.mask_L].tolist() == [0.5, 0.5, -1.0]
+    assert row.sample_weights_L[row.mask_L].tolist() == [3.5, 3.5, 2.0]
+    assert row.ages_L[row.mask_L].tolist() == [0, 1, 0] and row.ages_L.dtype == np.int32
+    assert row.sequence_ids_L[:6].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_rows_have_the_dtypes_that_a_trainer_takes() -> None:
+    row = pack_row([make_sequence([1, 2], [3, 4])])
+    found = {
+        field.name: array.dtype
+        for field in dataclasses.fields(row)
+        if isinstance(array := getattr(row, field.name), np.ndarray)
+    }
+    assert found == {
+        "token_ids_L": np.int64,
+        "positions_L": np.int64,
+        "target_ids_L": np.int64,
+        "mask_L": np.bool_,
+        "behavior_logprobs_L": np.float32,
+        "advantages_L": np.float32,
+        "sample_weights_L": np.float32,
+        "ages_L": np.int32,
+        "sequence_ids_L": np.int64,
+    }
+
+
+def test_records_lie_where_their_tokens_do() -> None:
+    """Of two sequences one has expert ids, the other kept sets; what nothing is known of is marked."""
+    ids_SMK = np.arange(4 * 2 * 3).reshape(4, 2, 3).astype(np.int16)
+    kept = KeptTokens.from_rows([[7, 6]], vocab_size=50)
+    row = pack_row(
+        [
+            dataclasses.replace(make_sequence([5], [6]), kept_tokens=kept),
+            dataclasses.replace(make_sequence([1, 2], [3, 4]), expert_ids_SMK=ids_SMK),
+        ]
+    )
+    assert row.expert_ids_LMK is not None and row.expert_ids_LMK.dtype == np.int16
+    assert row.expert_ids_LMK.shape == (ROW_ALIGNMENT, 2, 3)
+    np.testing.assert_array_equal(row.expert_ids_LMK[2:6], ids_SMK)
+    assert (row.expert_ids_LMK[:2] == NO_RECORD).all() and (row.expert_ids_LMK[6:] == NO_RECORD).all()
+    assert [row.kept_tokens.row(index).tolist() for index in range(3)] == [[6, 7], [], []]
+    assert pack_row([make_sequence([1], [2])]).expert_ids_LMK is None
+
+
+def test_records_of_two_models_are_a_bug() -> None:
+    shapes = [(2, 2, 3), (2, 1, 3)]
+    with pytest.raises(AssertionError, match="records of one model"):
+        pack_row(
+            [
+                dataclasses.replace(make_sequence([1], [2]), expert_ids_SMK=np.zeros(shape, np.int16))
+                for shape in shapes
+            ]
+        )
+
+
+def test_a_row_is_as_long_as_it_must_be() -> None:
+    full = make_sequence([1] * (ROW_ALIGNMENT - 4), [2] * 4)
+    assert len(pack_row([full]).token_ids_L) == ROW_ALIGNMENT
+    assert len(pack_row([full, make_sequence([1], [2])]).token_ids_L) == 2 * ROW_ALIGNMENT
+
+
+def test_long_ones_first_into_the_emptiest_row() -> None:
+    """Over two ranks, rows of 12 tokens: 22 tokens fit into a row each, 24 in five parts do not."""
+    assert plan_rows([5, 9, 2, 6], tokens_per_row=12, num_ranks=2) == [[[1, 2], [3, 0]]]
+    assert plan_rows([5, 9, 2, 6, 2], tokens_per_row=12, num_ranks=2) == [[[1], [3]], [[0], [2, 4]]]
+    assert plan_rows([12, 12], tokens_per_row=12, num_ranks=2) == [[[0], [1]]], "full to the last token"
+    assert plan_rows([], tokens_per_row=12, num_ranks=2) == [[[], []]]
+
+
+def test_padding_is_marked_and_trains_nothing() -> None:
+    row = pack_row([make_sequence([1], [2])])
+    assert len(row.token_ids_L) == ROW_ALIGNMENT
+    assert (row.sequence_ids_L[2:] == NO_SEQUENCE).all()
+    assert row.positions_L[2] == 0, "padding must not continue the last sequence"
+    assert row.num_targets == 1
+    empty = pack_row([])
+    assert empty.num_targets == 0 and (empty.sequence_ids_L == NO_SEQUENCE).all()
+
+
+def test_a_sequence_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 has 65 tokens.*tokens_per_row = 64"):
+        plan_rows([3, 65], tokens_per_row=64, num_ranks=1)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 64), max_size=60),
+    tokens_per_row=st.integers(64, 256),
+    num_ranks=st.integers(1, 4),
+)
+def test_plans_use_every_sequence_once_and_never_overfill(
+    lengths: list[int], tokens_per_row: int, num_ranks: int
+) -> None:
+    plan = plan_rows(lengths, tokens_per_row=tokens_per_row, num_ranks=num_ranks)
+    rows = [row for microbatch in plan for row in microbatch]
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(len(microbatch) == num_ranks for microbatch in plan)
+    assert all(sum(lengths[index] for index in row) <= tokens_per_row for row in rows)
+
+
+@given(
+    sequences=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 50), min_size=1, max_size=20),
+            st.lists(st.integers(1, 50), min_size=1, max_size=40),
+        ),
+        max_size=30,
+    ),
+    num_ranks=st.integers(1, 3),
+)
+def test_every_response_token_comes_out_of_its_row(
+    sequences: list[tuple[list[int], list[int]]], num_ranks: int
+) -> None:
+    rows = pack_rows(
+        [make_sequence(prompt, response) for prompt, response in sequences],
+        tokens_per_row=128,
+        num_ranks=num_ranks,
+    )
+    assert len({len(of_rank) for of_rank in rows}) == 1, "every rank has as many microbatches"
+    unpacked = []
+    for row in (row for of_rank in rows for row in of_rank):
+        for sequence_id in range(int(row.sequence_ids_L.max(initial=-1)) + 1):
+            here = row.sequence_ids_L == sequence_id
+            unpacked.append((row.token_ids_L[here].tolist(), row.target_ids_L[here & row.mask_L].tolist()))
+    expected = [(prompt + response, response) for prompt, response in sequences]
+    assert sorted(unpacked) == sorted(expected)

@@ -1,0 +1,190 @@
+"""The replay router against TorchTitan's own, and the formula of an MoE layer, evaluated densely."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forgeasync.config.model_facts import BiasedRouting, LatentAttention, ModelFacts
+from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.trainer.model import titan_config
+from forgeasync.trainer.replay_router import ReplayRouter, replay, replay_routers
+
+FACTS = ModelFacts(
+    model_type="qwen3_moe",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=8,
+    top_k=3,
+    vocab_size=40,
+    expert_hidden_size=48,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-6,
+)
+
+
+def make_moe() -> torch.nn.Module:
+    torch.manual_seed(0)
+    moe = titan_config(FACTS).layers[0].moe.build()
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(std=0.3)
+    return moe
+
+
+def random_ids(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, FACTS.num_experts).argsort(-1)[..., : FACTS.top_k]
+
+
+def run(router: ReplayRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores and ids of the chosen experts, and the gate's gradient of a fixed function of the scores."""
+    scores, ids, _ = router(x)
+    by_expert = torch.zeros(*x.shape[:2], FACTS.num_experts).scatter(-1, ids, scores)
+    weights = torch.linspace(-1, 1, by_expert.numel()).view_as(by_expert)
+    (gradient,) = torch.autograd.grad((by_expert * weights).sum(), router.gate.weight)
+    return by_expert.detach(), ids, gradient
+
+
+def test_own_choices_in_any_order_change_no_bit() -> None:
+    router = make_moe().router
+    x = torch.randn(2, 50, FACTS.hidden_size)
+    scores, ids, gradient = run(router, x)
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        with router.replay(ids[..., order].to(torch.uint8).to(torch.int16)):
+            replayed_scores, replayed_ids, replayed_gradient = run(router, x)
+        assert torch.equal(replayed_ids, ids[..., order])
+        assert torch.equal(replayed_scores, scores) and torch.equal(replayed_gradient, gradient)
+        assert router.replay_counts.tolist() == [100, 0]
+
+
+def test_recorded_tokens_take_their_experts_and_the_others_choose() -> None:
+    router = make_moe().router
+    x = torch.randn(2, 50, FACTS.hidden_size)
+    own_scores, own_ids, _ = router(x)
+    forced = random_ids(2, 50)
+    forced[0, :10] = NO_RECORD
+    forced[1, 7, 1] = NO_RECORD
+    with router.replay(forced):
+        scores, ids, _ = router(x)
+    has_record = (forced >= 0).all(-1)
+    assert torch.equal(ids[has_record], forced[has_record])
+    assert torch.equal(ids[~has_record], own_ids[~has_record])
+    assert torch.equal(scores[~has_record], own_scores[~has_record])
+    probabilities = F.softmax(router.gate(x).double(), -1).gather(-1, ids)
+    expected = probabilities / probabilities.sum(-1, keepdim=True)
+    torch.testing.assert_close(scores.double(), expected, atol=1e-6, rtol=1e-5)
+    same = (forced.sort(-1).values == own_ids.sort(-1).values).all(-1)
+    assert router.replay_counts.tolist() == [89, int((has_record & ~same).sum())]
+
+
+def test_the_context_ends_with_an_error_too() -> None:
+    router = make_moe().router
+    x = torch.randn(1, 4, FACTS.hidden_size)
+    before = router(x)
+    with pytest.raises(KeyError), router.replay(random_ids(1, 4)):
+        raise KeyError
+    assert all(torch.equal(a, b) for a, b in zip(router(x), before, strict=True))
+
+
+def dense_reference(moe: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Sum over the chosen experts of p_e / (sum of chosen p) * W2_e (silu(W1_e x) * W3_e x)."""
+    experts = moe.routed_experts.inner_experts
+    probabilities = F.softmax(x @ moe.router.gate.weight.double().T, -1)
+    rows = []
+    for token, chosen in zip(x.flatten(0, 1), ids.flatten(0, 1), strict=True):
+        share = F.softmax(token @ moe.router.gate.weight.double().T, -1)[chosen]
+        share = share / share.sum()
+        out = torch.zeros_like(token)
+        for weight, expert in zip(share, chosen.tolist(), strict=True):
+            gate = F.silu(experts.w1_EFD[expert].double() @ token)
+            up = experts.w3_EFD[expert].double() @ token
+            out = out + weight * (experts.w2_EDF[expert].double() @ (gate * up))
+        rows.append(out)
+    return torch.stack(rows).view(*probabilities.shape[:2], -1)
+
+
+def test_an_moe_layer_with_forced_experts_is_the_formula() -> None:
+    moe = make_moe()
+    x = torch.randn(2, 9, FACTS.hidden_size, requires_grad=True)
+    ids = random_ids(2, 9)
+    weights = torch.randn(2, 9, FACTS.hidden_size)
+    inputs = (x, *moe.parameters())
+
+    with moe.router.replay(ids):
+        ours = moe(x)
+    gradients = torch.autograd.grad((ours * weights).sum(), inputs)
+    exact = dense_reference(moe, x.double(), ids)
+    expected = torch.autograd.grad((exact * weights).sum(), inputs)
+
+    torch.testing.assert_close(ours.double(), exact, atol=1e-4, rtol=1e-4)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, atol=1e-3, rtol=1e-4)
+    assert gradients[-1].any()
+
+
+def test_every_layer_replays_its_own_ids() -> None:
+    model = titan_config(FACTS).build()
+    routers = replay_routers(model)
+    assert len(routers) == FACTS.num_layers
+    x = torch.randn(1, 6, FACTS.hidden_size)
+    ids = random_ids(1, 6, FACTS.num_layers)
+    with replay(routers, ids):
+        for layer, router in enumerate(routers):
+            assert torch.equal(router(x)[1], ids[:, :, layer])
+
+
+def biased_router() -> ReplayRouter:
+    facts = dataclasses.replace(
+        FACTS,
+        model_type="deepseek_v3",
+        num_kv_heads=FACTS.num_heads,
+        latent=LatentAttention(
+            query_rank=0, kv_rank=16, nope_head_dim=16, rope_head_dim=16, value_head_dim=24
+        ),
+        routing=BiasedRouting(
+            num_groups=4, num_limited_groups=2, normalizes=True, scale=2.5, num_shared_experts=1
+        ),
+    )
+    torch.manual_seed(0)
+    router = titan_config(facts).layers[0].moe.router.build()
+    with torch.no_grad():
+        router.gate.weight.normal_(std=0.3)
+    return router
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    """Chosen and replayed experts weigh what their sigmoids say (DeepSeek-V3, 2024, equations 12 to 16)."""
+    router, x = biased_router(), torch.randn(2, 50, FACTS.hidden_size)
+    bias_E = torch.tensor([0.0, 0.0, 5.0, 5.0, 0.0, 0.0, 0.0, 5.0])
+    sigmoids = torch.sigmoid(F.linear(x.double(), router.gate.weight.double()))
+    scores, ids, _ = router(x, bias_E)
+    # Of groups (0,1) (2,3) (4,5) (6,7) the second and the last are the best for every token.
+    assert torch.equal(ids.sort(-1).values.unique(dim=1), torch.tensor([[[2, 3, 7]]] * 2))
+    replayed_ids = random_ids(2, 50)
+    with router.replay(replayed_ids):
+        replayed_scores, _, _ = router(x, bias_E)
+    for found, of in ((scores, ids), (replayed_scores, replayed_ids)):
+        chosen = sigmoids.gather(-1, of)
+        expected = 2.5 * chosen / chosen.sum(-1, keepdim=True)
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    with router.replay(ids[..., [2, 0, 1]]):
+        own_scores, _, _ = router(x, bias_E)
+    assert torch.equal(own_scores, scores[..., [2, 0, 1]])
+    (gradient,) = torch.autograd.grad(replayed_scores.square().sum(), router.gate.weight)
+    assert gradient.abs().max() > 1e-3
+
+
+def test_counted_tokens_are_counted_by_the_experts_they_take() -> None:
+    router, x = biased_router(), torch.randn(2, 50, FACTS.hidden_size)
+    ids, is_counted = random_ids(2, 50), torch.rand(2, 50) < 0.6
+    ids[:, :5] = NO_RECORD
+    with router.replay(ids, is_counted):
+        _, taken, _ = router(x)
+    expected = torch.bincount(taken[is_counted].flatten(), minlength=FACTS.num_experts)
+    assert torch.equal(router.expert_counts_E, expected)

@@ -1,0 +1,73 @@
+"""A rank reads its own shards of a checkpoint and nothing else."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.models.checkpoint_shapes import expected_shapes
+from forgeasync.trainer import hf_checkpoint
+from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
+from forgeasync.trainer.replay_router import checkpoint_weights
+from tests.support.config_samples import FACTS
+from tests.support.live_tensors import LiveTensors
+from tests.support.processes import run_ranks
+
+WIDE = dataclasses.replace(FACTS, hidden_size=128, expert_hidden_size=128, num_experts=32, vocab_size=2000)
+
+LAYOUTS = (
+    ParallelSection(num_procs=2),
+    ParallelSection(num_procs=2, tensor=2, expert=2),
+    ParallelSection(num_procs=2, tensor=2, sequence=False),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    peak_bytes: int
+    model_bytes: int
+    largest_shard_bytes: int
+    is_right: bool
+
+
+def _load(folder: Path, facts: ModelFacts, parallel: ParallelSection) -> Loaded:
+    section = TrainerSection(
+        parallel=parallel, tokens_per_row=64, optimizer=OptimizerSection(learning_rate=1e-3)
+    )
+    dims = build_parallel_dims(section, world_size=parallel.num_procs)
+    model = build_parallel_model(facts, section, parallel_dims=dims)
+    weights = [weight for _, weight in checkpoint_weights(model)]
+    shards = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    with LiveTensors(weights) as live:
+        hf_checkpoint.load(model, facts, folder)
+    # Every tensor is filled with its number: the right ones are in the right places.
+    numbers = {name: float(index) for index, name in enumerate(expected_shapes(facts))}
+    is_right = all(bool((t == numbers[name]).all()) for name, t in hf_checkpoint.full_tensors(model, facts))
+    return Loaded(
+        peak_bytes=live.peak_bytes,
+        model_bytes=sum(weight.numel() * weight.element_size() for weight in weights),
+        largest_shard_bytes=max(shard.nbytes for shard in shards),
+        is_right=is_right,
+    )
+
+
+def _load_all(folder: Path, facts: ModelFacts) -> list[Loaded]:
+    return [_load(folder, facts, parallel) for parallel in LAYOUTS]
+
+
+def test_loading_allocates_next_to_nothing(tmp_path: Path) -> None:
+    shapes = expected_shapes(WIDE)
+    tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LiveTensors([]) as live:
+        torch.stack([torch.ones(1000), torch.ones(1000)])
+    assert live.peak_bytes == 16_000 and live.num_bytes == 0
+    for of_rank in run_ranks(2, _load_all, tmp_path, WIDE):
+        for loaded in of_rank:
+            assert loaded.is_right
+            # Not even a part of a tensor is held besides the shards, least of all a layer's experts together.
+            assert loaded.peak_bytes <= loaded.largest_shard_bytes / 16 < loaded.model_bytes / 64

@@ -1,0 +1,186 @@
+"""From scored groups to the sequences of a row: signs, order, what a batch is, what is replayed."""
+
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from forgeasync.algorithms.advantages import Advantage, DrGrpo, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
+from forgeasync.config.algorithm import AlgorithmSection
+from forgeasync.config.trainer import OptimizerSection, RoutingReplay
+from forgeasync.rollouts.group_payload import TokenTrace
+from forgeasync.rollouts.kept_tokens import KeptTokens
+from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.routing import NO_RECORD, RoutedExperts
+from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
+from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
+from forgeasync.trainer.optimizer import scheduled_learning_rate
+from forgeasync.trainer.packing import TrainingSequence
+from tests.support.buffer_world import make_task
+from tests.support.rollouts import make_stored_rollout
+
+
+def make_group(group_id: int, rewards: tuple[float, ...], *, num_tokens: int = 3) -> Group:
+    return Group(
+        group_id=group_id,
+        draw_id=group_id,
+        task=make_task(group_id),
+        rollouts=tuple(make_stored_rollout((0, 0, num_tokens), text=f"{group_id}/{r}") for r in rewards),
+        rewards=rewards,
+    )
+
+
+def algorithm(advantage: Advantage) -> AlgorithmSection:
+    return AlgorithmSection(advantage=advantage, group_size=4, groups_per_step=2)
+
+
+def advantages_by_text(groups: list[Group], advantage: Advantage) -> dict[str, float]:
+    items = training_items(groups, [1.0] * len(groups), algorithm(advantage))
+    return {item.rollout.text: item.advantages[0].value for item in items}
+
+
+@pytest.mark.parametrize(
+    "advantage", [Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), GroupPassAtK(pass_at_k=2)]
+)
+def test_a_better_rollout_has_the_larger_advantage(advantage: Advantage) -> None:
+    """The best is pushed up and, but for pass@k, where no advantage is negative, the worst down."""
+    found = advantages_by_text([make_group(0, (0.25, 1.0, 0.0, 0.5))], advantage)
+    ranked = sorted(found, key=found.__getitem__)
+    assert ranked[-1] == "0/1.0" and found["0/1.0"] > 0.1
+    assert found["0/1.0"] > found["0/0.5"] > found["0/0.25"] >= found["0/0.0"]
+    if isinstance(advantage, GroupPassAtK):
+        assert found["0/0.0"] == 0.0
+    else:
+        assert found["0/0.0"] < -0.1
+
+
+def test_items_are_the_rollouts_in_their_order() -> None:
+    groups = [make_group(0, (0.0, 1.0)), make_group(1, (1.0, 0.0, 3.0))]
+    items = training_items(groups, [1.0, 2.5], algorithm(DrGrpo()))
+    assert [item.weight for item in items] == [1.0, 1.0, 2.5, 2.5, 2.5]
+    assert [item.rollout for item in items] == [one for group in groups for one in group.rollouts]
+    assert [item.advantages[0].value for item in items] == pytest.approx([-0.5, 0.5, -1 / 3, -4 / 3, 5 / 3])
+
+
+def test_reinforce_pp_compares_with_the_whole_batch() -> None:
+    """All rollouts of a good prompt stand above the batch's mean, whatever they are within their group."""
+    rewards = [(0.0, 0.25), (0.75, 1.0, 1.0)]
+    found = advantages_by_text(
+        [make_group(index, one) for index, one in enumerate(rewards)], ReinforcePlusPlus()
+    )
+    whole = [reward for one in rewards for reward in one]
+    mean, std = statistics.fmean(whole), statistics.stdev(whole)
+    for index, one in enumerate(rewards):
+        for reward in one:
+            assert found[f"{index}/{reward}"] == pytest.approx((reward - mean) / std, rel=1e-4)
+    assert found["0/0.25"] < 0 < found["1/0.75"]
+
+
+def test_every_item_is_dealt_once_and_as_many_rows_to_every_rank() -> None:
+    items = training_items(
+        [make_group(index, (0.0, 1.0, 0.5), num_tokens=9) for index in range(5)],
+        [1.0] * 5,
+        algorithm(Grpo()),
+    )
+    # Two items of 1 + 9 tokens fit in a row.
+    rows = deal_items(items, tokens_per_row=25, num_ranks=3)
+    assert [len(of_rank) for of_rank in rows] == [3, 3, 3]
+    dealt = [id(item) for of_rank in rows for row in of_rank for item in row]
+    assert sorted(dealt) == sorted(map(id, items))
+    assert all(sum(item.num_tokens for item in row) <= 25 for of_rank in rows for row in of_rank)
+    assert items[0].num_tokens == 10
+
+
+NUM_PROMPT_TOKENS = 3
+TRACE = TokenTrace(
+    prompt_ids_P=np.array([7, 8, 9], np.int32),
+    response_ids_T=np.array([1, 2, 3, 4], np.int32),
+    logprobs_T=np.array([-0.5, -1.0, -1.5, -2.0], np.float32),
+    # The last token was never fed to the model.
+    routed_experts=RoutedExperts.from_rows(
+        np.arange(6 * 2 * 2).reshape(6, 2, 2) % 5, num_tokens=7, num_experts=8
+    ),
+    kept_tokens=KeptTokens.from_rows([[1, 5], [2], [3, 6], [4]], vocab_size=10),
+)
+
+
+def sequence_of(
+    routing_replay: RoutingReplay = RoutingReplay.ALL, *, keep_sampling_mask: bool = True
+) -> TrainingSequence:
+    rollout = make_stored_rollout((4, 0, 1), (7, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
+    return training_sequence(
+        TrainingItem(rollout=rollout, advantages=whole_response(-0.75), weight=2.5),
+        TRACE,
+        trained_version=7,
+        routing_replay=routing_replay,
+        keep_sampling_mask=keep_sampling_mask,
+        places=TokenPlaces(None),
+    )
+
+
+def test_response_replay_leaves_prompts_to_the_trainer() -> None:
+    whole = TRACE.routed_experts.to_dense()
+    assert (whole[:-1] != NO_RECORD).all() and (whole[-1] == NO_RECORD).all()
+    replayed = sequence_of(RoutingReplay.RESPONSE).expert_ids_SMK
+    assert (replayed[:NUM_PROMPT_TOKENS] == NO_RECORD).all()
+    np.testing.assert_array_equal(replayed[NUM_PROMPT_TOKENS:], whole[NUM_PROMPT_TOKENS:])
+    np.testing.assert_array_equal(sequence_of(RoutingReplay.ALL).expert_ids_SMK, whole)
+    assert sequence_of(RoutingReplay.OFF).expert_ids_SMK is None
+
+
+def test_a_sequence_has_the_trace_and_the_age_of_every_token() -> None:
+    sequence = sequence_of()
+    assert sequence.prompt_ids_P.tolist() == [7, 8, 9]
+    assert sequence.response_ids_T.tolist() == [1, 2, 3, 4]
+    assert sequence.behavior_logprobs_T.tolist() == [-0.5, -1.0, -1.5, -2.0]
+    assert sequence.ages_T.tolist() == [3, 0, 0, 0] and sequence.ages_T.dtype == np.int32
+    assert sequence.advantage == -0.75 and sequence.weight == 2.5
+    assert sequence.kept_tokens is TRACE.kept_tokens
+    assert sequence_of(keep_sampling_mask=False).kept_tokens is None
+
+
+@pytest.mark.parametrize("spans", [((4, 0, 1), (8, 1, 4)), ((4, 0, 1), (5, 2, 4))])
+def test_a_token_without_a_version_or_newer_than_the_trained_weights_is_a_bug(
+    spans: tuple[tuple[int, int, int], ...],
+) -> None:
+    rollout = make_stored_rollout(*spans, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    with pytest.raises(AssertionError, match="no newer"):
+        training_sequence(
+            TrainingItem(rollout=rollout, advantages=whole_response(0.0), weight=1.0),
+            TRACE,
+            trained_version=7,
+            routing_replay=RoutingReplay.OFF,
+            keep_sampling_mask=True,
+            places=TokenPlaces(None),
+        )
+
+
+def test_the_learning_rate_warms_up_stays_and_decays_to_zero() -> None:
+    def schedule(**section: object) -> list[float]:
+        optimizer = OptimizerSection(learning_rate=0.5, **section)
+        return [scheduled_learning_rate(optimizer, step) for step in range(1, 10)]
+
+    assert schedule() == [0.5] * 9
+    assert schedule(warmup_steps=4) == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert schedule(decay_steps=(4, 8)) == [0.5, 0.5, 0.5, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+    assert schedule(warmup_steps=2, decay_steps=(4, 8)) == [0.25, 0.5, 0.5, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+    both = schedule(warmup_steps=8, decay_steps=(4, 8))
+    assert both[5] == 0.5 * 6 / 8 * 2 / 4, "the factors multiply where the two overlap"
+
+
+def test_grpo_compares_with_the_own_group() -> None:
+    """Against float64 written out; rewards far from 0 and 1, groups of different sizes."""
+    groups = [make_group(0, (30.0, -6.0, 12.5)), make_group(1, (100.0, 99.0))]
+    for group in groups:
+        rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
+        expected = ((rewards_G - rewards_G.mean()) / rewards_G.std()).tolist()
+        found = advantages_by_text(groups, Grpo())
+        assert [found[one.text] for one in group.rollouts] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e7, 1e12])
+def test_rewards_far_from_zero_are_told_apart(offset: float) -> None:
+    group = make_group(0, (offset + 1.0, offset, offset, offset))
+    found = [item.advantages[0].value for item in training_items([group], [1.0], algorithm(Grpo()))]
+    assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)

@@ -1,0 +1,302 @@
+"""Versions from staging buffers into a landing: whole, checked, and no more bytes than asked for."""
+
+import asyncio
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.rollouts.run_folder import SHARED_MEMORY
+from forgeasync.weights.fetcher import FetchReport, Landing, WeightFetcher, landing_images
+from forgeasync.weights.layout import BLOCK_BYTES, Box, Piece, RankLayout, WeightLayout, whole_tensors
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.staging import StagingBuffers
+from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
+from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource
+from tests.support.weight_service import connected
+
+ROWS = 300
+SHAPES = {"big": (2 * ROWS, 1024), "experts": (64, 96), "norm": (7,)}
+NUM_EXPERTS = 3
+
+
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Whole tensors in float32; ``experts`` stacks as many."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = SHAPES | {"experts": (NUM_EXPERTS, *SHAPES["experts"])}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+class Publisher:
+    """Two ranks: each has half of the big tensor's rows; one the experts, the other the norm."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        item = dtype.itemsize
+        big = ROWS * 1024 * item
+        halves = [
+            Piece(
+                names=("big",),
+                shape=SHAPES["big"],
+                box=Box(start=(rank * ROWS, 0), size=(ROWS, 1024)),
+                offset=0,
+            )
+            for rank in range(2)
+        ]
+        experts = Piece(
+            names=tuple(f"expert{i}" for i in range(NUM_EXPERTS)),
+            shape=SHAPES["experts"],
+            box=Box(start=(0, 0), size=SHAPES["experts"]),
+            offset=big,
+        )
+        norm = Piece(names=("norm",), shape=(7,), box=Box(start=(0,), size=(7,)), offset=big + 64)
+        ranks = (
+            RankLayout(
+                rank=0,
+                host_id="h",
+                pieces=(halves[0], experts),
+                num_bytes=big + experts.num_elements * item,
+            ),
+            RankLayout(rank=1, host_id="h", pieces=(halves[1], norm), num_bytes=big + 64 + 7 * item),
+        )
+        self.layout = WeightLayout(dtype=dtype, ranks=ranks)
+        self.buffers = [StagingBuffers(folder, rank, dtype) for rank in ranks]
+
+    def publish(self, version: int, slot: int, weights: dict[str, torch.Tensor]) -> Manifest:
+        """The big tensor's halves lie transposed in memory on rank 1, as a shard of columns would."""
+        transposed = weights["big"][ROWS:].t().contiguous().t()
+        staged = [
+            self.buffers[0].write(slot, version, [weights["big"][:ROWS], weights["experts"]]),
+            self.buffers[1].write(slot, version, [transposed, weights["norm"]]),
+        ]
+        return Manifest(
+            version=version,
+            slot=slot,
+            layout_digest=self.layout.digest,
+            checksums=tuple(shard.checksums for shard in staged),
+            copy_s=0.0,
+        )
+
+    def fetcher(
+        self,
+        folder: Path,
+        *,
+        delta: bool = False,
+        transport: type[SharedMemoryTransport] | None = None,
+        unneeded: int | None = None,
+    ) -> tuple[WeightFetcher, Landing]:
+        """``unneeded`` is a block that the engine takes of no rank."""
+        landing = Landing(folder / "landing", self.layout)
+        fetcher = WeightFetcher(
+            layout=self.layout,
+            needed=[np.arange(rank.num_blocks) != unneeded for rank in self.layout.ranks],
+            num_bytes_needed=self.layout.num_bytes,
+            landing=landing,
+            transports={
+                rank.rank: connected(
+                    transport or SharedMemoryTransport,
+                    rank,
+                    StagingSource(host_id="h", paths=buffer.paths),
+                )
+                for rank, buffer in zip(self.layout.ranks, self.buffers, strict=True)
+            },
+            delta=delta,
+        )
+        return fetcher, landing
+
+    def assert_landed(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        found = dict(whole_tensors(self.layout, landing_images(folder / "landing", self.layout)))
+        expected = {f"expert{i}": weights["experts"][i] for i in range(NUM_EXPERTS)}
+        expected |= {"big": weights["big"], "norm": weights["norm"]}
+        assert set(found) == set(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor.to(self.layout.dtype)), name
+
+
+def fetch(fetcher: WeightFetcher, manifest: Manifest) -> FetchReport:
+    return asyncio.run(fetcher.fetch(manifest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_versions_arrive_bit_for_bit_in_the_generators_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    publisher = Publisher(tmp_path, dtype)
+    fetcher, _ = publisher.fetcher(tmp_path)
+    for version in range(1, 5):
+        weights = make_weights(version)
+        report = fetch(fetcher, publisher.publish(version, version % 2, weights))
+        assert report.is_complete and report.num_bad_blocks == 0
+        assert report.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+        assert report.num_bytes_needed == publisher.layout.num_bytes
+        publisher.assert_landed(tmp_path, weights)
+
+
+def test_what_is_never_fetched_takes_no_memory(tmp_path: Path) -> None:
+    """Staging buffers are allocated at once, a landing page by page."""
+    publisher = Publisher(tmp_path)
+    publisher.fetcher(tmp_path)
+    assert (tmp_path / "landing").stat().st_blocks == 0
+    assert all(path.stat().st_blocks > 0 for buffer in publisher.buffers for path in buffer.paths)
+
+
+def test_a_buffer_overwritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    """A reader whose lease ran out: what it copied is not the version that it was promised."""
+    publisher = Publisher(tmp_path)
+    fetcher, _ = publisher.fetcher(tmp_path)
+    promised = publisher.publish(1, 0, make_weights(1))
+    publisher.publish(2, 0, make_weights(2))
+    report = fetch(fetcher, promised)
+    assert not report.is_complete and report.num_bad_blocks > 0
+    weights = make_weights(3)
+    assert fetch(fetcher, publisher.publish(3, 1, weights)).is_complete
+    publisher.assert_landed(tmp_path, weights)
+
+
+class FlippingTransport(SharedMemoryTransport):
+    """Flips a bit of one block, once."""
+
+    is_done = False
+
+    async def read(
+        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+    ) -> None:
+        def flip_first(part: ByteRange) -> None:
+            if not FlippingTransport.is_done and part[0] == BLOCK_BYTES:
+                FlippingTransport.is_done = True
+                landing[part[0] + 5] ^= 4
+            arrived(part)
+
+        await super().read(slot, ranges, landing, flip_first)
+
+
+def test_a_bad_block_is_counted_and_fetched_again(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    FlippingTransport.is_done = False
+    fetcher, _ = publisher.fetcher(tmp_path, transport=FlippingTransport)
+    weights = make_weights(1)
+    report = fetch(fetcher, publisher.publish(1, 0, weights))
+    assert report.is_complete and report.num_bad_blocks == 1
+    whole = sum(rank.num_bytes for rank in publisher.layout.ranks)
+    assert report.num_bytes_moved == whole + BLOCK_BYTES
+    publisher.assert_landed(tmp_path, weights)
+
+
+def test_what_the_engine_does_not_take_is_not_moved(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    fetcher, _ = publisher.fetcher(tmp_path, unneeded=1)
+    report = fetch(fetcher, publisher.publish(1, 0, make_weights(1)))
+    assert report.is_complete
+    whole = sum(rank.num_bytes for rank in publisher.layout.ranks)
+    assert report.num_bytes_moved == whole - 2 * BLOCK_BYTES
+
+
+def test_without_a_delta_everything_moves_again(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    fetcher, _ = publisher.fetcher(tmp_path)
+    weights = make_weights(1)
+    first, second = (fetch(fetcher, publisher.publish(version, version % 2, weights)) for version in (1, 2))
+    assert first.num_bytes_moved == second.num_bytes_moved
+    assert first.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+
+
+class FailingTransport(SharedMemoryTransport):
+    """Fails once it is told to, with the bytes copied and not reported."""
+
+    is_failing = False
+
+    async def read(
+        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+    ) -> None:
+        if not FailingTransport.is_failing:
+            return await super().read(slot, ranges, landing, arrived)
+        await super().read(slot, ranges, landing, lambda part: None)
+        raise ConnectionResetError("the host is gone")
+
+
+def test_blocks_that_a_failed_fetch_overwrote_are_not_held(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    FailingTransport.is_failing = False
+    fetcher, _ = publisher.fetcher(tmp_path, delta=True, transport=FailingTransport)
+    weights = make_weights(1)
+    assert fetch(fetcher, publisher.publish(1, 0, weights)).is_complete
+    FailingTransport.is_failing = True
+    changed = weights | {"big": weights["big"] + 1}
+    with pytest.raises(ConnectionResetError):
+        fetch(fetcher, publisher.publish(2, 1, changed))
+    FailingTransport.is_failing = False
+    # The same bytes as version 1, which is not what lies in the landing by now.
+    assert fetch(fetcher, publisher.publish(3, 0, weights)).is_complete
+    publisher.assert_landed(tmp_path, weights)
+
+
+def test_nobody_else_can_open_the_files(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        publisher = Publisher(tmp_path)
+        _, landing = publisher.fetcher(tmp_path)
+    finally:
+        os.umask(umask)
+    paths = [landing.path, *(path for buffer in publisher.buffers for path in buffer.paths)]
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
+
+
+def test_a_delta_moves_the_blocks_that_changed(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    fetcher, _ = publisher.fetcher(tmp_path, delta=True)
+    weights = make_weights(1)
+    first = fetch(fetcher, publisher.publish(1, 0, weights))
+    assert first.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
+    assert fetch(fetcher, publisher.publish(2, 1, weights)).num_bytes_moved == 0
+    # Version 3 changes one element and is missed; version 4 changes another one in another block.
+    weights["big"][5, 5] += 1
+    publisher.publish(3, 0, weights)
+    weights["big"][ROWS // 2, 3] += 1
+    report = fetch(fetcher, publisher.publish(4, 1, weights))
+    assert report.is_complete and report.num_bytes_moved == 2 * BLOCK_BYTES
+    publisher.assert_landed(tmp_path, weights)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    changes=st.lists(
+        st.lists(st.integers(0, math.prod(SHAPES["big"]) - 1), max_size=3), min_size=1, max_size=6
+    ),
+    missed=st.sets(st.integers(0, 5)),
+)
+def test_deltas_add_up_to_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[list[int]], missed: set[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("delta")
+    publisher = Publisher(folder)
+    fetcher, _ = publisher.fetcher(folder, delta=True)
+    weights = make_weights(0)
+    for version, elements in enumerate(changes):
+        weights["big"].view(-1)[elements] += 1
+        manifest = publisher.publish(version, version % 2, weights)
+        if version not in missed:
+            assert fetch(fetcher, manifest).is_complete
+            publisher.assert_landed(folder, weights)
+
+
+def test_a_manifest_of_another_layout_is_refused(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    fetcher, _ = publisher.fetcher(tmp_path)
+    manifest = publisher.publish(1, 0, make_weights(1))
+    with pytest.raises(ValueError, match="version 1 was published in layout other"):
+        fetch(fetcher, replace(manifest, layout_digest="other"))
+
+
+def test_more_than_the_shared_memory_has_is_refused() -> None:
+    # In shared memory itself, which refuses at once; a disk would be filled first.
+    box = Box(start=(0,), size=(2**40,))
+    piece = Piece(names=("w",), shape=box.size, box=box, offset=0)
+    layout = RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=2**42)
+    with pytest.raises(ValueError, match="bytes of shared memory, more than is left"):
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+            StagingBuffers(Path(folder), layout, torch.float32)

@@ -1,0 +1,252 @@
+"""Every weight of version v is f(v): five hundred swaps under load, and no forward pass sees two versions.
+
+The engine runs in a process of its own together with the publisher; two further readers are stopped and
+killed at random, in the middle of their fetches too.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.weights import WeightsSection
+from forgeasync.rollouts.records import Records
+from forgeasync.weights.exchange import WeightExchange
+from forgeasync.weights.ledger import WeightLedger
+from forgeasync.weights.manifest import Manifest
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+from tests.support.weight_service import FolderPublisher, constant, read_versions
+
+NUM_SWAPS = 500
+LEASE_TIMEOUT_S = 0.15
+NUM_READERS = 2
+NUM_TOKENS = 20
+"""Fewer than the vocabulary has."""
+
+
+@dataclass(slots=True)
+class Seen:
+    passes: list[float] = field(default_factory=list)
+    """The one value that every weight had throughout a forward pass."""
+    mixed: list[tuple[float, ...]] = field(default_factory=list)
+    num_swaps: int = 0
+    num_tokens: int = 0
+    num_killed: int = 0
+    num_stopped: int = 0
+    num_complete: int = 0
+    num_incomplete: int = 0
+    torn: list[int] = field(default_factory=list)
+    """Versions that a reader took for complete although they were not."""
+    num_expired_leases: int = 0
+
+
+def _watch(model: torch.nn.Module, seen: Seen) -> None:
+    """Look at all parameters before the forward pass, in every layer of it, and after it."""
+    values: set[float] = set()
+
+    def look(module: torch.nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            is_vocabulary = name.startswith(("lm_head", "model.embed_tokens"))
+            # The padding of the vocabulary keeps its zeros.
+            tensor = parameter.data[:NUM_TOKENS] if is_vocabulary else parameter.data
+            values.update((float(tensor.min()), float(tensor.max())))
+
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        values.clear()
+        look(module)
+
+    def inside(module: torch.nn.Module, *_: Any) -> None:
+        look(module)
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        look(module)
+        if len(values) == 1:
+            seen.passes.extend(values)
+        else:
+            seen.mixed.append(tuple(sorted(values)))
+
+    model.register_forward_pre_hook(before)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(inside)
+    model.register_forward_hook(after)
+
+
+class Readers:
+    """Readers in processes of their own, on leases that nobody releases for the killed ones."""
+
+    def __init__(self, publisher: FolderPublisher, board: WeightExchange, seen: Seen, folder: Path) -> None:
+        self._publisher, self._board, self._seen, self._folder = publisher, board, seen, folder
+        self._context = multiprocessing.get_context("spawn")
+        self._num_started = 0
+        self._random = random.Random(0)
+
+    def _start(self) -> tuple[Any, Any]:
+        here, there = self._context.Pipe()
+        landing = self._folder / f"reader-{self._num_started}"
+        self._num_started += 1
+        arguments = (self._publisher.layout, self._publisher.source, landing, there)
+        process = self._context.Process(target=read_versions, args=arguments, daemon=True)
+        process.start()
+        return process, here
+
+    async def run(self, reader: int) -> None:
+        ledger = self._board.state
+        process, link = self._start()
+        version = 0
+        try:
+            while True:
+                await asyncio.sleep(self._random.random() * 0.02)
+                manifest = ledger.acquire(reader, newer_than=version, now_s=time.monotonic())
+                if manifest is None:
+                    continue
+                version = manifest.version
+                if not await self._read(process, link, manifest):
+                    # Its lease is left to run out.
+                    process, link = self._start()
+                    continue
+                ledger.release(reader)
+        finally:
+            process.kill()
+
+    async def _read(self, process: Any, link: Any, manifest: Manifest) -> bool:
+        """False if the reader was killed over it."""
+        link.send(manifest)
+        dice = self._random.random()
+        if dice < 0.04 and self._seen.num_killed < 6:
+            await asyncio.sleep(self._random.random() * 0.002)
+            process.kill()
+            self._seen.num_killed += 1
+            return False
+        if dice < 0.10 and self._seen.num_complete:
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(2 * LEASE_TIMEOUT_S)
+            os.kill(process.pid, signal.SIGCONT)
+            self._seen.num_stopped += 1
+        while not link.poll():
+            await asyncio.sleep(0.002)
+        version, is_complete, is_right = link.recv()
+        self._seen.num_complete += int(is_complete)
+        self._seen.num_incomplete += int(not is_complete)
+        if is_complete and not is_right:
+            self._seen.torn.append(version)
+        return True
+
+
+async def _scenario(folder: Path, out: Path) -> Seen:
+    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.weight_receiver import WeightReceiver
+
+    seen = Seen()
+    engine = await SamplerEngine.start(
+        model_path=folder,
+        generator=GeneratorSection(max_num_seqs=16, max_num_batched_tokens=256, kv_cache_gib=0.02),
+        max_context_length=160,
+        seed=0,
+        records=Records(routing=True, kept_tokens=False),
+        weights=WeightsSection(),
+    )
+    publisher = FolderPublisher(folder, out)
+    board = WeightExchange(WeightLedger(lease_timeout_s=LEASE_TIMEOUT_S))
+    receiver = await WeightReceiver.connect(
+        engine,
+        layout=publisher.layout,
+        transports=publisher.transports(),
+        landing=out / "landing",
+        delta=False,
+    )
+    readers = Readers(publisher, board, seen, out)
+    version = 0
+
+    async def stage(slot: int) -> Manifest:
+        nonlocal version
+        version += 1
+        tensors = {
+            name: torch.full_like(tensor, constant(version)) for name, tensor in publisher.tensors.items()
+        }
+        return await asyncio.to_thread(publisher.stage, slot, version, tensors)
+
+    async def publish() -> None:
+        while True:
+            await board.publish(stage)
+            await asyncio.sleep(0.001)
+
+    async def generate() -> None:
+        while True:
+            rollouts = await engine.generate(
+                prompt_ids_P=np.arange(3, 9, dtype=np.int32),
+                num_samples=8,
+                sampling=SamplingSection(max_response_tokens=120),
+            )
+            seen.num_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
+
+    async def serve() -> None:
+        served = 0
+        while seen.num_swaps < NUM_SWAPS:
+            async with board.lease(NUM_READERS, newer_than=served) as manifest:
+                report = await receiver.begin(manifest)
+            served = manifest.version
+            if report.is_complete:
+                await receiver.finish()
+                seen.num_swaps += 1
+                if seen.num_swaps == 1:
+                    # The weights that the engine started with were no constants.
+                    await engine.between_steps(
+                        lambda core: _watch(
+                            core.model_executor.driver_worker.worker.model_runner.get_model(), seen
+                        )
+                    )
+
+    others = [
+        asyncio.create_task(task)
+        for task in (publish(), generate(), *(readers.run(reader) for reader in range(NUM_READERS)))
+    ]
+    serving = asyncio.create_task(serve())
+    await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others)
+    failures = [task.exception() for task in others if not task.cancelled()]
+    assert not failures, failures
+    await serving
+    seen.num_expired_leases = board.state.num_expired_leases
+    engine.shutdown()
+    return seen
+
+
+def _stress(folder: Path, out: Path) -> Seen:
+    return asyncio.run(_scenario(folder, out))
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = write_random_model(tmp_path_factory.mktemp("model") / "hf")
+    return run_alone(_stress, folder, tmp_path_factory.mktemp("stress"))
+
+
+def test_no_forward_pass_sees_two_versions(seen: Seen) -> None:
+    assert seen.num_swaps == NUM_SWAPS
+    assert not seen.mixed, seen.mixed[:5]
+    known = {constant(version) for version in range(251)}
+    assert set(seen.passes) <= known
+    assert len(set(seen.passes)) > 100, "too few versions were ever computed with"
+
+
+def test_no_reader_takes_a_torn_version_for_whole(seen: Seen) -> None:
+    assert not seen.torn
+    assert seen.num_complete > 20
+
+
+def test_the_publisher_outlives_readers_that_stop_or_die(seen: Seen) -> None:
+    assert seen.num_killed > 0 and seen.num_stopped > 0
+    assert seen.num_expired_leases > 0

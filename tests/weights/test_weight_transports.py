@@ -1,0 +1,282 @@
+"""Transports: all carry versions bit for bit, a user's own like built-in ones; and what is refused."""
+
+import asyncio
+import dataclasses
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forgeasync.config.load import dump_config, load_config
+from forgeasync.config.run import RunConfig
+from forgeasync.config.weights import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
+from forgeasync.controller.preparation import check
+from forgeasync.models.rules import check_config
+from forgeasync.schema.problems import ConfigError
+from forgeasync.schema.python_code import PythonCode
+from forgeasync.weights.fetcher import Landing, WeightFetcher, landing_images
+from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, WeightLayout, whole_tensors
+from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.named_weight import NamedWeight
+from forgeasync.weights.publisher import WeightPublisher
+from forgeasync.weights.transports.auto import AutoTransport
+from forgeasync.weights.transports.build import (
+    build_transport,
+    check_transport,
+    connect_transports,
+    require_reach,
+)
+from forgeasync.weights.transports.rdma import RdmaTransport
+from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
+from forgeasync.weights.transports.transport import (
+    Arrived,
+    ByteRange,
+    RankSource,
+    RankStaging,
+    StagingSource,
+    Transport,
+)
+from tests.support.config_samples import FACTS, MINIMAL
+from tests.support.own_transport import write_own_transport
+from tests.support.processes import alone_in_this_process
+
+HOST = "here"
+
+NUM_ROWS = SEGMENT_BYTES // 2048 + 40
+"""Rows of 2048 bytes."""
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "group").mkdir()
+    with alone_in_this_process(tmp_path / "group"):
+        yield
+
+
+def make_weights(version: int) -> dict[str, torch.Tensor]:
+    """Bits of all kinds, also those of nan, inf and subnormal numbers; more than one segment.
+
+    Versions differ in some rows in the middle and in the norm.
+    """
+    bits = np.random.default_rng(0).integers(0, 2**32, size=(NUM_ROWS, 512), dtype=np.uint32)
+    bits[400 * version : 400 * version + 10] ^= 1
+    return {"big": torch.from_numpy(bits.view(np.float32)), "norm": torch.full((7,), float(version))}
+
+
+def named(weights: dict[str, torch.Tensor]) -> list[NamedWeight]:
+    return [NamedWeight(names=(name,), tensor=tensor) for name, tensor in weights.items()]
+
+
+async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> list[dict[str, torch.Tensor]]:
+    """What a generator on the trainer's host has after each version."""
+    publisher = WeightPublisher(named(make_weights(0)), torch.float32, host_id=HOST)
+    layout = WeightLayout(dtype=torch.float32, ranks=(publisher.layout,))
+    source = await publisher.open(folder, build_transport(choice), generator_hosts=frozenset({HOST}))
+    section = WeightsSection(transport=choice)
+    landing = folder / "landing"
+    fetcher = WeightFetcher(
+        layout=layout,
+        needed=[np.ones(publisher.layout.num_blocks, bool)],
+        num_bytes_needed=layout.num_bytes,
+        landing=Landing(landing, layout),
+        transports=connect_transports(
+            section, layout, [pickle.loads(pickle.dumps(source))], generator_host=HOST
+        ),
+        delta=True,
+    )
+    landed = []
+    for version in range(1, num_versions + 1):
+        slot = version % 2
+        staged = await publisher.publish(slot, version, named(make_weights(version)))
+        manifest = Manifest(
+            version=version,
+            slot=slot,
+            layout_digest=layout.digest,
+            checksums=(staged.checksums,),
+            copy_s=staged.copy_s,
+        )
+        report = await fetcher.fetch(manifest)
+        assert report.is_complete and report.num_bad_blocks == 0
+        # Later reads are asked for ranges that start in the middle of the buffer.
+        assert (report.num_bytes_moved == publisher.layout.num_bytes) is (version == 1)
+        found = whole_tensors(layout, landing_images(landing, layout))
+        landed.append({name: tensor.clone() for name, tensor in found})
+    return landed
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["shared_memory", "auto", "own"])
+def test_versions_arrive_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice: TransportChoice = name
+    if name == "own":
+        monkeypatch.syspath_prepend(tmp_path)
+        choice = write_own_transport(tmp_path, "own_transport_in_process")
+    landed = asyncio.run(carry(choice, tmp_path, num_versions=3))
+    for version, found in enumerate(landed, start=1):
+        for tensor_name, tensor in make_weights(version).items():
+            assert torch.equal(found[tensor_name].view(torch.int32), tensor.view(torch.int32)), version
+    if name == "own":
+        assert len(list(tmp_path.glob("rank-0-slot-*"))) == 2, "the bytes went another way"
+
+
+def test_auto_is_shared_memory_on_one_host_and_rdma_between_two(tmp_path: Path) -> None:
+    file = tmp_path / "buffer"
+    file.write_bytes(bytes(64))
+    local = RankSource(
+        rank=0,
+        num_bytes=64,
+        staging=StagingSource(host_id="a", paths=(file, file), address=((), ())),
+        generator_host="a",
+        lease_timeout_s=60.0,
+    )
+    for source, chosen, granularity in (
+        (local, SharedMemoryTransport, BLOCK_BYTES),
+        (dataclasses.replace(local, generator_host="b"), RdmaTransport, SEGMENT_BYTES),
+    ):
+        transport = AutoTransport()
+        transport.connect(source)
+        assert type(transport.chosen) is chosen and transport.granularity == granularity
+
+
+def test_auto_registers_nothing_where_all_are_on_one_host() -> None:
+    staging = RankStaging(
+        rank=0,
+        host_id="a",
+        paths=(),
+        buffers=(torch.zeros(8), torch.zeros(8)),
+        generator_hosts=frozenset("a"),
+    )
+    assert asyncio.run(AutoTransport().open(staging)) is None
+
+
+def test_torchstore_is_imported_only_where_it_is_used() -> None:
+    code = (
+        "import sys; import apps.grpo; "
+        "from forgeasync.weights.transports.build import build_transport; "
+        "[build_transport(name) for name in ('auto', 'shared_memory', 'rdma')]; "
+        "assert 'torchstore' not in sys.modules; "
+        "build_transport('torchstore'); assert 'torchstore' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", BUILT_IN_TRANSPORTS)
+def test_names_of_the_config_stay(name: str) -> None:
+    assert isinstance(build_transport(WeightsSection(transport=name).transport), Transport)
+
+
+class NearTransport(Transport):
+    """Reads in units of half a block, on one host."""
+
+    crosses_hosts = False
+    granularity = BLOCK_BYTES // 2
+
+    async def open(self, staging: RankStaging) -> None:
+        return None
+
+    def connect(self, source: RankSource) -> None:
+        return None
+
+    async def read(
+        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+    ) -> None:
+        raise AssertionError("is never asked")
+
+
+class Half(Transport):
+    """Lacks ``connect`` and ``read``."""
+
+    async def open(self, staging: RankStaging) -> None:
+        return None
+
+
+def load(folder: Path, *overrides: str) -> RunConfig:
+    file = folder / "run.yaml"
+    file.write_text(MINIMAL)
+    return load_config(file, overrides)
+
+
+def refusal(config: RunConfig) -> str:
+    (problem,) = check_transport(config)
+    return str(problem)
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        ("carrier_pigeon", ["weights.transport = 'carrier_pigeon'", "auto, shared_memory, rdma, torchstore"]),
+        ("3", ["weights.transport = 3", "expected text, got a whole number"]),
+        ("{kind: python}", ["weights.transport.factory", "required key is missing"]),
+        ("{kind: python, factory: a.b, option: {}}", ["weights.transport.option", "did you mean"]),
+    ],
+)
+def test_what_is_no_transport_is_refused_on_loading(tmp_path: Path, transport: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, f"weights.transport={transport}")
+    assert len(refused.value.problems) == 1, refused.value
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        ("{factory: nowhere.at_all.Transport}", ["= 'nowhere.at_all.Transport'", "cannot be imported"]),
+        ("{factory: math.pi}", ["weights.transport = 'math.pi'", "is a float"]),
+        ("{factory: collections.OrderedDict}", ["makes a OrderedDict", "transport.Transport"]),
+        (f"{{factory: {__name__}.Half}}", ["cannot be made", "TypeError", "connect", "read"]),
+        (
+            "{factory: forgeasync.weights.transports.rdma.RdmaTransport, options: {speed: 3}}",
+            ["options {'speed': 3}", "TypeError"],
+        ),
+    ],
+)
+def test_a_transport_that_cannot_be_made_is_refused_before_a_run(
+    tmp_path: Path, transport: str, words: list[str]
+) -> None:
+    config = load(tmp_path, f"weights.transport={transport.replace('{', '{kind: python, ', 1)}")
+    assert not check_config(config, FACTS)
+    message = refusal(config)
+    assert all(word in message for word in words), message
+    with pytest.raises(ConfigError, match=r"weights\.transport"):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", f"{{kind: python, factory: {__name__}.NearTransport}}"]
+)
+def test_one_that_stays_on_a_host_is_refused_between_hosts(tmp_path: Path, transport: str) -> None:
+    override = f"weights.transport={transport}"
+    assert not list(check_transport(load(tmp_path, override)))
+    message = refusal(load(tmp_path, override, "launcher.kind=process"))
+    for words in ("weights.transport = '", "auto, rdma or torchstore", "launcher.kind = 'process'"):
+        assert words in message
+
+
+def test_one_that_stays_on_a_host_is_refused_where_hosts_turn_out_to_be_two() -> None:
+    require_reach(SharedMemoryTransport(), "shared_memory", ["a", "a"])
+    require_reach(AutoTransport(), "auto", ["a", "b"])
+    with pytest.raises(ValueError, match=r"weights\.transport = 'shared_memory', but .* on the hosts a, b"):
+        require_reach(SharedMemoryTransport(), "shared_memory", ["b", "a", "b"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_units_smaller_than_a_block_are_refused() -> None:
+    publisher = WeightPublisher(named(make_weights(0)), torch.float32, host_id=HOST)
+    layout = WeightLayout(dtype=torch.float32, ranks=(publisher.layout,))
+    section = WeightsSection(transport=PythonCode(factory=f"{__name__}.NearTransport"))
+    with pytest.raises(
+        ValueError, match=r"NearTransport\.granularity = 131072; must be a multiple of 262144"
+    ):
+        connect_transports(section, layout, [StagingSource(host_id=HOST, paths=())], generator_host=HOST)
+
+
+def test_one_of_your_own_survives_being_written_and_read_back(tmp_path: Path) -> None:
+    config = load(tmp_path, "weights.transport={kind: python, factory: a.B, options: {folder: /mnt/weights}}")
+    assert config.weights.transport == PythonCode(factory="a.B", options={"folder": "/mnt/weights"})
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config

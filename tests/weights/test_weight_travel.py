@@ -1,0 +1,222 @@
+"""Twenty random updates under load: every engine ends with the trainer's weights, bit for bit.
+
+Real procs: trainer meshes of several layouts, one or two generators that sample all the while, each
+transport.
+"""
+
+import asyncio
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forgeasync.actors.generator import RefusedGroup
+from forgeasync.actors.procs import Procs
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.algorithms.loss import Loss
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import ParallelSection
+from forgeasync.config.weights import TransportChoice, WeightsSection
+from forgeasync.launch.hosts import LocalHosts
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.weights.exchange import WeightExchange
+from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.ledger import WeightLedger
+from tests.support.engine_weights import assert_engine_holds
+from tests.support.models import write_random_model
+from tests.support.own_transport import write_own_transport
+from tests.support.runs import tiny_config
+
+NUM_UPDATES = 20
+ROW_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    parallel: ParallelSection
+    transport: TransportChoice | None
+    """None: one of the test's own."""
+    num_generators: int
+    trainer_host: str = "host-0"
+    delta: bool = False
+
+
+CASES = {
+    "fsdp2-own-2_generators": Case(parallel=ParallelSection(num_procs=2), transport=None, num_generators=2),
+    "ep2-rdma-1_generator": Case(
+        parallel=ParallelSection(num_procs=2, expert=2),
+        transport="auto",
+        num_generators=1,
+        trainer_host="host-1",
+    ),
+    "tp2-torchstore-1_generator": Case(
+        parallel=ParallelSection(num_procs=2, tensor=2, sequence=False),
+        transport="torchstore",
+        num_generators=1,
+    ),
+    "tp2_ep2-delta-2_generators": Case(
+        parallel=ParallelSection(num_procs=2, tensor=2, expert=2),
+        transport="shared_memory",
+        num_generators=2,
+        delta=True,
+    ),
+    "fsdp2_tp2_ep2-rdma-2_generators": Case(
+        parallel=ParallelSection(num_procs=4, tensor=2, expert=2),
+        transport="rdma",
+        num_generators=2,
+    ),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What one case ended with."""
+
+    parameters: list[list[dict[str, torch.Tensor]]]
+    exported: dict[str, torch.Tensor]
+    fetches: list[FetchReport]
+    span_versions: list[tuple[int, ...]]
+    num_skipped: int
+
+
+def _random_rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> list[list[PackedRow]]:
+    def sequence() -> TrainingSequence:
+        ids = rng.integers(0, vocab_size, 40).astype(np.int32)
+        return TrainingSequence(
+            prompt_ids_P=ids[:8],
+            response_ids_T=ids[8:],
+            behavior_logprobs_T=np.full(32, -3.0, np.float32),
+            ages_T=np.zeros(32, np.int32),
+            advantage=float(rng.normal()),
+        )
+
+    return [[pack_row([sequence()])] for _ in range(num_ranks)]
+
+
+_group_ids = itertools.count()
+
+
+async def _load(generators: GeneratorRouter, is_done: asyncio.Event, spans: list[tuple[int, ...]]) -> None:
+    """Keeps a generator busy, and notes the versions that every response went through."""
+    while not is_done.is_set():
+        answer = await generators.sample_group(
+            next(_group_ids),
+            np.arange(3, 9, dtype=np.int32),
+            num_samples=8,
+            sampling=SamplingSection(max_response_tokens=100),
+        )
+        assert not isinstance(answer, RefusedGroup), answer
+        spans += [tuple(span.version for span in rollout.version_spans) for rollout in answer]
+        await generators.free_payloads(answer)
+
+
+async def _serve(
+    replica: int, board: WeightExchange, generators: GeneratorRouter, fetches: list[FetchReport]
+) -> None:
+    served = 0
+    while served < NUM_UPDATES:
+        async with board.lease(replica, newer_than=served) as manifest:
+            fetches.append(await generators.begin_update(replica, manifest))
+        await generators.finish_update(replica, manifest.version)
+        served = manifest.version
+
+
+async def _publish(trainer: TrainerMesh, board: WeightExchange, vocab_size: int) -> None:
+    rng = np.random.default_rng(0)
+    for update in range(NUM_UPDATES):
+        rows = _random_rows(rng, vocab_size, trainer.num_data_ranks)
+        await trainer.train_rows(rows, step=update + 1)
+        await board.publish(trainer.stage_weights)
+
+
+async def _catch_up(trainer: TrainerMesh, board: WeightExchange) -> None:
+    while True:
+        await board.until_owed()
+        await board.publish(trainer.stage_weights)
+
+
+async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> Seen:
+    facts = read_model_facts(str(folder))
+    fleet = Procs(out / "logs", LocalHosts(trainer_id=case.trainer_host))
+    try:
+        async with asyncio.TaskGroup() as starting:
+            generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
+            trainer_task = starting.create_task(
+                fleet.start_trainer(
+                    TrainerSetup(
+                        section=config.trainer,
+                        facts=facts,
+                        temperature=config.sampling.temperature,
+                        loss=Loss(),
+                        seed=0,
+                        checkpoint=folder,
+                    ),
+                    config.timeouts,
+                )
+            )
+        trainer, generators = trainer_task.result(), generators_task.result()
+        await fleet.connect_weights(config, trainer, generators)
+        board = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
+        fetches: list[FetchReport] = []
+        spans: list[tuple[int, ...]] = []
+        is_done = asyncio.Event()
+        catching_up = asyncio.create_task(_catch_up(trainer, board))
+        async with asyncio.TaskGroup() as load:
+            for _ in range(2):
+                load.create_task(_load(generators, is_done, spans))
+            async with asyncio.TaskGroup() as work:
+                work.create_task(_publish(trainer, board, facts.vocab_size))
+                for replica in range(case.num_generators):
+                    work.create_task(_serve(replica, board, generators, fetches))
+            is_done.set()
+        catching_up.cancel()
+        await trainer.save_hf(out / "exported", source=folder)
+        return Seen(
+            parameters=[await replica.parameters.call_one() for replica in generators._replicas],
+            exported=load_file(out / "exported" / "model-00001-of-00001.safetensors"),
+            fetches=fetches,
+            span_versions=spans,
+            num_skipped=board.state.num_skipped,
+        )
+    finally:
+        await fleet.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engines_end_with_the_trainers_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    transport = case.transport
+    if transport is None:
+        transport = write_own_transport(tmp_path, "own_transport_of_procs")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    folder = write_random_model(tmp_path / "hf", scale=3.0)
+    base = tiny_config(folder)
+    config = base.model_copy(
+        update={
+            "generator": base.generator.model_copy(update={"num_replicas": case.num_generators}),
+            "trainer": base.trainer.model_copy(update={"parallel": case.parallel}),
+            "weights": WeightsSection(transport=transport, delta=case.delta),
+        }
+    )
+    seen = asyncio.run(_scenario(config, case, folder, tmp_path))
+    before = load_file(folder / "model.safetensors")
+    assert not [name for name in before if torch.equal(before[name], seen.exported[name])], "not updated"
+    for workers in seen.parameters:
+        assert_engine_holds(workers, seen.exported)
+    assert all(fetch.is_complete for fetch in seen.fetches)
+    assert len(list(tmp_path.glob("rank-*-slot-*"))) == (4 if case.transport is None else 0)
+    assert len(seen.fetches) > case.num_generators, "no version before the last was ever served"
+    assert all(list(spans) == sorted(set(spans)) for spans in seen.span_versions)
+    assert any(len(spans) > 1 for spans in seen.span_versions), "no sequence was running during an update"
