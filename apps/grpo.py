@@ -16,28 +16,26 @@ one after the other. With k > 0 generation runs ahead by at most k versions.
 """
 
 import asyncio
-import dataclasses
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from forgeasync.actors.environment import EpisodeGroup
-from forgeasync.actors.evaluation import evaluate
+from forgeasync.actors.environment import SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.actors.procs import Procs
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.starvation import StarvationWatch
-from forgeasync.checkpoint.folders import FINAL, checkpoint_name, list_checkpoints, step_of
-from forgeasync.checkpoint.run_state import RunState, model_shape
+from forgeasync.checkpoint.folders import FINAL
 from forgeasync.config.data import named_sources
-from forgeasync.config.generator import SamplingSection
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
 from forgeasync.config.weights import Interruption
+from forgeasync.controller.checkpointing import RunCheckpoints
 from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments, show_plan
+from forgeasync.controller.evaluation import evaluate_all
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.controller.rescue import save_newest_weights
@@ -56,15 +54,10 @@ from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
-from forgeasync.rollouts.task import Task
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.advantage_spans import steps_problem
 from forgeasync.trainer.batch import deal_items, split_by_groups, training_items
-from forgeasync.trainer.step_result import StepResult
-
-
-class StepsSkipped(RuntimeError):
-    """Step after step had a loss or gradient that is not finite."""
+from forgeasync.trainer.step_result import SkipWatch
 
 
 class GrpoRun:
@@ -79,20 +72,22 @@ class GrpoRun:
         recorder: RunRecorder,
         checkpoints: Path,
     ) -> None:
-        """``checkpoints`` is the folder that they are written to."""
+        """``checkpoints`` is the folder that checkpoints are written to."""
         self.config = config
         self.prepared = prepared
         self.trainer = roles.trainer
         self.generators = roles.generators
         self.scorer = roles.scorer
-        self.episodes = roles.episodes
+        self.groups = roles.groups
         self.buffer = roles.buffer
         self.recorder = recorder
-        self.checkpoints = checkpoints
+        self.checkpoints = RunCheckpoints(
+            checkpoints, prepared, trainer=self.trainer, buffer=self.buffer, recorder=recorder
+        )
         resumed = prepared.resumed
         self.first_version = 0 if resumed is None else resumed.state.step
         self.version = self.first_version
-        self.num_skipped_in_a_row = 0
+        self.skips = SkipWatch(config.trainer.max_skipped_steps)
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
         weights = {source.name: source.weight for source in named_sources(config.data)}
         self.order = weighted_order(prepared.train, weights, seed=config.seed, position=position)
@@ -139,38 +134,35 @@ class GrpoRun:
         await self.buffer.submit.call_one([self.order.next() for _ in range(num_prompts)])
 
     async def sample(self, start: Start) -> None:
-        """Have one group sampled, and hand it to the scoring loop unless an environment has scored it."""
+        """Have one group sampled, and keep it."""
         seed = sampling_seed(self.config.seed, start.draw_id)
-        if self.episodes is not None:
-            answer = await self.episodes.sample(start.group_id, start.task, seed=seed)
-        else:
-            answer = await self.generators.sample_group(
-                start.group_id,
-                self.prepared.prompts.encode(start.task.prompt),
-                num_samples=self.config.algorithm.group_size,
-                sampling=self.config.sampling,
-                seed=seed,
+        answer = await self.groups.sample(start.group_id, start.task, seed=seed)
+        match answer:
+            case SampledGroup():
+                await self.keep(start, answer)
+            case RefusedGroup():
+                await self.give_up(start.group_id, answer.reason, answer.problem)
+            case CancelledGroup():
+                await self.give_up(start.group_id, DropReason.CANCELLED)
+
+    async def keep(self, start: Start, sampled: SampledGroup) -> None:
+        """Put a sampled group into the buffer, for the scoring loop unless an environment has scored it."""
+        group = Group(
+            group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=sampled.rollouts
+        )
+        if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
+            problem = (
+                f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
+                "for a group and left besides; see payload.capacity_gib"
             )
-        if isinstance(answer, RefusedGroup):
-            await self.give_up(start.group_id, answer.reason, answer.problem)
-        elif isinstance(answer, CancelledGroup):
-            await self.give_up(start.group_id, DropReason.CANCELLED)
+            await self.drop(group, DropReason.OVERSIZED, problem)
+            return
+        await self.buffer.finished.call_one(group)
+        if sampled.results is None:
+            await self.sampled.put(group)
         else:
-            rollouts = answer.rollouts if isinstance(answer, EpisodeGroup) else answer
-            group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
-            if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
-                problem = (
-                    f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
-                    "for a group and left besides; see payload.capacity_gib"
-                )
-                await self.drop(group, DropReason.OVERSIZED, problem)
-                return
-            await self.buffer.finished.call_one(group)
-            if isinstance(answer, EpisodeGroup):
-                self.recorder.record_episodes(answer.results)
-                await self.accept(group, [result.score for result in answer.results])
-            else:
-                await self.sampled.put(group)
+            self.recorder.record_episodes(sampled.results)
+            await self.accept(group, [result.score for result in sampled.results])
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
         """A group will not come: the buffer says what takes its place. ``problem`` is what was wrong with it.
@@ -275,58 +267,17 @@ class GrpoRun:
                     held_out=held_out,
                 )
             )
-            self.count_skipped(step, result)
+            self.skips.count(step, result)
             if config.checkpoint.every_steps is not None and step % config.checkpoint.every_steps == 0:
-                await self.checkpoint(step)
-        await self.trainer.finish_checkpoint()
+                checkpoint_start_s = time.perf_counter()
+                await self.checkpoints.begin(step)
+                self.recorder.record_checkpoint(time.perf_counter() - checkpoint_start_s)
+        await self.checkpoints.finish()
 
     def counters(self) -> dict[str, float]:
         """What the loops have counted so far."""
         counted = (self.filtering, self.scorer, self.payloads, self.serving.ledger)
         return {name: value for one in counted for name, value in one.metrics().items()}
-
-    def count_skipped(self, step: int, result: StepResult) -> None:
-        """Go on after a step that was skipped, but not for ever.
-
-        Raises:
-            StepsSkipped: it is one too many in a row.
-        """
-        self.num_skipped_in_a_row = 0 if result.skip_reason is None else self.num_skipped_in_a_row + 1
-        if self.num_skipped_in_a_row >= self.config.trainer.max_skipped_steps:
-            raise StepsSkipped(
-                f"{self.num_skipped_in_a_row} steps in a row were skipped (trainer.max_skipped_steps); "
-                f"the last one, {step}, because {result.skip_reason}"
-            )
-
-    async def checkpoint(self, step: int) -> None:
-        """Have the trainer begin to write a checkpoint; training goes on meanwhile."""
-        start_s = time.perf_counter()
-        state = RunState(
-            step=step,
-            elapsed_s=self.recorder.elapsed_s,
-            model=model_shape(self.prepared.facts),
-            config=self.config.model_dump(mode="json"),
-            buffer=await self.buffer.snapshot.call_one(),
-        )
-        await self.trainer.begin_checkpoint(
-            self.checkpoints / checkpoint_name(step),
-            run_state=state.encode(),
-            keep=self.config.checkpoint.keep,
-        )
-        self.recorder.record_checkpoint(time.perf_counter() - start_s)
-
-    async def checkpoint_now(self) -> int:
-        """Have a checkpoint of a run that was told to stop, wherever it was; the step that it is of."""
-        version = await self.trainer.policy_version()
-        if (await self.buffer.snapshot.call_one()).trainer_version < version:
-            # The step that was under way has come to its end.
-            await self.buffer.committed.call_one(0.0)
-        await self.trainer.finish_checkpoint()
-        # It may have been this step's turn anyway, or that of the checkpoint that the run was resumed from.
-        if version not in map(step_of, list_checkpoints(self.checkpoints)):
-            await self.checkpoint(version)
-            await self.trainer.finish_checkpoint()
-        return version
 
     async def commit(self, batch: Batch, *, trainer_wait_share: float) -> None:
         """A batch was trained on: free it, and let go of what is too old now."""
@@ -344,35 +295,14 @@ class GrpoRun:
             await self.payloads.release(group.group_id)
 
     async def evaluate(self, version: int) -> tuple[HeldOutScores, float]:
-        """Scores of ``version`` on what is held out and on every evaluation set, and the seconds it took.
+        """Scores of ``version`` on problems that are not trained on, and the seconds it took.
 
         Training stands still meanwhile.
         """
         start_s = time.perf_counter()
-        held_out, sets = self.prepared.held_out, self.prepared.sets
-        num_problems = len(held_out) + sum(map(len, sets.values()))
-        console = self.recorder.console
-        console.phase(f"evaluating version {version} on {num_problems} problems", num_parts=num_problems)
         await self.serving.until_served(version)
-        scores = await self.evaluate_on(held_out, self.config.sampling)
-        of_sets = {
-            one.name: await self.evaluate_on(sets[one.name], one.sampling or self.config.sampling)
-            for one in self.config.evaluation.sets
-        }
-        console.end_phase()
-        return dataclasses.replace(scores, sets=of_sets), time.perf_counter() - start_s
-
-    async def evaluate_on(self, problems: Sequence[Task], sampling: SamplingSection) -> HeldOutScores:
-        """The scores of one response to each problem."""
-        return await evaluate(
-            problems,
-            generators=self.generators,
-            scorer=self.scorer,
-            episodes=self.episodes,
-            prompts=self.prepared.prompts,
-            sampling=sampling,
-            on_answered=self.recorder.console.part_done,
-        )
+        scores = await evaluate_all(self.prepared, self.groups, self.recorder.console, version=version)
+        return scores, time.perf_counter() - start_s
 
 
 async def train(config: RunConfig, prepared: Prepared) -> None:

@@ -43,11 +43,12 @@ class EnvironmentSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeGroup:
-    """A group of episodes, sampled and scored; one result for each rollout."""
+class SampledGroup:
+    """The rollouts of a group; what an environment sampled comes with one result for each of them."""
 
     rollouts: tuple[StoredRollout, ...]
-    results: tuple[EpisodeResult, ...]
+    results: tuple[EpisodeResult, ...] | None = None
+    """None: the scorer is still to score them."""
 
 
 class EnvironmentActor(Actor):
@@ -75,7 +76,6 @@ class EnvironmentActor(Actor):
             build_environment(setup.environment),
             MessageRenderer(tokenizer, chat_template=setup.chat_template),
             name=setup.environment.factory,
-            max_turn_tokens=setup.sampling.max_response_tokens,
             max_context_length=setup.max_context_length,
             limit_s=setup.timeouts.episode_s,
         )
@@ -88,11 +88,13 @@ class EnvironmentActor(Actor):
     @concurrent_endpoint
     async def run_group(
         self, group_id: int, task: Task, num_episodes: int, generator_rank: int, seed: int | None
-    ) -> EpisodeGroup | RefusedGroup | CancelledGroup:
+    ) -> SampledGroup | RefusedGroup | CancelledGroup:
         """Run the episodes of a group and have their arrays stored; a group that fails leaves nothing."""
         generator = self._generators.slice(procs=generator_rank)
         try:
-            results = await self._run(group_id, task, num_episodes, generator_rank, seed)
+            results = await self._run(
+                group_id, task, num_episodes, generator_rank, self._setup.sampling, seed
+            )
         except EpisodesCancelled:
             await generator.drop_episodes.call_one(group_id)
             return CancelledGroup()
@@ -102,17 +104,17 @@ class EnvironmentActor(Actor):
         stored: tuple[StoredRollout, ...] | RefusedGroup = await generator.store_episodes.call_one(
             group_id, [result.is_truncated for result in results]
         )
-        return stored if isinstance(stored, RefusedGroup) else EpisodeGroup(rollouts=stored, results=results)
+        return stored if isinstance(stored, RefusedGroup) else SampledGroup(rollouts=stored, results=results)
 
     @concurrent_endpoint
     async def evaluate(
-        self, task: Task, generator_rank: int, seed: int | None
+        self, task: Task, generator_rank: int, sampling: SamplingSection, seed: int | None
     ) -> EpisodeResult | RefusedGroup:
         """One episode that is not trained on."""
         self._num_evaluated += 1
         group_id = -self._num_evaluated
         try:
-            (result,) = await self._run(group_id, task, 1, generator_rank, seed)
+            (result,) = await self._run(group_id, task, 1, generator_rank, sampling, seed)
         except EpisodeFailed as error:
             return RefusedGroup(problem=str(error), reason=DropReason.EPISODE_FAILED)
         finally:
@@ -120,21 +122,31 @@ class EnvironmentActor(Actor):
         return result
 
     def _run(
-        self, group_id: int, task: Task, num_episodes: int, generator_rank: int, seed: int | None
+        self,
+        group_id: int,
+        task: Task,
+        num_episodes: int,
+        generator_rank: int,
+        sampling: SamplingSection,
+        seed: int | None,
     ) -> Awaitable[tuple[EpisodeResult, ...]]:
         return self._episodes.run(
-            task, group_id=group_id, num_episodes=num_episodes, sample=self._sampler(generator_rank, seed)
+            task,
+            group_id=group_id,
+            num_episodes=num_episodes,
+            max_turn_tokens=sampling.max_response_tokens,
+            sample=self._sampler(generator_rank, sampling, seed),
         )
 
-    def _sampler(self, generator_rank: int, seed: int | None) -> SampleEpisodeTurn:
-        generator, setup = self._generators.slice(procs=generator_rank), self._setup
-        limit_s = setup.timeouts.generate_s
+    def _sampler(self, generator_rank: int, sampling: SamplingSection, seed: int | None) -> SampleEpisodeTurn:
+        generator = self._generators.slice(procs=generator_rank)
+        limit_s = self._setup.timeouts.generate_s
 
         async def sample(episode: EpisodeId, given_ids: np.ndarray, max_tokens: int) -> SampledTurn | None:
             call = f"generator {generator_rank} sampling a turn of group {episode.group_id}"
             async with deadline(limit_s, call=call, key="timeouts.generate_s"):
                 turn: SampledTurn | CancelledGroup = await generator.continue_episode.call_one(
-                    episode, given_ids, setup.sampling, max_tokens, seed
+                    episode, given_ids, sampling, max_tokens, seed
                 )
             return None if isinstance(turn, CancelledGroup) else turn
 

@@ -2,11 +2,12 @@
 
 from contextlib import AbstractAsyncContextManager
 
-from forgeasync.actors.environment import EnvironmentActor, EpisodeGroup
+from forgeasync.actors.environment import EnvironmentActor, SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.buffer.decisions import DropReason
+from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
@@ -36,7 +37,7 @@ class GroupEpisodes:
 
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
-    ) -> EpisodeGroup | RefusedGroup | CancelledGroup:
+    ) -> SampledGroup | RefusedGroup | CancelledGroup:
         """The group of a task, sampled and scored; its arrays stay with the generator until freed."""
         with self._generators.pinned(self._group_size) as rank:
             try:
@@ -46,13 +47,13 @@ class GroupEpisodes:
                 await self._generators.drop_episodes(rank, group_id)
                 return RefusedGroup(problem=str(error), reason=DropReason.EPISODE_FAILED)
 
-    async def score(self, task: Task, *, seed: int | None) -> Score | Unscored:
+    async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
         """The score of one episode that is not trained on."""
         what = f"the episode of held-out problem {task.task_id}"
         with self._generators.pinned(1) as rank:
             try:
                 async with self._backstop(f"running {what}"):
-                    result = await self._actor.evaluate.call_one(task, rank, seed)
+                    result = await self._actor.evaluate.call_one(task, rank, sampling, seed)
             except DeadlineExceeded as error:
                 return Unscored(reason=str(error))
         if isinstance(result, RefusedGroup):

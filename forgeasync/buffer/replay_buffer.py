@@ -16,7 +16,6 @@ n of groups, most of them O(1).
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from forgeasync.buffer.accounting import AccountingLedger
 from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
@@ -29,9 +28,10 @@ from forgeasync.buffer.decisions import (
     DropReason,
     Start,
 )
+from forgeasync.buffer.entry import Entry
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
-from forgeasync.buffer.submissions import Submission, Submissions
+from forgeasync.buffer.submissions import Submissions
 from forgeasync.config.buffer import (
     AccountingPolicy,
     AccountingSection,
@@ -43,26 +43,6 @@ from forgeasync.config.buffer import (
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.rollouts.task import Task
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    submission: Submission
-    deadline: int
-    """Last optimizer step that may train on it, as far as is known; rises with progress."""
-    sampled: Group | None = None
-    """With all its rollouts, once they are sampled."""
-    group: Group | None = None
-    """With those that are trained on and their rewards, once it is complete."""
-    is_expired: bool = False
-    """In flight past its deadline: the trainer does not count on it."""
-
-    @property
-    def lengths(self) -> tuple[int, ...] | None:
-        """Of all its responses, once they are sampled."""
-        if self.sampled is None:
-            return None
-        return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)
 
 
 def _steps(scores: Sequence[Score] | None) -> tuple[tuple[Step, ...], ...] | None:
@@ -106,11 +86,11 @@ class ReplayBuffer:
         self._trainer_version = 0
         self._next_group_id = 0
         self._num_admitted = 0
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._num_in_flight = 0
         # Of what the trainer can still count on.
         self._due = Deadlines()
-        self._batch: list[_Entry] = []
+        self._batch: list[Entry] = []
         self._deficits_before_batch: tuple[Deficit, ...] = ()
         self._num_ready_after_batch = 0
         self._was_bound = False
@@ -212,7 +192,7 @@ class ReplayBuffer:
         self._num_admitted += 1
         self._num_in_flight += 1
         deadline = self._served_version + self._max_off_policy_steps
-        self._entries[group_id] = _Entry(submission=submission, deadline=deadline)
+        self._entries[group_id] = Entry(submission=submission, deadline=deadline)
         self._due.add(group_id, deadline)
         self._window.start(group_id)
         return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
@@ -341,7 +321,7 @@ class ReplayBuffer:
             groups_per_step=self._groups_per_step,
         )
 
-    def _move_deadline(self, group_id: int, entry: _Entry, deadline: int) -> None:
+    def _move_deadline(self, group_id: int, entry: Entry, deadline: int) -> None:
         if deadline <= entry.deadline:
             return
         if not entry.is_expired:

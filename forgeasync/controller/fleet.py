@@ -1,4 +1,4 @@
-"""Trainer, generators and scorer of a config, for loops of your own.
+"""Trainer, generators, scorer and environment of a config, for loops of your own.
 
 Nothing here runs by itself: your loop samples, trains and publishes in the order that it likes. For training
 and sampling side by side, with a replay buffer between them, see apps/grpo.py.
@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.actors.evaluation import evaluate
+from forgeasync.actors.environment import SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_sampling import GroupSampler
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
@@ -20,14 +21,16 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
 from forgeasync.config.run import RunConfig
+from forgeasync.controller.evaluation import evaluate
 from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.controller.starting import trainer_setup
+from forgeasync.controller.starting import connect_groups, trainer_setup
 from forgeasync.environments.order import sampling_seed, weighted_order
 from forgeasync.environments.reward import response_of
 from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.run_dir import default_run_dir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.rollout import Group, StoredRollout
+from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, deal_items, training_items
@@ -49,7 +52,12 @@ class Fleet:
     """
 
     def __init__(
-        self, prepared: Prepared, trainer: TrainerMesh, generators: GeneratorRouter, scorer: GroupScoring
+        self,
+        prepared: Prepared,
+        trainer: TrainerMesh,
+        generators: GeneratorRouter,
+        scorer: GroupScoring,
+        groups: GroupSampler,
     ) -> None:
         self.config = prepared.config
         self.trainer = trainer
@@ -58,6 +66,7 @@ class Fleet:
         self.problems: list[str] = []
         """Why groups were not sampled or not scored, one text for each."""
         self._prepared = prepared
+        self._groups = groups
         weights = {source.name: source.weight for source in named_sources(self.config.data)}
         self._order = weighted_order(prepared.train, weights, seed=self.config.seed, position=0)
         self._group_ids = itertools.count()
@@ -84,16 +93,18 @@ class Fleet:
         try:
             async with procs.naming_deaths():
                 await procs.open()
-                generators, scorer, trainer = await asyncio.gather(
+                generators, scorer, trainer, environment = await asyncio.gather(
                     procs.start_generators(config, prepared.facts, prepared.model_path),
                     procs.start_scorer(config),
                     procs.start_trainer(setup, config.timeouts),
+                    procs.start_environment(config, prepared.model_path),
                 )
                 await trainer.connect(generators)
                 await procs.connect_weights(config, trainer, generators)
+                groups = await connect_groups(procs, prepared, environment, generators, scorer)
             async with asyncio.TaskGroup() as watching:
                 watch = watching.create_task(procs.watch())
-                yield cls(prepared, trainer, generators, scorer)
+                yield cls(prepared, trainer, generators, scorer, groups)
                 watch.cancel()
         finally:
             await procs.close()
@@ -113,30 +124,30 @@ class Fleet:
 
     async def _sample(self, task: Task) -> Group | None:
         group_id = next(self._group_ids)
-        answer = await self.generators.sample_group(
-            group_id,
-            self._prepared.prompts.encode(task.prompt),
-            num_samples=self.config.algorithm.group_size,
-            sampling=self.config.sampling,
-            seed=sampling_seed(self.config.seed, group_id),
-        )
+        answer = await self._groups.sample(group_id, task, seed=sampling_seed(self.config.seed, group_id))
         if isinstance(answer, RefusedGroup | CancelledGroup):
             problem = answer.problem if isinstance(answer, RefusedGroup) else "cancelled"
             self.problems.append(f"group {group_id}: {problem}")
             return None
-        scores = await self.scorer.score(f"group {group_id}", task, [response_of(one) for one in answer])
+        scores = await self._scores(group_id, task, answer)
         if isinstance(scores, Unscored):
-            await self.generators.free_payloads(answer)
+            await self.generators.free_payloads(answer.rollouts)
             self.problems.append(scores.reason)
             return None
         return Group(
             group_id=group_id,
             draw_id=group_id,
             task=task,
-            rollouts=answer,
+            rollouts=answer.rollouts,
             rewards=tuple(score.value for score in scores),
             scores=scores,
         )
+
+    async def _scores(self, group_id: int, task: Task, sampled: SampledGroup) -> tuple[Score, ...] | Unscored:
+        if sampled.results is not None:
+            return tuple(result.score for result in sampled.results)
+        responses = [response_of(rollout) for rollout in sampled.rollouts]
+        return await self.scorer.score(f"group {group_id}", task, responses)
 
     def items(self, groups: Sequence[Group]) -> list[TrainingItem]:
         """What trains of groups, with the advantages of ``algorithm.advantage``."""
@@ -183,9 +194,7 @@ class Fleet:
         """Scores on the held-out problems, one response each, under the weights that were published last."""
         return await evaluate(
             self._prepared.held_out,
-            generators=self.generators,
-            scorer=self.scorer,
-            prompts=self._prepared.prompts,
+            self._groups,
             sampling=self.config.sampling,
             on_answered=lambda: None,
         )

@@ -20,6 +20,7 @@ from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
 from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, TimeoutSection
+from forgeasync.controller.checkpointing import RunCheckpoints
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stopping import received_signal
@@ -133,13 +134,9 @@ class RescuedRun(Protocol):
     prepared: Prepared
     trainer: TrainerMesh
     serving: WeightServing
-    checkpoints: Path
+    checkpoints: RunCheckpoints
     first_version: int
     version: int
-
-    async def checkpoint_now(self) -> int:
-        """Have a checkpoint written; the step that it is of."""
-        ...
 
 
 async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseException) -> str:
@@ -152,7 +149,7 @@ async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseExcep
     async def export(folder: Path) -> int:
         version = await run.trainer.save_hf(folder, source=run.prepared.model_path)
         try:
-            await run.trainer.finish_checkpoint()
+            await run.checkpoints.finish()
         except Exception:
             # The weights are saved: what became of the checkpoint does not count against that.
             logger.warning("the checkpoint under way was not finished", exc_info=True)
@@ -160,13 +157,13 @@ async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseExcep
 
     rescue = Rescue(
         folder=run_dir.checkpoints.resolve() / LAST,
-        checkpoints=run.checkpoints,
+        checkpoints=run.checkpoints.folder,
         source=run.prepared.model_path,
         facts=run.prepared.facts,
         lora=run.config.lora,
         timeouts=run.config.timeouts,
         export=export,
-        checkpoint=run.checkpoint_now,
+        checkpoint=run.checkpoints.write_now,
         staged=None if newest is None else run.trainer.staged(newest),
     )
     is_lost = isinstance(cause, ActorDied | HostLost | DeadlineExceeded)

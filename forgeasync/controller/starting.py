@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.environment import EnvironmentActor
+from forgeasync.actors.group_sampling import GroupSampler, ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
@@ -27,8 +28,7 @@ class Roles:
     generators: GeneratorRouter
     scorer: GroupScoring
     buffer: BufferActor
-    episodes: GroupEpisodes | None = None
-    """None: rollouts are single responses, which the scorer scores."""
+    groups: GroupSampler
 
 
 async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, console: StepConsole) -> Roles:
@@ -65,16 +65,34 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, conso
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
     await fleet.connect_weights(config, trainer.result(), generators.result())
-    episodes = None
-    if (actor := environment.result()) is not None:
-        episodes = await fleet.connect_environment(config, actor, generators.result())
+    groups = await connect_groups(fleet, prepared, environment.result(), generators.result(), scorer.result())
     console.end_phase()
     return Roles(
         trainer=trainer.result(),
         generators=generators.result(),
         scorer=scorer.result(),
         buffer=buffer.result(),
-        episodes=episodes,
+        groups=groups,
+    )
+
+
+async def connect_groups(
+    fleet: Procs,
+    prepared: Prepared,
+    environment: EnvironmentActor | None,
+    generators: GeneratorRouter,
+    scorer: GroupScoring,
+) -> GroupSampler:
+    """Who samples the run's groups: its environment, or the generators alone where it has none."""
+    config = prepared.config
+    if environment is not None:
+        return await fleet.connect_environment(config, environment, generators)
+    return ResponseGroups(
+        generators,
+        scorer,
+        prepared.prompts,
+        group_size=config.algorithm.group_size,
+        sampling=config.sampling,
     )
 
 

@@ -57,7 +57,7 @@ class Environment(ABC):
     A complete one of two turns. It tells a model whose answer is wrong to try again:
 
         from forgeasync.environments.environment import Agent, Environment
-        from forgeasync.scoring.score import Score
+        from forgeasync.rollouts.score import Score
 
         class TryAgain(Environment):
             def __init__(self, second_chance: float = 0.5) -> None:

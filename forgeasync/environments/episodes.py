@@ -56,7 +56,6 @@ class Episodes:
         renderer: MessageRenderer,
         *,
         name: str,
-        max_turn_tokens: int,
         max_context_length: int,
         limit_s: float,
     ) -> None:
@@ -64,14 +63,19 @@ class Episodes:
         self._environment = environment
         self._renderer = renderer
         self._name = name
-        self._max_turn_tokens = max_turn_tokens
         self._max_context_length = max_context_length
         self._limit_s = limit_s
 
     async def run(
-        self, task: Task, *, group_id: int, num_episodes: int, sample: SampleEpisodeTurn
+        self,
+        task: Task,
+        *,
+        group_id: int,
+        num_episodes: int,
+        max_turn_tokens: int,
+        sample: SampleEpisodeTurn,
     ) -> tuple[EpisodeResult, ...]:
-        """All episodes of a group; the first one that fails ends the others.
+        """Run all episodes of a group; the first one that fails ends the others.
 
         Raises:
             EpisodeFailed: an episode raised, took too long, or returned what is no score or no episode.
@@ -79,7 +83,9 @@ class Episodes:
             Exception: whatever ``sample`` raised, even if the environment went on without the turn.
         """
         running = [
-            asyncio.create_task(self._run_one(task, EpisodeId(group_id=group_id, index=index), sample))
+            asyncio.create_task(
+                self._run_one(task, EpisodeId(group_id=group_id, index=index), max_turn_tokens, sample)
+            )
             for index in range(num_episodes)
         ]
         try:
@@ -91,7 +97,9 @@ class Episodes:
                 one.add_done_callback(_forget)
             await asyncio.wait(running)
 
-    async def _run_one(self, task: Task, episode: EpisodeId, sample: SampleEpisodeTurn) -> EpisodeResult:
+    async def _run_one(
+        self, task: Task, episode: EpisodeId, max_turn_tokens: int, sample: SampleEpisodeTurn
+    ) -> EpisodeResult:
         def sample_turn(given_ids: np.ndarray, max_tokens: int) -> Awaitable[SampledTurn | None]:
             return sample(episode, given_ids, max_tokens)
 
@@ -99,7 +107,7 @@ class Episodes:
         agent = EpisodeAgent(
             sample_turn,
             self._renderer,
-            max_turn_tokens=self._max_turn_tokens,
+            max_turn_tokens=max_turn_tokens,
             max_context_length=self._max_context_length,
         )
         start_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is kept of a step that was skipped, for looking at: the rows of every rank, as a file of arrays."""
+"""What an optimizer step measured; what is kept of one that was skipped, and how many may be."""
 
 import dataclasses
 import math
@@ -29,6 +29,33 @@ def write_skipped_rows(folder: Path, rows: Sequence[PackedRow], *, step: int, ra
     file = folder / f"step-{step:08d}-rank-{rank}.npz"
     np.savez_compressed(file, allow_pickle=False, **arrays)
     return file
+
+
+class StepsSkipped(RuntimeError):
+    """Step after step had a loss or gradient that is not finite."""
+
+
+class SkipWatch:
+    """Lets a run go on after a step that was skipped, but not for ever; pure."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit`` batches in a row with a skipped step are too many (``trainer.max_skipped_steps``)."""
+        assert limit > 0
+        self._limit = limit
+        self._num_in_a_row = 0
+
+    def count(self, step: int, result: "StepResult") -> None:
+        """Take note of a step.
+
+        Raises:
+            StepsSkipped: it is one skipped step too many in a row.
+        """
+        self._num_in_a_row = 0 if result.skip_reason is None else self._num_in_a_row + 1
+        if self._num_in_a_row >= self._limit:
+            raise StepsSkipped(
+                f"{self._num_in_a_row} steps in a row were skipped (trainer.max_skipped_steps); "
+                f"the last one, {step}, because {result.skip_reason}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

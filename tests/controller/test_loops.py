@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from apps.grpo import GrpoRun, StepsSkipped
+from apps.grpo import GrpoRun
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.scorer import ScoredResponses
@@ -20,7 +20,7 @@ from forgeasync.config.buffer import AgeOf
 from forgeasync.config.weights import Interruption
 from forgeasync.controller.recorder import StepRecord, StepTimes
 from forgeasync.controller.resume import Resumed
-from forgeasync.controller.starting import Roles, start_roles
+from forgeasync.controller.starting import start_roles
 from forgeasync.environments.order import TaskOrder, sampling_seed
 from forgeasync.environments.reward import Response
 from forgeasync.generator.reports import SwapReport
@@ -29,7 +29,7 @@ from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.trainer.step_result import StepResult
+from forgeasync.trainer.step_result import StepResult, StepsSkipped
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
 from tests.support.loops import (
@@ -44,8 +44,8 @@ from tests.support.loops import (
     make_config,
     make_prepared,
     make_problem,
+    make_roles,
     make_run,
-    make_scoring,
     score_by_text,
 )
 from tests.support.rollouts import make_stored_rollout
@@ -498,7 +498,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
     run = GrpoRun(
         config,
         dataclasses.replace(prepared, resumed=Resumed(folder=tmp_path, state=state)),
-        Roles(trainer=trainer, generators=generators, scorer=make_scoring(config), buffer=buffer),
+        make_roles(prepared, trainer, generators, buffer),
         recorder=recorder,
         checkpoints=tmp_path,
     )
@@ -645,7 +645,7 @@ def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it(tm
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert await run.checkpoint_now() == 2
+        assert await run.checkpoints.write_now() == 2
 
     trainer = SlowTrainer()
     config = make_config(tmp_path, "max_steps=5", "checkpoint.every_steps=null")
@@ -677,15 +677,15 @@ def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one_of_its
     async def stop() -> None:
         await asyncio.wait_for(run.run(Fleet()), SECONDS)
         assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "a run waits for its last checkpoint"
-        assert await run.checkpoint_now() == MAX_STEPS
+        assert await run.checkpoints.write_now() == MAX_STEPS
         (tmp_path / f"step-{MAX_STEPS:08d}" / "run.json").unlink()
         (tmp_path / f"step-{MAX_STEPS:08d}").rmdir()
-        assert await run.checkpoint_now() == MAX_STEPS
+        assert await run.checkpoints.write_now() == MAX_STEPS
         assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "it waits until all of it is written"
 
     trainer = WritingTrainer()
     config = make_config(tmp_path, f"checkpoint.every_steps={MAX_STEPS}", "checkpoint.keep=5")
     run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
-    run.checkpoints = tmp_path
+    run.checkpoints.folder = tmp_path
     asyncio.run(stop())
     assert [name for name, _ in trainer.checkpoints] == [f"step-{MAX_STEPS:08d}"] * 2

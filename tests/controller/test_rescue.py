@@ -240,14 +240,11 @@ def test_who_is_asked_first_depends_on_what_has_failed(
     run = SimpleNamespace(
         version=version,
         first_version=4,
-        checkpoints=rescue.checkpoints,
-        checkpoint_now=_hangs,
+        checkpoints=SimpleNamespace(folder=rescue.checkpoints, write_now=_hangs, finish=_fails),
         config=SimpleNamespace(lora=None, timeouts=rescue.timeouts),
         prepared=SimpleNamespace(model_path=rescue.source, facts=FACTS),
         serving=SimpleNamespace(ledger=SimpleNamespace(newest=staged.manifest if is_published else None)),
-        trainer=SimpleNamespace(
-            save_hf=save_hf, finish_checkpoint=_fails, staged=lambda manifest: staged, is_stuck=False
-        ),
+        trainer=SimpleNamespace(save_hf=save_hf, staged=lambda manifest: staged, is_stuck=False),
     )
     found = asyncio.run(save_newest_weights(run, RunDir(path=tmp_path), error))
     assert found.startswith(words)

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors.environment import EpisodeGroup
+from forgeasync.actors.environment import SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.starvation import NothingTrains
+from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
 from forgeasync.environments.build import build_environment, check_environment
 from forgeasync.environments.conversation import MessageRenderer
@@ -75,11 +76,18 @@ def run(
         rollout if isinstance(rollout, Environment) else FromFunction(rollout),
         MessageRenderer(TOKENIZER, chat_template=False),
         name="my.Env",
-        max_turn_tokens=10,
         max_context_length=max_context_length,
         limit_s=limit_s,
     )
-    return asyncio.run(episodes.run(TASK, group_id=9, num_episodes=num_episodes, sample=sample or Models()))
+    return asyncio.run(
+        episodes.run(
+            TASK,
+            group_id=9,
+            num_episodes=num_episodes,
+            max_turn_tokens=10,
+            sample=sample or Models(),
+        )
+    )
 
 
 async def two_turns(task: Task, agent: Agent) -> Score:
@@ -370,20 +378,20 @@ class ScriptedEpisodes:
 
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
-    ) -> EpisodeGroup | RefusedGroup | CancelledGroup:
+    ) -> SampledGroup | RefusedGroup | CancelledGroup:
         self.seeds.append(seed)
         if self._failing(group_id):
             return RefusedGroup(problem=f"group {group_id}: no tool", reason=DropReason.EPISODE_FAILED)
         version = min(self._generators._landed)
         scores = [Score(value=value, is_correct=False) for value in self._rng.normal(size=4)]
-        return EpisodeGroup(
+        return SampledGroup(
             rollouts=tuple(make_stored_rollout((version, 0, 3), (version, 5, 7)) for _ in scores),
             results=tuple(
                 EpisodeResult(score=score, num_turns=2, is_truncated=False, episode_s=1.0) for score in scores
             ),
         )
 
-    async def score(self, task: Task, *, seed: int | None) -> Score | Unscored:
+    async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
         return Unscored(reason="no tool") if task.prompt == "1" else Score(value=0.5, is_correct=True)
 
 
@@ -418,7 +426,7 @@ def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
     async def go() -> None:
         generators = Generators()
         grpo = make_run(config, generators=generators, trainer=trainer, recorder=recorder, held_out=held_out)
-        grpo.episodes = ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1)
+        grpo.groups = ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1)
         grpo.scorer = NobodyScores()
         await asyncio.wait_for(grpo.run(OnlyForEpisodes()), 20)
 
@@ -436,7 +444,7 @@ def test_episodes_that_always_fail_end_the_run(tmp_path: Path) -> None:
 
     async def go() -> None:
         grpo = make_run(config, recorder=EpisodeRecorder())
-        grpo.episodes = ScriptedEpisodes(Generators(), failing=lambda group_id: True)
+        grpo.groups = ScriptedEpisodes(Generators(), failing=lambda group_id: True)
         await asyncio.wait_for(grpo.run(OnlyForEpisodes()), 20)
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -487,7 +495,7 @@ def test_an_environment_that_does_not_answer_costs_one_group() -> None:
         assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.EPISODE_FAILED
         assert "group 5 took longer than 0.2 s; timeouts.episode_s + timeouts.generate_s" in answer.problem
         assert router.dropped == [(7, 5)]
-        held_out = await groups.score(TASK, seed=0)
+        held_out = await groups.score(TASK, sampling=SamplingSection(max_response_tokens=10), seed=0)
         assert isinstance(held_out, Unscored) and TASK.task_id in held_out.reason
 
     asyncio.run(go())

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors.evaluation import evaluate
+from forgeasync.actors.group_sampling import ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.reward_scoring import ResponseScoring
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import ScorerSection
+from forgeasync.controller.evaluation import evaluate
 from forgeasync.environments.reward import Response
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.rollout import FinishReason
@@ -327,13 +328,19 @@ class Prompts:
 
 
 def run_evaluation(call: Call, num_tasks: int) -> HeldOutScores:
+    sampling = tiny_config(Path("unused")).sampling
+
     async def run() -> HeldOutScores:
         return await evaluate(
             [make_task(i) for i in range(num_tasks)],
-            generators=Generators(),
-            scorer=make_scoring(call, max_attempts=2),
-            prompts=Prompts(),
-            sampling=tiny_config(Path("unused")).sampling,
+            ResponseGroups(
+                Generators(),
+                make_scoring(call, max_attempts=2),
+                Prompts(),
+                group_size=1,
+                sampling=sampling,
+            ),
+            sampling=sampling,
             on_answered=lambda: None,
         )
 

@@ -258,7 +258,7 @@ FORK_SCRIPT = """
     from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits
     from forgeasync.scoring import isolation
     from forgeasync.scoring.isolation import enter_isolation, read_only_roots
-    from forgeasync.scoring.score import Score
+    from forgeasync.rollouts.score import Score
 
     class Runs:
         def score(self, loaded, response):

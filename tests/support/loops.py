@@ -14,6 +14,7 @@ import numpy as np
 from apps.grpo import GrpoRun
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_sampling import ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
@@ -376,6 +377,19 @@ def make_prepared(
     )
 
 
+def make_roles(prepared: Prepared, trainer: Trainer, generators: Generators, buffer: LocalBuffer) -> Roles:
+    """The generators sample single responses."""
+    config, scorer = prepared.config, make_scoring(prepared.config)
+    groups = ResponseGroups(
+        generators,
+        scorer,
+        prepared.prompts,
+        group_size=config.algorithm.group_size,
+        sampling=config.sampling,
+    )
+    return Roles(trainer=trainer, generators=generators, scorer=scorer, buffer=buffer, groups=groups)
+
+
 def make_run(
     config: RunConfig,
     *,
@@ -386,15 +400,11 @@ def make_run(
     sets: Mapping[str, list[Task]] | None = None,
 ) -> GrpoRun:
     """A run whose loops are the real ones."""
+    prepared = make_prepared(config, held_out, sets)
     return GrpoRun(
         config,
-        make_prepared(config, held_out, sets),
-        Roles(
-            trainer=trainer or Trainer(),
-            generators=generators or Generators(),
-            scorer=make_scoring(config),
-            buffer=LocalBuffer(config),
-        ),
+        prepared,
+        make_roles(prepared, trainer or Trainer(), generators or Generators(), LocalBuffer(config)),
         recorder=recorder or Recorder(),
         checkpoints=Path(),
     )

@@ -1,0 +1,28 @@
+"""One group in the replay buffer, from its start to its end."""
+
+from dataclasses import dataclass
+
+from forgeasync.buffer.submissions import Submission
+from forgeasync.rollouts.rollout import Group
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """What the buffer knows of a group."""
+
+    submission: Submission
+    deadline: int
+    """Last optimizer step that may train on it, as far as is known; rises with progress."""
+    sampled: Group | None = None
+    """With all its rollouts, once they are sampled."""
+    group: Group | None = None
+    """With those that are trained on and their rewards, once it is complete."""
+    is_expired: bool = False
+    """In flight past its deadline: the trainer does not count on it."""
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Sampled tokens of all its rollouts, once they are there."""
+        if self.sampled is None:
+            return None
+        return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)
