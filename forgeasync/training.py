@@ -19,15 +19,13 @@ from forgeasync.checkpoint.folders import FINAL
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.run import RunConfig
 from forgeasync.observability.run_dir import RunDir, default_run_dir
-from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.schema.problems import EXIT_REFUSED, ConfigError, Problem
 from forgeasync.schema.python_code import code_of
 from forgeasync.schema.section import Section
 
 Overrides = Mapping[str, object] | Sequence[str]
 """``{"max_steps": 20, "algorithm.objective": PpoClip(clip_high=0.3)}``, or ``["max_steps=20"]`` as on the
 command line."""
-
-EXIT_REFUSED = 2
 
 INTERRUPT_S = 60.0
 """How long a run that was interrupted may take to save its weights before it is killed."""

@@ -21,13 +21,10 @@ from forgeasync.controller.preparation import check_plan
 from forgeasync.controller.stopping import install_handlers, received_signal
 from forgeasync.models.config_file import model_config_file
 from forgeasync.observability.failures import failure_line, root_cause
-from forgeasync.schema.problems import ConfigError
+from forgeasync.schema.problems import EXIT_REFUSED, ConfigError
 
 _closing_words: list[str] = []
 """What the last line says besides the reason."""
-
-
-EXIT_REFUSED = 2
 
 EXIT_FAILED = 1
 

@@ -98,6 +98,8 @@ def _check_built(config: RunConfig) -> list[Problem]:
 def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     """What a dry run checks: ``check`` and a look at the data; the model's facts and what was looked at.
 
+    The chat template is checked where the model's folder has its tokenizer.
+
     Raises:
         ConfigError: lists every problem.
     """
@@ -105,6 +107,8 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     facts, looked_at = None, ""
     try:
         facts = check(config)
+        if (folder := Path(config.model.path)).joinpath("tokenizer.json").exists():
+            _load_prompts(config, folder, facts)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -157,6 +161,25 @@ def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts)
     return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
 
 
+def _load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:
+    """The encoder of prompts, with the tokenizer in the model's folder.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded or has too many tokens, or its chat template cannot do
+            what ``data`` asks of it.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except ValueError as error:
+        remedy = f"its tokenizer cannot be loaded: {error}"
+        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
+    raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
+    try:
+        return PromptEncoder.of_section(tokenizer, config.data)
+    except ValueError as error:
+        raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+
+
 def _check_lengths(
     config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task], sampling: SamplingSection
 ) -> None:
@@ -191,14 +214,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     sets = named_sets(config.evaluation)
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
+    prompts = _load_prompts(config, folder, facts)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except ValueError as error:
-        remedy = f"its tokenizer cannot be loaded: {error}"
-        raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
-    raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
-    try:
-        prompts = PromptEncoder.of_section(tokenizer, config.data)
         source = build_source(config.data, seed=config.seed, sets=sets)
         # An environment makes prompts of its own, and every turn is bounded by the room that is left.
         if config.environment is None:

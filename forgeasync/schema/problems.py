@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+EXIT_REFUSED = 2
+"""Exit code of a program whose input was refused before it started anything."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:

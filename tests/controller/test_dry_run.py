@@ -1,6 +1,7 @@
 """The dry-run table: counted parameters, the mesh, memory and bounds; no GPU."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rich.table import Table
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.controller.preparation import check_plan
 from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts, read_model_facts
 from forgeasync.models.rules import check_config
 from forgeasync.planning.memory.__main__ import memory_table
@@ -24,7 +26,9 @@ from forgeasync.planning.memory.parameters import (
 from forgeasync.planning.memory.plan import memory_plan
 from forgeasync.planning.memory.trainer import TrainerMemory, trainer_memory
 from forgeasync.planning.report import dry_run_report
-from tests.support.config_samples import CONFIGS
+from forgeasync.schema.problems import ConfigError
+from tests.support.chat import PICKY, make_tokenizer
+from tests.support.config_samples import CONFIGS, HF_CONFIG, MINIMAL
 
 PLANNED = {"qwen3_30b_a3b": "Qwen--Qwen3-30B-A3B", "qwen3_235b_a22b": "Qwen--Qwen3-235B-A22B"}
 """Configs of published models, and the folders of their shapes."""
@@ -252,3 +256,26 @@ def test_the_plan_says_when_the_learning_rate_is_reached(facts: ModelFacts, chan
 def test_synchronous_run_says_so(facts: ModelFacts) -> None:
     config = load_config(CONFIG_FILE, ["max_off_policy_steps=0"])
     assert "strictly synchronous" in render(config, facts)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.template_arguments={enable_thinking: true}", "data.template_arguments.enable_thinking = True"),
+        ("data.system_prompt=Be brief.", "data.system_prompt = 'Be brief.'"),
+    ],
+)
+def test_the_template_of_a_model_that_is_there_is_checked(tmp_path: Path, override: str, words: str) -> None:
+    """Without starting the run: its tokenizer lies beside its config.json."""
+    make_tokenizer(PICKY).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 128}))
+    (tmp_path / "run.yaml").write_text(MINIMAL.replace(", ratio: 0.5, flag: true, text: a", ""))
+    overrides = [
+        f"model.path={tmp_path / 'model'}",
+        f"run_dir={tmp_path / 'run'}",
+        "data.chat_template=true",
+    ]
+    check_plan(load_config(tmp_path / "run.yaml", overrides))
+    with pytest.raises(ConfigError) as refused:
+        check_plan(load_config(tmp_path / "run.yaml", [*overrides, override]))
+    assert words in str(refused.value)

@@ -11,12 +11,10 @@ from forgeasync.config.run import RunConfig, resolve
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.models.rules import check_config
 from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows
-from forgeasync.schema.problems import ConfigError, raise_if_any
+from forgeasync.schema.problems import EXIT_REFUSED, ConfigError, raise_if_any
 
 COLUMNS = 160
 """Width of the table, also in a pipe."""
-
-EXIT_REFUSED = 2
 
 
 def memory_table(config: RunConfig) -> Table:
