@@ -1,0 +1,83 @@
+"""Makes torchstore 0.1.2 run on Monarch 0.7.0. Import it before torchstore is used, in every process.
+
+Monarch 0.7.0 refuses actors that mix synchronous and asynchronous endpoints; torchstore's controller does.
+The subclass here declares its synchronous endpoints again as asynchronous ones. Can go with the first
+torchstore release that supports Monarch 0.7.
+
+Without ibverbs hardware torchstore 0.1.2 sends tensors as messages of actors, 100 MB in 7 s. Monarch's
+RDMABuffer works there too, over TCP, ten times as fast and more; ``Pipe`` is made to take it. Can go when
+torchstore asks for ``get_rdma_backend()`` instead of ibverbs.
+"""
+
+import torch
+import torchstore.api
+from monarch.actor import endpoint
+from monarch.rdma import RDMABuffer, get_rdma_backend
+from torchstore.controller import Controller as _ReleasedController
+from torchstore.controller import StorageInfo
+from torchstore.strategy import TorchStoreStrategy
+from torchstore.transport.buffers import MonarchTransportBuffer, RDMATransportBuffer, TransportBuffer
+from torchstore.transport.pipe import Pipe, Request
+
+
+class Controller(_ReleasedController):
+    """torchstore's controller with asynchronous endpoints only."""
+
+    @endpoint
+    async def get_controller_strategy(self) -> TorchStoreStrategy:
+        self.assert_initialized()
+        assert self.strategy is not None
+        return self.strategy
+
+    @endpoint
+    async def locate_volumes(self, key: str) -> dict[str, StorageInfo]:
+        return _ReleasedController.locate_volumes._method(self, key)
+
+    @endpoint
+    async def notify_put(self, key: str, request: Request, storage_volume_id: str) -> None:
+        _ReleasedController.notify_put._method(self, key, request, storage_volume_id)
+
+    @endpoint
+    async def keys(self, prefix: str | None = None) -> list[str]:
+        return _ReleasedController.keys._method(self, prefix)
+
+    @endpoint
+    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
+        _ReleasedController.notify_delete._method(self, key, storage_volume_id)
+
+
+class FlatTransportBuffer(RDMATransportBuffer):
+    """Moves flat tensors from where they lie, without the released class's two copies beside them."""
+
+    def allocate(self, tensor_like: torch.Tensor | tuple[torch.Size, torch.dtype] | str | None) -> None:
+        """Register the tensor to put, or memory for the one to get, by its shape and dtype."""
+        if tensor_like is None or isinstance(tensor_like, str):
+            return  # an object: it travels in the message
+        if isinstance(tensor_like, torch.Tensor):
+            tensor = tensor_like
+        else:
+            tensor = torch.empty(tensor_like[0], dtype=tensor_like[1])
+        assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
+        self.shape, self.dtype, self.dim = tensor.shape, tensor.dtype, 1
+        self.tensor_refs = [tensor]
+        self.rdma_buffers = [RDMABuffer(tensor.view(torch.uint8))]
+
+    async def read_into(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
+        """On the client what was got, in the volume what is put."""
+        if self.tensor_refs is None:
+            return await super().read_into(tensor)
+        assert tensor is None
+        return self.tensor_refs[0]
+
+    async def write_from(self, tensor: torch.Tensor | None) -> None:
+        """On the client nothing is left to do; the volume writes what is got."""
+        if self.tensor_refs is None:
+            await super().write_from(tensor)
+
+
+def _create_transport_buffer(self: Pipe) -> TransportBuffer:
+    return MonarchTransportBuffer() if get_rdma_backend() == "none" else FlatTransportBuffer()
+
+
+torchstore.api.Controller = Controller
+Pipe.create_transport_buffer = _create_transport_buffer
