@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Iterable, Sequence
 import torch
 import torchstore
 
-from forgeasync.weights.transports import torchstore_adapter as torchstore_adapter
 from forgeasync.weights.layout import SEGMENT_BYTES
+from forgeasync.weights.transports import torchstore_adapter as torchstore_adapter
 from forgeasync.weights.transports.transport import (
     Arrived,
     ByteRange,
