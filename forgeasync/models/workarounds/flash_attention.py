@@ -1,0 +1,42 @@
+"""Lets TorchTitan 0.3.0 build models on Hopper and Blackwell without FlashAttention 3 or 4.
+
+When a model is built on compute capability 9.0, TorchTitan activates FlashAttention 3, from 10.0 on
+FlashAttention 4; torch then imports packages that TorchTitan does not depend on. Where the package is
+missing, torch's own FlashAttention 2 computes the attention. ``forgeasync.trainer`` imports this module before
+any model is built. It can go when TorchTitan looks for the package itself.
+"""
+
+import importlib.util
+import logging
+from functools import cache
+
+import torchtitan.tools.utils as titan_utils
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+"""What torch 2.13 imports for an implementation."""
+
+_wanted = titan_utils.get_cuda_flash_attention_impl
+
+
+def flash_attention_impl() -> str | None:
+    """The implementation to activate: the one for this GPU, if it is installed; None is FlashAttention 2."""
+    wanted = _wanted()
+    return wanted if wanted is None or _is_installed(wanted) else None
+
+
+@cache
+def _is_installed(wanted: str) -> bool:
+    package = PACKAGES[wanted]
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        # A parent package is missing.
+        found = False
+    if not found:
+        logger.warning("attention is computed by FlashAttention 2: %s needs the package %s", wanted, package)
+    return found
+
+
+titan_utils.get_cuda_flash_attention_impl = flash_attention_impl

@@ -1,0 +1,44 @@
+"""Models for Hopper and Blackwell are built with what is installed; no GPU, the capability is pretended."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.nn.attention import current_flash_attention_impl
+from torchtitan.models.common.attention import VarlenAttention
+
+from forgeasync.models.config_file import SHIPPED_MODELS, read_model_facts
+from forgeasync.models.workarounds import flash_attention
+from forgeasync.trainer import model as trainer_model
+
+FACTS = read_model_facts(str(SHIPPED_MODELS / "Qwen--Qwen3-30B-A3B"))
+
+
+@pytest.fixture(autouse=True)
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash_attention._is_installed.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trainer_model, "DEVICE_TYPE", "cuda")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_without_newer_kernels_attention_is_flash_attention_2(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    model = trainer_model.build_meta_model(FACTS)
+    kernels = {type(module) for module in model.modules() if "Attention" in type(module).__name__}
+    assert VarlenAttention in kernels
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize(("capability", "wanted"), [((9, 0), "FA3"), ((10, 0), "FA4")])
+def test_an_installed_kernel_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], wanted: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    activated: list[str] = []
+    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", activated.append)
+    trainer_model.build_meta_model(FACTS)
+    assert set(activated) == {wanted}
