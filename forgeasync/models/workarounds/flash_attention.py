@@ -2,8 +2,8 @@
 
 When a model is built on compute capability 9.0, TorchTitan activates FlashAttention 3, from 10.0 on
 FlashAttention 4; torch then imports packages that TorchTitan does not depend on. Where the package is
-missing, torch's own FlashAttention 2 computes the attention. ``forgeasync.trainer`` imports this module before
-any model is built. It can go when TorchTitan looks for the package itself.
+missing, torch's own FlashAttention 2 computes the attention. ``forgeasync.trainer`` imports this module
+before any model is built. It can go when TorchTitan looks for the package itself.
 """
 
 import importlib.util
