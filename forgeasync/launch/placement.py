@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 
+from forgeasync.launch.bootstrap_main import GPUS_VARIABLE
+
 
 class GpuAllocator:
     """Hands out the GPUs of a host in order; without any it hands out nothing.
@@ -31,10 +33,11 @@ class GpuAllocator:
 
 
 def _environment(gpus: list[int]) -> dict[str, str]:
+    environment = {GPUS_VARIABLE: ",".join(map(str, gpus))}
     if gpus:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        return environment
     # Two threads in each of several procs on few cores are several times slower than one.
-    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def preimport() -> None:
@@ -60,7 +63,10 @@ def spawn_role(
     gpus_per_proc: list[list[int]] | None = None,
     python: str | None = None,
 ) -> ProcMesh:
-    """Spawn ``num_procs`` of a role's procs on each host; proc i of a host sees only ``gpus_per_proc[i]``."""
+    """Spawn ``num_procs`` of a role's procs on each host; proc i of a host sees only ``gpus_per_proc[i]``.
+
+    These count among the GPUs that the host itself lets its procs see.
+    """
     gpus: Iterator[list[int]] = iter(gpus_per_proc or []) if gpus_per_proc else itertools.repeat([])
     commands = [_bootstrap(python).with_env(_environment(next(gpus))) for _ in range(num_procs)]
     return hosts.spawn_procs(
