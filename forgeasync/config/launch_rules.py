@@ -14,6 +14,7 @@ from forgeasync.config.launcher import (
     gpus_per_host,
     num_hosts,
 )
+from forgeasync.config.model import Dtype
 from forgeasync.config.run import RunConfig
 from forgeasync.schema.problems import Problem
 
@@ -49,11 +50,31 @@ def _check_division(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def check_trainer_on_gpus(config: RunConfig) -> Iterator[Problem]:
+    """What attention over packed rows cannot do on a GPU (``VarlenAttention`` of TorchTitan 0.3.0)."""
+    trainer = config.trainer
+    if trainer.dtype is not Dtype.BFLOAT16:
+        yield Problem(
+            field="trainer.dtype",
+            value=trainer.dtype.value,
+            remedy="must be bfloat16 on GPUs: attention over packed rows computes in bfloat16 there whatever "
+            "the model's dtype; master weights and optimizer state stay float32",
+        )
+    if trainer.parallel.context > 1:
+        yield Problem(
+            field="trainer.parallel.context",
+            value=trainer.parallel.context,
+            remedy="must be 1 on GPUs: TorchTitan has no context parallelism for attention over packed rows "
+            "there",
+        )
+
+
 def _check_gpus(config: RunConfig) -> Iterator[Problem]:
     assert not isinstance(config.launcher, LocalLauncher)
     gpus = gpus_per_host(config.launcher)
     if not gpus:
         return
+    yield from check_trainer_on_gpus(config)
     counts, generator = num_hosts(config.launcher), config.generator
     trainer = config.trainer.parallel.num_procs // counts.trainer
     if trainer > gpus:

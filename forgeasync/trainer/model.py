@@ -85,11 +85,7 @@ class _TitanRun:
 def build_parallel_dims(section: TrainerSection, *, world_size: int) -> ParallelDims:
     """The device meshes of the trainer; torch.distributed is up already."""
     parallel = section.parallel
-    if parallel.context > 1 and DEVICE_TYPE != "cpu":
-        raise ValueError(
-            f"trainer.parallel.context = {parallel.context}: TorchTitan 0.3.0 has no context parallelism for "
-            "varlen attention, which packed rows use on an accelerator; must be 1 there"
-        )
+    assert parallel.context == 1 or DEVICE_TYPE == "cpu", "refused by check_trainer_on_gpus"
     parallelism = _parallelism(section)
     parallel_dims = ParallelDims.from_config(parallelism, world_size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)

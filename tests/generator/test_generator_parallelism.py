@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from forgeasync.config.launch_rules import check_launcher
 from forgeasync.config.load import load_config
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import check_gpus, num_gpus_needed
@@ -25,7 +26,7 @@ DENSE = dataclasses.replace(
 
 def _config(**generator: object) -> RunConfig:
     changes = [f"generator.{name}={value}" for name, value in generator.items()]
-    changes.append("trainer.parallel={num_procs: 2, expert: 1}")
+    changes += ["trainer.parallel={num_procs: 2, expert: 1}", "trainer.dtype=bfloat16"]
     return load_config(CONFIGS / "tiny_moe_cpu.yaml", changes)
 
 
@@ -67,3 +68,18 @@ def test_expert_parallelism_is_refused_on_cpus() -> None:
     assert list(check_gpus(config, 8)) == []
     message = only(list(check_gpus(config, 0)))
     assert "generator.expert_parallel" in message and "without GPUs" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.dtype=float32", "trainer.dtype = 'float32': must be bfloat16 on GPUs"),
+        ("trainer.parallel.context=2", "trainer.parallel.context = 2: must be 1 on GPUs"),
+    ],
+)
+def test_what_attention_on_gpus_cannot_compute_is_refused(override: str, words: str) -> None:
+    files = [CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"]
+    assert not [problem for problem in check_launcher(load_config(files))]
+    assert words in only(list(check_launcher(load_config(files, [override]))))
+    here = load_config(files[0], [override])
+    assert words in only(list(check_gpus(here, 32))) and not list(check_gpus(here, 0))
