@@ -12,3 +12,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 # The engine core runs in the generator's own process (inprocess_client): one worker then needs no other.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+# A tensor-parallel engine's workers are started by a Monarch proc, which has threads: a fork of it may hang.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -77,17 +77,33 @@ class InProcessAsyncClient(EngineCoreClient):
     ) -> None:
         """With ``salt_with_version`` a prefix is served only to requests that start under its version."""
         self._salt_with_version = salt_with_version
-        self._core = EngineCore(vllm_config, executor_class, log_stats)
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[_Command[Any]] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
         self._stopping = False
         self._stands_still = False
         self.resources = _Resources()
-        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
+        # Built in the thread that steps it: vLLM's GPU runner keeps the CUDA stream of the thread that warms
+        # it up, and would go on with another one here.
+        built: Future[EngineCore] = Future()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(lambda: EngineCore(vllm_config, executor_class, log_stats), built),
+            name="engine-core",
+            daemon=True,
+        )
         self._thread.start()
+        self._core = built.result()
 
-    def _run(self) -> None:
+    def _run(self, build: Callable[[], EngineCore], built: Future[EngineCore]) -> None:
+        try:
+            core = build()
+        except BaseException as error:
+            # The thread that waits for the core gets it, and ends with it as it would have without a thread.
+            built.set_exception(error)
+            return
+        self._core = core
+        built.set_result(core)
         try:
             while not self._stopping:
                 if self._stands_still or not self._core.scheduler.has_requests():
