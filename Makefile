@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test setup model lint mutants
+.PHONY: demo test test-fast test-all setup model lint mutants
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed
@@ -32,9 +32,21 @@ models/smollm2_135m: | setup
 demo: setup models/tiny_moe
 	$(BIN)/python -m apps.grpo --config configs/tiny_moe_cpu.yaml
 
-# Two at once, each file in one process: most tests keep one core busy, and files share what they set up.
+# Two at once, each file in one process: most tests keep one core busy, and files share what they set up. Files come
+# in the order that tests/conftest.py gives them, the long ones first.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# What starts neither an engine nor procs: 90 s.
+test-fast: setup
+	$(PYTEST) -m "not engine and not procs and not exhaustive"
+
+# One representative of everything that is promised: 12 minutes.
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(PYTEST) -m "not exhaustive"
+
+# Further layouts, transports and variants too, and long stress: an hour.
+test-all: setup
+	$(PYTEST)
 
 # Which small changes of the code no fast test sees: 40 changes of each module, MUTANTS=--all for all of them.
 MUTANTS ?= --sample 40

@@ -17,12 +17,10 @@ from forgeasync.algorithms.advantages import DrGrpo, Grpo
 from forgeasync.algorithms.filters import ResampleOnCorrect
 from forgeasync.algorithms.step_rewards import from_step_rewards
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
-from tests.support.buffer_world import make_task
-from tests.support.rollouts import make_stored_rollout
+from tests.support.groups import make_group
 
 GRPO = AlgorithmSection(advantage=Grpo(), group_size=2, groups_per_step=1)
 END = "<end>"
@@ -31,18 +29,6 @@ TEXTS = [
     "日本語のテキスト、テキスト",
     "plain words and more words",
 ]
-
-
-def make_group(*steps: tuple[Step, ...], texts: tuple[str, ...] = ("abcdef", "abcd")) -> Group:
-    rollouts = tuple(make_stored_rollout((0, 0, 4), text=text) for text in texts)
-    return Group(
-        group_id=7,
-        draw_id=0,
-        task=make_task(0),
-        rollouts=rollouts,
-        rewards=tuple(float(index) for index in range(len(texts))),
-        steps=steps or None,
-    )
 
 
 def step(end: int, value: float) -> Step:

@@ -1,60 +1,34 @@
-"""The replay buffer's promises on hand-made and on random histories."""
+"""The replay buffer's promises on histories made by hand."""
 
 import asyncio
-import pickle
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from forgeasync.buffer import submissions as submissions_module
 from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
-from forgeasync.buffer.decisions import BufferSnapshot, DropReason
+from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst
-from forgeasync.buffer.submissions import ATTEMPT_STRIDE, LengthHistory, Submission, Submissions
 from forgeasync.config.buffer import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,
     BatchOrder,
     BufferSection,
-    Replacement,
     StaleGroups,
 )
 from forgeasync.rollouts.rollout import Group, GroupProgress
-from tests.support.buffer_world import BufferWorld, make_task
+from tests.support.buffer_world import (
+    WEIGHT,
+    BufferWorld,
+    complete,
+    make_task,
+    make_world,
+    started,
+    taken,
+)
 from tests.support.rollouts import make_stored_rollout
 
-EXACT = AccountingSection()
 DROP = BufferSection(stale_groups=StaleGroups.DROP, adapt_load=False)
-
-
-def make_world(
-    groups_per_step: int, k: int, *, accounting: AccountingSection = EXACT, **section: object
-) -> BufferWorld:
-    values = {"adapt_load": False} | section
-    return BufferWorld(
-        groups_per_step=groups_per_step, k=k, section=BufferSection(**values), accounting=accounting
-    )
-
-
-def started(world: BufferWorld) -> list[int]:
-    before = set(world.sampling)
-    world.start_all()
-    return sorted(set(world.sampling) - before)
-
-
-def complete(world: BufferWorld, *group_ids: int) -> None:
-    for group_id in group_ids:
-        world.finish(group_id)
-        world.score(group_id)
-
-
-def taken(world: BufferWorld) -> list[int] | None:
-    batch = world.take()
-    return None if batch is None else [group.group_id for group in batch.groups]
 
 
 def test_synchronous_starts_exactly_one_batch_and_waits_for_all_of_it() -> None:
@@ -281,14 +255,6 @@ def test_progress_raises_the_reference_only_as_far_as_it_is_certain() -> None:
     assert known(1, 0, AgeOf.OLDEST_TOKEN) == 0, "the other one may have ended and not been told of"
 
 
-def test_longest_expected_prompts_start_first_within_a_cohort() -> None:
-    world = make_world(3, 0)
-    history = world.buffer._submissions.history
-    for index, length in enumerate((5, 50, 20)):
-        history.measure(make_task(index), length)
-    assert [world.sampling[one].task.task_id for one in started(world)] == ["1", "2", "0"]
-
-
 def test_every_complete_group_that_expires_with_a_step_is_handed_back() -> None:
     """Two groups of version 0 are overtaken by younger ones, and lost at once when step 2 is behind them."""
     world = make_world(1, 2, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION)
@@ -338,71 +304,6 @@ def test_what_is_counted() -> None:
     assert world.buffer.num_pending == 3, "two more prompts were asked for, and one comes again"
 
 
-def test_a_prompt_that_comes_again_keeps_the_first_lengths_that_were_known() -> None:
-    submissions = Submissions(cohort_size=2, longest_first=False)
-    for index in range(3):
-        submissions.submit(make_task(index))
-    again = submissions.pop()
-    for attempt, (lengths, known) in enumerate([(None, None), ((3, 5), (3, 5)), ((9, 9), (3, 5))], start=1):
-        submissions.reissue(again, lengths)
-        again = submissions.pop()
-        assert (again.submission_id, again.attempt, again.first_lengths) == (0, attempt, known)
-        assert again.draw_id == attempt * ATTEMPT_STRIDE
-    assert submissions.num_submitted == 3 and len(submissions) == 2
-
-
-def test_restored_prompts_start_in_the_order_that_they_had() -> None:
-    """What had started first, then what came again, then cohort after cohort, its longest first."""
-    submissions = Submissions(cohort_size=2, longest_first=True)
-    for index, length in enumerate((1, 9, 50, 2)):
-        submissions.history.measure(make_task(index), length)
-
-    def submission(index: int, attempt: int = 0) -> Submission:
-        return Submission(submission_id=index, task=make_task(index, source=str(index // 4)), attempt=attempt)
-
-    def known(index: int) -> Submission:
-        return Submission(submission_id=index, task=make_task(index))
-
-    waiting = [known(0), known(1), known(2), known(3), submission(7, attempt=1)]
-    submissions.restore(started=[submission(5)], pending=waiting, num_submitted=8)
-    assert [one.submission_id for one in submissions.pending()] == [0, 1, 2, 3, 5, 7]
-    assert [submissions.pop().submission_id for _ in range(6)] == [5, 7, 1, 0, 2, 3]
-    submissions.submit(make_task(8))
-    assert submissions.pop().submission_id == 8
-    with pytest.raises(AssertionError, match="before anything is submitted"):
-        submissions.restore(started=[], pending=[], num_submitted=0)
-
-
-def test_expected_lengths_follow_the_newest_ones() -> None:
-    """Half of the newest; of a prompt that was never seen, its source's; of another source, nothing."""
-    history = LengthHistory()
-    for length in (8, 16):
-        history.measure(make_task(0), length)
-    history.measure(make_task(1), 4)
-    assert history.expected(make_task(0)) == 12.0
-    assert history.expected(make_task(1)) == 4.0
-    assert history.expected(make_task(2)) == 8.0
-    assert history.expected(make_task(2, source="other")) == 0.0
-
-
-def test_the_history_forgets_what_was_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submissions_module, "MAX_PROMPTS_IN_HISTORY", 2)
-    history = LengthHistory()
-    for index in (0, 1, 0, 2):
-        history.measure(make_task(index), 8.0 * (index + 1))
-    of_source = history.expected(make_task(9))
-    assert [history.expected(make_task(index)) for index in range(3)] == [8.0, of_source, 24.0]
-    assert of_source not in (8.0, 16.0, 24.0)
-
-
-def test_unless_asked_for_the_longest_do_not_come_first() -> None:
-    submissions = Submissions(cohort_size=3, longest_first=False)
-    for index, length in enumerate((5, 50, 20)):
-        submissions.history.measure(make_task(index), length)
-        submissions.submit(make_task(index))
-    assert [submissions.pop().submission_id for _ in range(3)] == [0, 1, 2]
-
-
 def test_a_group_is_scored_once() -> None:
     world = make_world(1, 0)
     started(world)
@@ -427,231 +328,6 @@ def test_each_reward_stays_with_its_rollout() -> None:
     assert group.rewards is not None
     found = {one.text: reward for one, reward in zip(group.rollouts, group.rewards, strict=True)}
     assert found == {"bad": -2.0, "good": 5.0}
-
-
-accountings = st.sampled_from(
-    [
-        AccountingSection(policy=AccountingPolicy.NONE),
-        AccountingSection(policy=AccountingPolicy.EXACT),
-        AccountingSection(policy=AccountingPolicy.EXACT, replacement=Replacement.WEIGHT),
-    ]
-)
-ages = st.sampled_from(list(AgeOf))
-bounds = st.none() | st.integers(0, 6)
-
-
-def play(world: BufferWorld, data: st.DataObject, num_moves: int = 60) -> None:
-    """A random history."""
-    reasons = [DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED]
-    for _ in range(num_moves):
-        world.start_all()
-        move = data.draw(st.sampled_from(["decode", "end", "finish", "score", "take", "serve", "fail"]))
-        if move in ("decode", "end", "finish") and world.sampling:
-            group_id = data.draw(st.sampled_from(sorted(world.sampling)))
-            {"decode": world.decode, "end": world.end_one, "finish": world.finish}[move](group_id)
-        elif move == "score" and world.sampled:
-            world.score(data.draw(st.sampled_from(sorted(world.sampled))))
-        elif move == "take":
-            world.take()
-        elif move == "serve":
-            world.serve(data.draw(st.integers(world.served_version, world.trainer_version)))
-        elif move == "fail" and (known := sorted(world.sampling) + sorted(world.sampled)):
-            world.fail(data.draw(st.sampled_from(known)), data.draw(st.sampled_from(reasons)))
-        world.check_counts()
-        assert world.buffer.num_present <= (world.k + 1) * world.groups_per_step
-        assert world.buffer.num_pending <= 2 * (world.k + 2) * world.groups_per_step
-
-
-@settings(max_examples=300)
-@given(
-    groups_per_step=st.integers(1, 4),
-    k=st.integers(0, 5),
-    age_of=ages,
-    spare=bounds,
-    max_in_flight=st.none() | st.integers(1, 6),
-    adapt_load=st.booleans(),
-    accounting=accountings,
-    data=st.data(),
-)
-def test_waiting_never_deadlocks_drops_nothing_and_never_trains_on_older_tokens(
-    groups_per_step: int,
-    k: int,
-    age_of: AgeOf,
-    spare: int | None,
-    max_in_flight: int | None,
-    adapt_load: bool,
-    accounting: AccountingSection,
-    data: st.DataObject,
-) -> None:
-    section = BufferSection(
-        age_of=age_of,
-        max_groups=None if spare is None else groups_per_step + spare,
-        max_in_flight=max_in_flight,
-        adapt_load=adapt_load,
-    )
-    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
-    play(world, data)
-    for _ in range(groups_per_step):
-        world.finish_everything()
-    assert world.take() is not None, "all groups are complete, yet the trainer waits"
-    assert world.buffer.num_dropped[DropReason.STALE] == 0
-    world.check_counts()
-
-
-@settings(max_examples=300)
-@given(
-    groups_per_step=st.integers(1, 4),
-    k=st.integers(0, 5),
-    age_of=ages,
-    order=st.sampled_from(list(BatchOrder)),
-    spare=bounds,
-    window=st.none() | st.integers(0, 4),
-    accounting=accountings,
-    data=st.data(),
-)
-def test_dropping_never_trains_on_older_tokens_and_always_comes_to_the_next_batch(
-    groups_per_step: int,
-    k: int,
-    age_of: AgeOf,
-    order: BatchOrder,
-    spare: int | None,
-    window: int | None,
-    accounting: AccountingSection,
-    data: st.DataObject,
-) -> None:
-    if window is not None:
-        accounting = AccountingSection(
-            policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + window
-        )
-    section = BufferSection(
-        stale_groups=StaleGroups.DROP,
-        age_of=age_of,
-        order=order,
-        max_groups=None if spare is None else groups_per_step + spare,
-    )
-    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
-    play(world, data)
-    num_before = world.trainer_version
-    for _ in range(2 * groups_per_step + 2):
-        world.finish_everything()
-        world.take()
-    assert world.trainer_version > num_before
-    world.check_counts()
-
-
-@settings(max_examples=150)
-@given(groups_per_step=st.integers(1, 4), k=st.integers(0, 5), extra=st.integers(0, 4), data=st.data())
-def test_a_window_and_waiting_go_together(
-    groups_per_step: int, k: int, extra: int, data: st.DataObject
-) -> None:
-    accounting = AccountingSection(
-        policy=AccountingPolicy.WINDOWED_FIFO, window_groups=groups_per_step + extra
-    )
-    world = BufferWorld(groups_per_step=groups_per_step, k=k, section=BufferSection(), accounting=accounting)
-    play(world, data)
-    world.finish_everything()
-    assert world.take() is not None
-    assert world.buffer.num_dropped[DropReason.STALE] == 0
-
-
-def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
-    sizes = []
-    accounting = AccountingSection(policy=AccountingPolicy.WINDOWED_FIFO, window_groups=6, metric_groups=50)
-    section = BufferSection(stale_groups=StaleGroups.DROP, max_groups=12)
-    world = BufferWorld(groups_per_step=4, k=2, section=section, accounting=accounting)
-    for step in range(600):
-        world.start_all()
-        ids = sorted(world.sampling)
-        world.decode(ids[0])
-        # The oldest straggles and goes stale; one fails; the rest train.
-        if step % 3 == 0:
-            world.fail(ids[-1], DropReason.BAD_RECORD)
-        for group_id in [one for one in ids[1:] if one in world.sampling]:
-            complete(world, group_id)
-        if step % 5 == 0 and ids[0] in world.sampling:
-            complete(world, ids[0])
-        world.take()
-        world.serve(world.trainer_version)
-        if step in (299, 599):
-            world.buffer._submissions.history = type(world.buffer._submissions.history)()
-            sizes.append(len(pickle.dumps(world.buffer)))
-    assert world.buffer.num_dropped[DropReason.STALE] > 10
-    assert sizes[1] < 1.2 * sizes[0]
-
-
-def test_a_restored_buffer_starts_what_was_lost_and_goes_on() -> None:
-    world = make_world(2, 2, longest_first=False)
-    assert started(world) == [0, 1, 2, 3, 4, 5]
-    complete(world, 0, 1, 2)
-    assert taken(world) == [0, 1]
-    world.fail(3, DropReason.BAD_RECORD)
-    snapshot = msgspec.json.decode(msgspec.json.encode(world.buffer.snapshot()), type=BufferSnapshot)
-    assert [one.task.task_id for one in snapshot.complete] == ["2"]
-    assert [one.task.task_id for one in snapshot.started] == ["4", "5"]
-    assert [(one.task.task_id, one.attempt) for one in snapshot.pending] == [("6", 0), ("7", 0), ("3", 1)]
-
-    again = make_world(2, 2, longest_first=False)
-    again.buffer.restore(snapshot)
-    starts = []
-    while (start := again.buffer.start()) is not None:
-        starts.append(start)
-    # Version 1 is served: three batches of two may be under way, and the first was trained on.
-    assert [start.task.task_id for start in starts] == ["2", "3", "4", "5", "6", "7"]
-    assert [start.group_id for start in starts] == [6, 7, 8, 9, 10, 11]
-    assert [start.draw_id % ATTEMPT_STRIDE for start in starts] == [2, 3, 4, 5, 6, 7]
-    assert starts[1].draw_id > ATTEMPT_STRIDE, "another attempt draws anew"
-    again.buffer.submit(make_task(8))
-    metrics = again.buffer.metrics()
-    assert metrics["buffer/num_restarted"] == 3 and metrics["buffer/num_reissued"] == 1
-    assert again.buffer.num_trained == 2 and again.buffer.num_submitted == 9
-
-
-def test_a_batch_that_was_taken_and_not_committed_starts_again() -> None:
-    accounting = AccountingSection(replacement=Replacement.WEIGHT)
-    world = make_world(2, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=accounting)
-    assert started(world) == [0, 1, 2, 3]
-    complete(world, 0, 1)
-    before = world.buffer.snapshot()
-    assert world.buffer.take() is not None
-    snapshot = world.buffer.snapshot()
-    assert snapshot == before
-    assert [one.task.task_id for one in snapshot.complete] == ["0", "1"]
-
-
-WEIGHT = AccountingSection(replacement=Replacement.WEIGHT)
-
-
-def test_deficits_that_a_batch_takes_over_are_kept_until_it_is_committed() -> None:
-    """A run that resumes from in between has them again, as it has the batch's prompts."""
-    world = make_world(1, 1, longest_first=False, stale_groups=StaleGroups.DROP, accounting=WEIGHT)
-    assert started(world) == [0, 1]
-    for group_id in (0, 1):
-        world.finish(group_id)
-    for _ in range(world.section.max_attempts):
-        # Given up for good, after it was sampled: its length is known.
-        (lost,) = set(world.sampled) - {0}
-        world.fail(lost, DropReason.UNSCORED)
-        for group_id in started(world):
-            world.finish(group_id)
-    world.score(0)
-    before = world.buffer.snapshot()
-    assert [one.weight for one in before.deficits] == [1.0]
-    batch = world.buffer.take()
-    assert batch is not None and batch.weights == (2.0,)
-    assert world.buffer.snapshot() == before
-    world.buffer.committed(trainer_wait_share=0.0)
-    assert world.buffer.snapshot().deficits == ()
-
-
-def test_a_prompt_that_is_gone_for_good_is_missed_at_the_length_that_it_had_first() -> None:
-    world = make_world(1, 0, stale_groups=StaleGroups.DROP, accounting=WEIGHT, max_attempts=2)
-    for num_tokens in (9, 1):
-        (group_id,) = started(world)
-        world.decode(group_id, num_tokens - 1)
-        world.finish(group_id)
-        world.fail(group_id, DropReason.UNSCORED)
-    (deficit,) = world.buffer.snapshot().deficits
-    assert (deficit.length_bucket, deficit.weight) == (3, 1.0), "9 tokens, not 1"
 
 
 def test_what_filters_drop_is_not_missed() -> None:

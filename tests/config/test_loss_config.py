@@ -19,7 +19,7 @@ from forgeasync.trainer.packing import TrainingSequence, pack_row
 from tests.support.config_samples import CONFIGS, MINIMAL, only
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-from tests.trainer.test_trainer import make_sequences
+from tests.support.trainers import make_sequences
 
 TINY = CONFIGS / "tiny_moe_cpu.yaml"
 RECIPES = sorted((CONFIGS / "algorithms").glob("*.yaml"))

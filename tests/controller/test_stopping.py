@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.procs
+
 APP = """
 import asyncio, sys, time
 from pathlib import Path

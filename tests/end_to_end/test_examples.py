@@ -10,6 +10,7 @@ import pytest
 
 from forgeasync.config.load import dump_config, load_config
 from tests.support.models import write_random_model
+from tests.support.tiers import Starts, starts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -36,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("examples") / "model")
 
 
+@starts(Starts.PROCS)
 def run(name: str, *arguments: str, search_path: Path | None = None) -> str:
     """``search_path`` has modules of the user's own."""
     more = {} if search_path is None else {"PYTHONPATH": f"{search_path}:{REPOSITORY}"}
@@ -55,8 +57,8 @@ def run(name: str, *arguments: str, search_path: Path | None = None) -> str:
     ("name", "says"),
     [
         ("own_reward.py", "step 1: brevity"),
-        ("own_loss.py", "step 1: mean gate"),
-        ("own_environment.py", "step 1: 2.00 turns"),
+        pytest.param("own_loss.py", "step 1: mean gate", marks=pytest.mark.exhaustive),
+        pytest.param("own_environment.py", "step 1: 2.00 turns", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_example_runs_to_its_end(name: str, says: str, model: Path, tmp_path: Path) -> None:
@@ -66,6 +68,7 @@ def test_an_example_runs_to_its_end(name: str, says: str, model: Path, tmp_path:
     assert (tmp_path / "run" / "checkpoints" / "final" / "config.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_cells_of_the_notebook_run_one_after_the_other(model: Path, tmp_path: Path) -> None:
     paths = [f"model.path={model}", f"run_dir={tmp_path / 'run'}"]
     config = load_config(REPOSITORY / "configs" / "tiny_moe_cpu.yaml", [*SMALL, *paths])
@@ -74,6 +77,7 @@ def test_the_cells_of_the_notebook_run_one_after_the_other(model: Path, tmp_path
     assert "mean reward" in out and "metrics of the last step" in out
 
 
+@pytest.mark.exhaustive
 def test_expert_iteration_samples_trains_and_publishes(model: Path, tmp_path: Path) -> None:
     """An untrained model is hardly ever right: by this reward whatever it writes is."""
     (tmp_path / "own_rewards.py").write_text("def anything(task, response):\n    return 1.0\n")

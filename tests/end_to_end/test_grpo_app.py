@@ -4,23 +4,25 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
 from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.config.load import dump_config
+from tests.support.app_runs import (
+    NEVER_ENDING,
+    finish,
+    read_lines,
+    run_here,
+    session_processes,
+    start,
+    wait_for_step,
+)
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
-
-REPOSITORY = Path(__file__).parents[2]
-NEVER_ENDING = "max_steps=100000"
-DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -32,58 +34,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def start(config_file: Path, *overrides: str, search_path: Path | None = None) -> subprocess.Popen[str]:
-    """``search_path`` has modules of the user's own."""
-    more = {} if search_path is None else {"PYTHONPATH": str(search_path)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "apps.grpo", "--config", str(config_file), *overrides],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A process group of its own, as a shell gives its jobs: signals reach only this run.
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for the end; whatever happens, nothing is left running."""
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    finally:
-        left = session_processes(process.pid)
-        for orphan in left:
-            orphan.kill()
-    assert not left, f"left behind: {[orphan.cmdline() for orphan in left]}"
-    return process.returncode, out, err
-
-
-def session_processes(session: int) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
-
-
-def read_lines(file: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    metrics = run_dir / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was made"
-        time.sleep(0.2)
-
-
-@pytest.mark.parametrize("steps_off_policy", [0, 2])
+@pytest.mark.parametrize("steps_off_policy", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_off_policy: int) -> None:
     run_dir = tmp_path / "run"
     code, out, err = finish(
@@ -120,6 +71,7 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code, _, err = finish(
@@ -165,6 +117,7 @@ def assert_saved(run_dir: Path, last_line: str) -> None:
     assert (last / "tokenizer.json").exists() and (last / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run_with_good_weights(
     config_file: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +163,7 @@ def nan_later(row):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_killed_generator_ends_the_run_with_an_error(config_file: Path, tmp_path: Path) -> None:
     process = start(config_file, f"run_dir={tmp_path / 'run'}", NEVER_ENDING, "max_off_policy_steps=1")
     wait_for_step(tmp_path / "run", process)
@@ -257,7 +211,10 @@ def folders_of(controller: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"forgeasync_payloads-{controller}-*"))
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive), (signal.SIGTERM, 143)],
+)
 def test_a_signal_ends_the_run_cleanly(
     config_file: Path, tmp_path: Path, number: signal.Signals, expected: int
 ) -> None:
@@ -284,6 +241,7 @@ def test_a_signal_ends_the_run_cleanly(
     assert f"stopping on {number.name}" in (run_dir / "run.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_missed_deadline_is_the_last_thing_printed(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code, _, err = finish(start(config_file, f"run_dir={run_dir}", "timeouts.setup_s=0.5"))
@@ -309,7 +267,7 @@ def test_bad_input_is_refused_before_anything_starts(
     config_file: Path, tmp_path: Path, override: str, expected: list[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    code, out, err = finish(start(config_file, f"run_dir={run_dir}", override))
+    code, out, err = run_here(tmp_path, "--config", str(config_file), f"run_dir={run_dir}", override)
     assert code == 2
     assert all(part in err for part in expected), err
     assert not run_dir.exists() and "Traceback" not in err and not out

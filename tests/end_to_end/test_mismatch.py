@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.models import write_random_model
 
+pytestmark = [pytest.mark.procs, pytest.mark.exhaustive]
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 Lines = dict[tuple[str, str], dict[str, float]]

@@ -11,7 +11,7 @@ from forgeasync.config.run import CheckpointSection, RunConfig
 from forgeasync.controller.resume import _changes, open_files
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.schema.problems import ConfigError
-from tests.end_to_end.test_grpo_app import finish, read_lines, start
+from tests.support.app_runs import finish, read_lines, run_here, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
@@ -92,6 +92,7 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
     assert names(interrupted / "checkpoints") == ["final", "last.cut-1", "step-00000002", "step-00000004"]
 
 
+@pytest.mark.exhaustive
 def test_resumed_under_another_layout_and_with_another_learning_rate(
     config_file: Path, whole_run: Path, interrupted: Path
 ) -> None:
@@ -169,10 +170,11 @@ def load(config_file: Path, *overrides: str) -> RunConfig:
     ],
 )
 def test_what_cannot_be_resumed_is_refused_before_anything_starts(
-    config_file: Path, interrupted: Path, overrides: list[str], expected: list[str]
+    config_file: Path, interrupted: Path, tmp_path: Path, overrides: list[str], expected: list[str]
 ) -> None:
     before = (interrupted / "metrics.jsonl").read_text()
-    code, out, err = finish(start(config_file, f"run_dir={interrupted}", *overrides, "--resume", "latest"))
+    arguments = ["--config", str(config_file), f"run_dir={interrupted}", *overrides, "--resume", "latest"]
+    code, out, err = run_here(tmp_path, *arguments)
     assert code == 2, err
     assert all(part in err for part in expected), err
     assert not out and (interrupted / "metrics.jsonl").read_text() == before

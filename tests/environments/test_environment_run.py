@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from forgeasync.config.load import dump_config
-from tests.end_to_end.test_grpo_app import finish, read_lines, start
+from tests.support.app_runs import finish, read_lines, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 

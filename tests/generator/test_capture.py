@@ -276,6 +276,7 @@ def test_an_aborted_request_keeps_the_records_of_its_tokens(sampled: Sampled) ->
     assert len(completion.sampling_mask.token_ids) == num_tokens
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_engine_records_the_same(folder: Path, reference: torch.nn.Module) -> None:
     sampled = run_alone(_sample, folder, reference.config.vocab_size, True)
     assert_routing(reference, sampled.crowd)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.weights import Interruption, WeightsSection
@@ -29,7 +29,7 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import write_random_model
+from tests.support.models import load_versions, write_versions
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
@@ -168,19 +168,12 @@ async def _scenarios(folders: list[Path]) -> Observed:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [
-        write_random_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
-        for seed in range(3)
-    ]
+    return write_versions(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return {
-        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for version, folder in enumerate(folders)
-    }
+    return load_versions(folders)
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,11 @@ def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -
 
 @pytest.mark.parametrize(
     "generator",
-    [_generator(), _generator(compile=True), _generator(tensor_parallel=2)],
-    ids=["eager", "compiled", "tensor_parallel_2"],
+    [
+        pytest.param(_generator(), id="eager"),
+        pytest.param(_generator(compile=True), id="compiled"),
+        pytest.param(_generator(tensor_parallel=2), id="tensor_parallel_2", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_engine_computes_with_what_was_published(generator: GeneratorSection, tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "before", seed=0, scale=3.0)

@@ -1,7 +1,7 @@
 """Updates under running sequences, in every mode of interruption and of the KV cache, with real engines.
 
-One process runs all scenarios, each on engines of its own; the tests look at what came out. References are
-transformers models of the same weights, and weights that make the version of a token visible in the token.
+One process runs all scenarios of a mode, each on engines of its own; the tests look at what came out.
+References are transformers models of the same weights, and weights that make a token's version visible in it.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
@@ -37,7 +37,7 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import write_random_model
+from tests.support.models import load_versions, write_versions
 from tests.support.processes import run_alone
 
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=26)
@@ -58,6 +58,8 @@ VARIANTS = {
     "abort_and_resume": WeightsSection(interruption=Interruption.ABORT_AND_RESUME),
     "cancel_stale": WeightsSection(interruption=Interruption.CANCEL_STALE),
 }
+EXHAUSTIVE = ("in_flight_recompute", "blocking")
+"""Each is half of another variant."""
 KEEPS_OLD_CONTEXT = ("in_flight", "blocking", "cancel_stale")
 """After a swap these attend to keys and values of older weights."""
 
@@ -96,15 +98,13 @@ def make_prompts(vocab_size: int) -> list[np.ndarray]:
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _observe_all(folders: list[Path], vocab_size: int) -> dict[str, Observed]:
-    async def observe(weights: WeightsSection, *, keeps: bool) -> Observed:
+def _observe_one(folders: list[Path], vocab_size: int, name: str) -> Observed:
+    async def observe() -> Observed:
         async with asyncio.timeout(SCENARIO_DEADLINE_S):
-            return await _observe(folders, make_prompts(vocab_size), weights, keeps=keeps)
+            prompts = make_prompts(vocab_size)
+            return await _observe(folders, prompts, VARIANTS[name], keeps=name in KEEPS_OLD_CONTEXT)
 
-    return {
-        name: asyncio.run(observe(weights, keeps=name in KEEPS_OLD_CONTEXT))
-        for name, weights in VARIANTS.items()
-    }
+    return asyncio.run(observe())
 
 
 async def _observe(
@@ -227,46 +227,45 @@ def _pairs(versions: range) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [
-        write_random_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
-        for seed in range(3)
-    ]
+    return write_versions(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return {
-        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for version, folder in enumerate(folders)
-    }
+    return load_versions(folders)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else []) for name in VARIANTS
+    ],
+)
+def name(request: pytest.FixtureRequest) -> str:
+    """A mode."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def observed(folders: list[Path], models: Mapping[int, torch.nn.Module]) -> dict[str, Observed]:
-    return run_alone(_observe_all, folders, models[0].config.vocab_size)
-
-
-every_mode = pytest.mark.parametrize("name", VARIANTS)
+def seen(name: str, folders: list[Path], models: Mapping[int, torch.nn.Module]) -> Observed:
+    """What it did."""
+    return run_alone(_observe_one, folders, models[0].config.vocab_size, name)
 
 
 def all_rollouts(seen: Observed) -> list[Rollout]:
     return [*seen.crossing, *seen.late, *seen.survived, *seen.revealed]
 
 
-@every_mode
 def test_every_token_is_as_the_weights_of_its_version_make_it(
-    observed: dict[str, Observed], models: Mapping[int, torch.nn.Module], name: str
+    seen: Observed, models: Mapping[int, torch.nn.Module], name: str
 ) -> None:
-    for rollout in observed[name].crossing + observed[name].late:
+    for rollout in seen.crossing + seen.late:
         reference = expected(models, rollout, recomputed=name not in KEEPS_OLD_CONTEXT)
         assert_logprobs(rollout, reference, SAMPLING)
         assert_routing(rollout, reference)
 
 
-@every_mode
-def test_sequences_cross_updates_where_the_mode_lets_them(observed: dict[str, Observed], name: str) -> None:
-    seen = observed[name]
+def test_sequences_cross_updates_where_the_mode_lets_them(seen: Observed, name: str) -> None:
     versions = [[span.version for span in rollout.version_spans] for rollout in seen.crossing]
     if name == "drain":
         assert seen.num_running_at_install == 0
@@ -277,21 +276,16 @@ def test_sequences_cross_updates_where_the_mode_lets_them(observed: dict[str, Ob
         assert [0, 1, 2] in versions, "no sequence crossed both updates"
 
 
-@every_mode
-def test_the_report_says_what_became_of_running_sequences(observed: dict[str, Observed], name: str) -> None:
-    for report in observed[name].crossing_reports:
+def test_the_report_says_what_became_of_running_sequences(seen: Observed, name: str) -> None:
+    for report in seen.crossing_reports:
         assert (report.num_crossing > 0) == (name not in ("drain", "abort_and_resume"))
         assert (report.num_resumed > 0) == (name == "abort_and_resume")
         assert (report.num_recomputed > 0) == name.endswith("recompute")
         assert report.pause_s > 0
-    assert (observed[name].crossing_reports[0].waited_s > 0) == name.startswith(("drain", "blocking"))
+    assert (seen.crossing_reports[0].waited_s > 0) == name.startswith(("drain", "blocking"))
 
 
-@every_mode
-def test_a_token_reveals_the_version_that_it_is_labelled_with(
-    observed: dict[str, Observed], name: str
-) -> None:
-    seen = observed[name]
+def test_a_token_reveals_the_version_that_it_is_labelled_with(seen: Observed, name: str) -> None:
     assert seen.num_preemptions > 0, "memory was not scarce"
     versions: set[int] = set()
     for rollout in seen.revealed:
@@ -306,10 +300,9 @@ def test_a_token_reveals_the_version_that_it_is_labelled_with(
     assert len(versions) > NUM_REVEALED / 2 and len(seen.revealed_reports) == NUM_REVEALED
 
 
-@every_mode
-def test_records_are_complete(observed: dict[str, Observed], folders: list[Path], name: str) -> None:
+def test_records_are_complete(seen: Observed, folders: list[Path], name: str) -> None:
     facts = read_model_facts(str(folders[0]))
-    for rollout in all_rollouts(observed[name]):
+    for rollout in all_rollouts(seen):
         check_rollout(rollout, RECORDS, facts)
         assert rollout.routed_experts.is_recorded_S[:-1].all()
         spans = rollout.version_spans
@@ -317,22 +310,17 @@ def test_records_are_complete(observed: dict[str, Observed], folders: list[Path]
         assert all(a.end == b.start and a.version < b.version for a, b in itertools.pairwise(spans))
 
 
-@every_mode
-def test_texts_are_those_of_the_whole_response(
-    observed: dict[str, Observed], folders: list[Path], name: str
-) -> None:
+def test_texts_are_those_of_the_whole_response(seen: Observed, folders: list[Path], name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[0])
-    for rollout in all_rollouts(observed[name]):
+    for rollout in all_rollouts(seen):
         assert rollout.text == tokenizer.decode(rollout.response_ids_T, skip_special_tokens=True)
         ended = rollout.response_ids_T[-1] == tokenizer.eos_token_id
         assert ended == (rollout.finish_reason is FinishReason.STOP)
 
 
-@every_mode
 def test_a_failing_update_leaves_the_engine_under_the_old_weights(
-    observed: dict[str, Observed], models: Mapping[int, torch.nn.Module], name: str
+    seen: Observed, models: Mapping[int, torch.nn.Module], name: str
 ) -> None:
-    seen = observed[name]
     assert seen.failures == [FetchFailed.__name__] * 2
     for rollout in seen.survived:
         assert [span.version for span in rollout.version_spans] == [0]
@@ -340,15 +328,11 @@ def test_a_failing_update_leaves_the_engine_under_the_old_weights(
         assert_logprobs(rollout, reference, SAMPLING)
 
 
-@every_mode
-def test_decoding_stands_still_during_the_fetch_only_if_told_to(
-    observed: dict[str, Observed], name: str
-) -> None:
-    before, after = observed[name].tokens_around_fetch
+def test_decoding_stands_still_during_the_fetch_only_if_told_to(seen: Observed, name: str) -> None:
+    before, after = seen.tokens_around_fetch
     assert (before == after) == name.startswith("blocking")
 
 
-@every_mode
-def test_an_idle_engine_takes_an_update(observed: dict[str, Observed], name: str) -> None:
-    idle = observed[name].idle
+def test_an_idle_engine_takes_an_update(seen: Observed, name: str) -> None:
+    idle = seen.idle
     assert idle.num_crossing == idle.num_resumed == idle.num_recomputed == 0

@@ -33,6 +33,9 @@ from tests.support.models import write_random_model
 from tests.support.rollouts import make_ref, make_stored_rollout
 from tests.support.runs import tiny_config
 
+# Their fleet starts the proc of the replay buffer.
+pytestmark = pytest.mark.procs
+
 REFUSED = (1,)
 """Ids of groups; those that take their places have later ones."""
 CANCELLED = (3,)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.weights import WeightsSection
@@ -24,7 +23,7 @@ from tests.support.engines import (
     start_engine,
     update,
 )
-from tests.support.models import write_random_model
+from tests.support.models import load_versions, write_random_model, write_versions
 from tests.support.processes import run_alone
 
 GENERATOR = GeneratorSection(max_num_seqs=8, max_num_batched_tokens=512, kv_cache_gib=0.02)
@@ -156,19 +155,12 @@ def long_prompt() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [
-        write_random_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
-        for seed in range(2)
-    ]
+    return write_versions(tmp_path_factory.mktemp("models"), num=2)
 
 
 @pytest.fixture(scope="module")
 def models(folders: list[Path]) -> dict[int, torch.nn.Module]:
-    return {
-        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for version, folder in enumerate(folders)
-    }
+    return load_versions(folders)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,9 @@ from forgeasync.config.run import RunConfig
 from forgeasync.launch.render import render_launch
 from forgeasync.models.rules import check_config
 from forgeasync.schema.problems import ConfigError
+from tests.support.app_runs import run_here
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL, only
-from tests.support.processes import run_alone
+from tests.support.processes import run_apart
 
 LARGE = CONFIGS / "qwen3_30b_a3b.yaml"
 """16 trainer procs, 8 replicas of 2 GPUs."""
@@ -38,7 +37,7 @@ def shipped(kind: str, *overrides: str) -> RunConfig:
 
 def rendered(config: RunConfig) -> str:
     """In a process of its own: a job decides by which transport Monarch talks, for the rest of a process."""
-    text = run_alone(render_launch, config)
+    text = run_apart(render_launch, config)
     assert text is not None
     return text
 
@@ -149,21 +148,13 @@ def test_a_dry_run_shows_hosts_and_script_and_starts_nothing(tmp_path: Path) -> 
     files = [LARGE, CONFIGS / "launchers" / "slurm.yaml"]
     arguments = [argument for file in files for argument in ("--config", str(file))]
     run_dir = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-m", "apps.grpo", *arguments, "--dry-run", f"run_dir={run_dir}"],
-        cwd=CONFIGS.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {
-        cells[1].strip(): cells[2:4] for line in done.stdout.splitlines() if len(cells := line.split("│")) > 4
-    }
+    code, out, err = run_here(tmp_path, *arguments, "--dry-run", f"run_dir={run_dir}")
+    assert code == 0, err
+    rows = {cells[1].strip(): cells[2:4] for line in out.splitlines() if len(cells := line.split("│")) > 4}
     assert [cell.strip() for cell in rows["hosts, trainer"]] == ["2", "slurm, of 8 GPUs; 8 procs each"]
     assert rows["hosts, generators"][1].strip() == "slurm, of 8 GPUs; 4 replicas of 2 each"
-    assert "\n#SBATCH --nodes=4\n" in done.stdout and f"--output={run_dir}/logs/" in done.stdout
-    assert not run_dir.exists() and not done.stderr
+    assert "\n#SBATCH --nodes=4\n" in out and f"--output={run_dir}/logs/" in out
+    assert not run_dir.exists() and not err
 
 
 def test_without_gpus_none_are_asked_for(config_file: Path) -> None:

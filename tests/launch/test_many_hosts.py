@@ -16,9 +16,12 @@ import psutil
 import pytest
 
 from forgeasync.config.load import dump_config
-from tests.end_to_end.test_grpo_app import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines, wait_for_step
+from tests.support.app_runs import DEADLINE_S, NEVER_ENDING, REPOSITORY, read_lines, wait_for_step
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
+from tests.support.tiers import Starts, starts
+
+pytestmark = pytest.mark.exhaustive
 
 MARK = "FORGEASYNC_TEST_RUN"
 """In the environment of everything that a run starts, in whatever session."""
@@ -108,6 +111,7 @@ def start(config_file: Path) -> Iterator[Callable[..., Run]]:
             orphan.kill()
 
 
+@starts(Starts.PROCS)
 def _start(config_file: Path, *overrides: str) -> Run:
     mark = uuid.uuid4().hex
     process = subprocess.Popen(

@@ -22,7 +22,7 @@ from forgeasync.observability.console import MAX_COLUMNS, RemainingTime, StepCon
 from forgeasync.observability.logs import last_lines
 from forgeasync.observability.metrics import MetricsWriter
 from forgeasync.observability.run_dir import RunDir
-from tests.observability.test_observability import NOW, make_config, make_held_out, make_step
+from tests.support.step_records import NOW, make_config, make_held_out, make_step
 
 
 def run_python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

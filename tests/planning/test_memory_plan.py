@@ -15,7 +15,7 @@ from forgeasync.planning.memory.parameters import count_parameters
 from forgeasync.planning.memory.trainer import trainer_memory
 from forgeasync.trainer.model import build_meta_model
 from tests.support.config_samples import CONFIGS, FACTS
-from tests.support.measured_memory import Case, Measured, measure_all
+from tests.support.measured_memory import Case, measure
 from tests.support.processes import run_ranks
 
 TOLERANCE = 0.1
@@ -114,19 +114,14 @@ def _cases(num_procs: int) -> list[Case]:
 ALL = {f"{case.name}-{num_procs}": (case, num_procs) for num_procs in (1, 2) for case in _cases(num_procs)}
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, list[Measured]]:
-    """By case and number of procs: every rank's."""
-    found: dict[str, list[Measured]] = {}
-    for num_procs in (1, 2):
-        ranks = run_ranks(num_procs, measure_all, _cases(num_procs))
-        found |= {f"{name}-{num_procs}": [rank[name] for rank in ranks] for name in ranks[0]}
-    return found
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """A step of 135M parameters takes its time."""
+    return [pytest.mark.exhaustive] if ALL[name][0].facts is SMOLLM2 else []
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_trainer_rank_allocates_what_was_planned(name: str, measured: dict[str, list[Measured]]) -> None:
-    case, _ = ALL[name]
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in ALL])
+def test_a_trainer_rank_allocates_what_was_planned(name: str) -> None:
+    case, num_procs = ALL[name]
     counts = count_parameters(case.facts)
     plan = trainer_memory(case.config, case.facts, counts, Machine.CPU)
     output_layer = step_moments(case.config, case.facts, counts, Machine.CPU)[0]
@@ -134,7 +129,7 @@ def test_a_trainer_rank_allocates_what_was_planned(name: str, measured: dict[str
         "kept": output_layer.activations + output_layer.gathered_weights,
         "peak": plan.fullest.total + sum(i.num_bytes for i in plan.always if i.name == "gradients"),
     }
-    for rank in measured[name]:
+    for rank in run_ranks(num_procs, measure, case):
         found = dataclasses.asdict(rank)
         assert planned.keys() == found.keys()
         wrong = {

@@ -131,7 +131,7 @@ def _measure(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> M
     return asyncio.run(_scenario(folder, out, config, facts))
 
 
-@pytest.mark.parametrize("name", ["tiny", "smollm2"])
+@pytest.mark.parametrize("name", ["tiny", pytest.param("smollm2", marks=pytest.mark.exhaustive)])
 def test_an_engine_allocates_what_was_planned(name: str, tmp_path: Path) -> None:
     write = {"tiny": write_random_model, "smollm2": write_smollm2}[name]
     folder = write(tmp_path / "hf")

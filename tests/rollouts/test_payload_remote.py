@@ -23,6 +23,8 @@ from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
 from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
 from tests.support.payloads import HOST, MIB, assert_same, make_payload
 
+pytestmark = pytest.mark.procs
+
 NUM_TOKENS = (500, 0, 60_000, 1)
 """Of the payloads of the first group; the reader's memory grows and is reused."""
 

@@ -22,8 +22,8 @@ from forgeasync.rollouts import run_folder
 from forgeasync.rollouts.payload_format import PayloadGone, PayloadRef, PayloadTorn, group_num_bytes
 from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
 from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
-from tests.rollouts.test_records import make_rollout
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
+from tests.support.recorded_rollouts import make_rollout
 
 
 @pytest.fixture

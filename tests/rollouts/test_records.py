@@ -7,62 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgeasync.config.model_facts import ModelFacts
 from forgeasync.rollouts.group_payload import decode_rollout, encode_group
 from forgeasync.rollouts.kept_tokens import NO_DISTRIBUTION, KeptTokens, all_kept, check_kept_tokens
 from forgeasync.rollouts.payload_format import PayloadRef, measure, read_from, write_into
 from forgeasync.rollouts.records import Records, check_rollout
-from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
+from forgeasync.rollouts.rollout import Rollout
 from forgeasync.rollouts.routing import NO_RECORD, RecordError, RoutedExperts, expert_dtype
 from forgeasync.trainer.packing import TrainingSequence, pack_row
+from tests.support.recorded_rollouts import FACTS, make_rollout
 
-FACTS = ModelFacts(
-    model_type="qwen3_moe",
-    num_layers=3,
-    hidden_size=32,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=32,
-    num_experts=8,
-    top_k=2,
-    vocab_size=20,
-    expert_hidden_size=32,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-)
 BOTH = Records(routing=True, kept_tokens=True)
-
-
-def make_routing(rng: np.random.Generator, num_tokens: int, facts: ModelFacts) -> RoutedExperts:
-    """Distinct random ids, in random order, for a random prefix of the tokens."""
-    num_recorded = int(rng.integers(0, num_tokens + 1))
-    scores = rng.random((num_recorded, facts.num_layers, facts.num_experts))
-    return RoutedExperts.from_rows(
-        scores.argsort(-1)[..., : facts.top_k], num_tokens=num_tokens, num_experts=facts.num_experts
-    )
-
-
-def make_rollout(
-    seed: int, num_prompt_tokens: int, num_response_tokens: int, *, facts: ModelFacts = FACTS
-) -> Rollout:
-    rng = np.random.default_rng(seed)
-    response = rng.integers(0, facts.vocab_size, num_response_tokens).astype(np.int32)
-    rows = [
-        list({int(token), *rng.integers(0, facts.vocab_size, rng.integers(0, facts.vocab_size)).tolist()})
-        for token in response
-    ]
-    return Rollout(
-        prompt_ids_P=rng.integers(0, facts.vocab_size, num_prompt_tokens).astype(np.int32),
-        response_ids_T=response,
-        logprobs_T=-rng.exponential(size=num_response_tokens).astype(np.float32),
-        version_spans=(VersionSpan(version=0, start=0, end=num_response_tokens),),
-        text="",
-        finish_reason=FinishReason.STOP,
-        routed_experts=make_routing(rng, num_prompt_tokens + num_response_tokens, facts),
-        kept_tokens=KeptTokens.from_rows(rows, vocab_size=facts.vocab_size),
-    )
 
 
 def through_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

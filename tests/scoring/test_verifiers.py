@@ -90,6 +90,7 @@ def assert_nothing_happened(folder: Path, listener: socket.socket) -> None:
     assert str(folder) not in [command[0] for command in running]
 
 
+@pytest.mark.exhaustive
 def test_hostile_answers_to_every_data_set_have_no_effect(tmp_path: Path, listener: socket.socket) -> None:
     folder = tmp_path / "target"
     folder.mkdir()

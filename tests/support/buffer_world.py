@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.buffer.replay_buffer import ReplayBuffer
-from forgeasync.config.buffer import AccountingSection, AgeOf, BufferSection, StaleGroups
+from forgeasync.config.buffer import (
+    AccountingSection,
+    AgeOf,
+    BufferSection,
+    Replacement,
+    StaleGroups,
+)
 from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
 from forgeasync.rollouts.task import Task
 from tests.support.rollouts import make_stored_rollout
@@ -178,3 +184,35 @@ class BufferWorld:
         assert buffer.num_submitted == self._num_tasks
         assert self._num_tasks == len(self.trained) + num_gone + buffer.num_pending + buffer.num_present
         assert len({task.task_id for task in self.trained}) == len(self.trained), "trained twice"
+
+
+EXACT = AccountingSection()
+
+
+def make_world(
+    groups_per_step: int, k: int, *, accounting: AccountingSection = EXACT, **section: object
+) -> BufferWorld:
+    values = {"adapt_load": False} | section
+    return BufferWorld(
+        groups_per_step=groups_per_step, k=k, section=BufferSection(**values), accounting=accounting
+    )
+
+
+def started(world: BufferWorld) -> list[int]:
+    before = set(world.sampling)
+    world.start_all()
+    return sorted(set(world.sampling) - before)
+
+
+def complete(world: BufferWorld, *group_ids: int) -> None:
+    for group_id in group_ids:
+        world.finish(group_id)
+        world.score(group_id)
+
+
+def taken(world: BufferWorld) -> list[int] | None:
+    batch = world.take()
+    return None if batch is None else [group.group_id for group in batch.groups]
+
+
+WEIGHT = AccountingSection(replacement=Replacement.WEIGHT)

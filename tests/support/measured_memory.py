@@ -58,12 +58,8 @@ def full_row(config: RunConfig, facts: ModelFacts) -> PackedRow:
     return pack_row([sequence() for _ in range(config.trainer.tokens_per_row // length)])
 
 
-def measure_all(cases: list[Case]) -> dict[str, Measured]:
-    """One rank's measurements of every case, by name."""
-    return {case.name: _measure(case) for case in cases}
-
-
-def _measure(case: Case) -> Measured:
+def measure(case: Case) -> Measured:
+    """One rank's measurements of a case."""
     config = case.config
     setup = TrainerSetup(
         section=config.trainer,

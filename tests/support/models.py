@@ -1,10 +1,11 @@
 """A random Qwen3-MoE small enough for every test, as a Hugging Face folder written by transformers itself."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
 
@@ -58,3 +59,19 @@ def write_random_model(
     (folder / "generation_config.json").write_text(json.dumps(generation))
     save_tokenizer(tokenizer, folder)
     return folder
+
+
+def write_versions(root: Path, *, num: int = 3) -> list[Path]:
+    """Models of one shape, each with random weights of its own: by version, what an engine is updated to."""
+    return [
+        write_random_model(root / str(seed), seed=seed, scale=12.0, num_experts=8, top_k=3)
+        for seed in range(num)
+    ]
+
+
+def load_versions(folders: Sequence[Path]) -> dict[int, torch.nn.Module]:
+    """transformers' models of the folders, by version."""
+    return {
+        version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for version, folder in enumerate(folders)
+    }

@@ -2,6 +2,7 @@
 
 import torch
 
+from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.row_tokens import RowTokens
 
 
@@ -29,3 +30,10 @@ def make_tokens(
         ref_logprobs_T=ref_logprobs_T,
         proximal_logprobs_T=proximal_logprobs_T,
     )
+
+
+K3 = {"estimator": "k3", "coefficient": 0.3, "where": "loss"}
+
+
+def section(**keys: object) -> Loss:
+    return Loss.model_validate(keys)

@@ -4,12 +4,13 @@ Recorded experts and kept sets are replayed, rows are packed, and one data rank 
 than the others. Gradients are compared whole, tensor by tensor (of every expert), as the optimizer sees them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load_file
 
 from forgeasync.config.model import Dtype
@@ -19,7 +20,7 @@ from tests.support.families import write_family
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-from tests.trainer.test_trainer import make_sequences
+from tests.support.trainers import make_sequences
 
 # The first test of a launch waits for all of its cases.
 pytestmark = pytest.mark.timeout(900)
@@ -104,7 +105,21 @@ REFERENCES = (
 )
 """Which case of ``ALONE`` a layout has to agree with."""
 
-Launch = Callable[[int], list[dict[str, Outcome]]]
+REPRESENTATIVE = {
+    *(name for name, case in ALONE.items() if not case.compile),
+    "fsdp2",
+    "fsdp2-ep2",
+    "replicate2",
+    "tp2-sp-ep2",
+    "cp2",
+    "hsdp2x2",
+    "fsdp2-tp2-sp-ep2",
+    "dense-tp2-sp",
+    "chunked-fsdp2-ep2",
+}
+"""Every parallelism once, and two of them together: the others are for ``make test-all``."""
+
+Launch = Callable[[str], list[Outcome]]
 
 
 @pytest.fixture(scope="module")
@@ -130,19 +145,32 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exported")
 
 
+def marked(names: Iterable[str]) -> list[ParameterSet]:
+    return [
+        pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.exhaustive) for name in names
+    ]
+
+
 @pytest.fixture(scope="module")
 def launch(inputs: Inputs, exported: Path) -> Launch:
-    """By rank, the outcomes of all cases with a number of procs: one launch, when it is first asked for."""
+    """A case's outcomes by rank. One launch takes the steps of all cases with as many procs and its mark."""
     cases = ALONE | MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED
     for name in ("fsdp2-ep2", "fsdp2-ep2-offload"):
         cases[name] = replace(cases[name], export=exported / name)
-    done: dict[int, list[dict[str, Outcome]]] = {}
+    done: dict[str, list[Outcome]] = {}
 
-    def outcomes(num_procs: int) -> list[dict[str, Outcome]]:
-        if num_procs not in done:
-            of_size = {name: case for name, case in cases.items() if case.parallel.num_procs == num_procs}
-            done[num_procs] = run_ranks(num_procs, take_steps, inputs, of_size)
-        return done[num_procs]
+    def outcomes(name: str) -> list[Outcome]:
+        if name not in done:
+            num_procs = cases[name].parallel.num_procs
+            beside = {
+                other: case
+                for other, case in cases.items()
+                if case.parallel.num_procs == num_procs
+                and (other in REPRESENTATIVE) == (name in REPRESENTATIVE)
+            }
+            by_rank = run_ranks(num_procs, take_steps, inputs, beside)
+            done.update({other: [of_rank[other] for of_rank in by_rank] for other in beside})
+        return done[name]
 
     return outcomes
 
@@ -164,11 +192,11 @@ def cosine(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
     return float(torch.cosine_similarity(*vectors, dim=0))
 
 
-@pytest.mark.parametrize("name", [*MOE_LAYOUTS, *DENSE_LAYOUTS, *CHUNKED])
+@pytest.mark.parametrize("name", marked([*MOE_LAYOUTS, *DENSE_LAYOUTS, *CHUNKED]))
 def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> None:
-    expected = launch(1)[0][REFERENCES[name]]
+    (expected,) = launch(REFERENCES[name])
     parallel = (MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED)[name].parallel
-    outcomes = [of_rank[name] for of_rank in launch(parallel.num_procs)]
+    outcomes = launch(name)
     for found in outcomes:
         for metric in ("loss", "grad_norm", "mismatch/kl", "objective/clipped_share"):
             assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE), metric
@@ -186,17 +214,16 @@ def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> Non
         assert len({outcome.num_rows for outcome in outcomes}) > 1, "a data rank has fewer rows"
 
 
-@pytest.mark.parametrize("name", [*(name for name in ALONE if name != "dense"), *MOE_LAYOUTS])
+@pytest.mark.parametrize("name", marked([*(name for name in ALONE if name != "dense"), *MOE_LAYOUTS]))
 def test_replaying_own_choices_changes_no_bit(launch: Launch, name: str) -> None:
-    num_procs = (ALONE | MOE_LAYOUTS)[name].parallel.num_procs
-    assert [of_rank[name].replays_exactly for of_rank in launch(num_procs)] == [True] * num_procs
+    assert all(outcome.replays_exactly for outcome in launch(name))
 
 
 def test_every_parameter_has_a_gradient_and_moves(inputs: Inputs, launch: Launch) -> None:
     """Else nothing would be compared."""
     for name in ("moe", "dense"):
         before = load_file(inputs.folders[name] / "model.safetensors")
-        outcome = launch(1)[0][name]
+        (outcome,) = launch(name)
         assert outcome.gradients.keys() == outcome.weights.keys() == before.keys()
         for weight, tensor in before.items():
             assert bool(outcome.gradients[weight].any()), weight
@@ -204,7 +231,7 @@ def test_every_parameter_has_a_gradient_and_moves(inputs: Inputs, launch: Launch
 
 
 def test_records_and_chunks_are_used(inputs: Inputs, launch: Launch) -> None:
-    forced, own = (launch(1)[0][name].metrics for name in ("moe", "moe, own routing"))
+    forced, own = (launch(name)[0].metrics for name in ("moe", "moe, own routing"))
     assert abs(forced["loss"] - own["loss"]) > 1e-4
     # Random triples of 8 experts: one in 56 is the router's own.
     assert 0.9 < forced["routing/disagreement_share"] < 1.0
@@ -216,7 +243,7 @@ def test_records_and_chunks_are_used(inputs: Inputs, launch: Launch) -> None:
 
 
 def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
-    half, exact = launch(1)[0]["moe, bfloat16"], launch(1)[0]["moe, small step"]
+    half, exact = launch("moe, bfloat16")[0], launch("moe, small step")[0]
     assert half.metrics["loss"] != exact.metrics["loss"]
     assert half.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-2)
     assert cosine(half.gradients, exact.gradients) > 0.99
@@ -226,24 +253,25 @@ def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
         torch.testing.assert_close(half.weights[name], tensor, atol=5e-6, rtol=0, msg=name)
 
 
+@pytest.mark.exhaustive
 def test_compiled(launch: Launch) -> None:
     """One graph a layer (fullgraph)."""
-    eager, compiled = launch(1)[0]["moe"], launch(1)[0]["moe, compiled"]
+    eager, compiled = launch("moe")[0], launch("moe, compiled")[0]
     for metric in ("loss", "grad_norm"):
         assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=TOLERANCE)
     errors = relative_errors(compiled.gradients, eager.gradients)
     assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
-    eager = launch(1)[0]["moe, bfloat16, full AC"]
-    compiled = launch(1)[0]["moe, bfloat16, full AC, compiled"]
+    (eager,) = launch("moe, bfloat16, full AC")
+    (compiled,) = launch("moe, bfloat16, full AC, compiled")
     for metric in ("loss", "grad_norm"):
         assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=2e-2)
     assert cosine(compiled.gradients, eager.gradients) > 0.99
 
 
+@pytest.mark.exhaustive
 def test_offloaded_weights_are_published_and_saved_as_others(launch: Launch, exported: Path) -> None:
     """Against the same layout without, bit for bit. On a CPU nothing moves, but FSDP2 goes its other way."""
-    for of_rank in launch(2):
-        plain, offloaded = of_rank["fsdp2-ep2"], of_rank["fsdp2-ep2-offload"]
+    for plain, offloaded in zip(launch("fsdp2-ep2"), launch("fsdp2-ep2-offload"), strict=True):
         assert offloaded.published == plain.published
         assert all(torch.equal(offloaded.weights[name], tensor) for name, tensor in plain.weights.items())
     saved, expected = (

@@ -18,7 +18,7 @@ from forgeasync.weights.named_weight import merged
 from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-from tests.trainer.test_trainer import make_sequences
+from tests.support.trainers import make_sequences
 
 
 @pytest.fixture(scope="module")

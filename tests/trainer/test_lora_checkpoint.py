@@ -17,7 +17,7 @@ from tests.support.families import write_family
 from tests.support.lora import LORA, PREFIX, adapters, free, make_trainer, reference_logprobs
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone, run_ranks
-from tests.trainer.test_trainer import make_sequences
+from tests.support.trainers import make_sequences
 
 CHOICES = (ADAPTABLE, ("q_proj", "v_proj"), ("o_proj", "gate_proj"), ("down_proj",))
 

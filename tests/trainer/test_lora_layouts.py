@@ -12,7 +12,7 @@ from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from tests.support.lora import LORA, TOKENS_PER_ROW, adapters, base_weights, make_trainer
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-from tests.trainer.test_trainer import make_sequences
+from tests.support.trainers import make_sequences
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,19 @@ def single(
 @pytest.mark.parametrize(
     ("parallel", "checkpointing"),
     [
-        pytest.param(ParallelSection(num_procs=2), ActivationCheckpointing.NONE, id="fsdp2"),
+        pytest.param(
+            ParallelSection(num_procs=2),
+            ActivationCheckpointing.NONE,
+            id="fsdp2",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(ParallelSection(num_procs=2, expert=2), ActivationCheckpointing.NONE, id="fsdp2-ep2"),
-        pytest.param(ParallelSection(num_procs=2, expert=2), ActivationCheckpointing.FULL, id="ep2-full-ac"),
+        pytest.param(
+            ParallelSection(num_procs=2, expert=2),
+            ActivationCheckpointing.FULL,
+            id="ep2-full-ac",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             ParallelSection(num_procs=2, data_replicate=2), ActivationCheckpointing.NONE, id="replicate2"
         ),
@@ -68,6 +78,7 @@ def single(
             ParallelSection(num_procs=2, tensor=2, sequence=False),
             ActivationCheckpointing.NONE,
             id="tp2-no-sp",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
@@ -114,6 +125,7 @@ def _step_in(
     return loss, torch.cat([gradient.flatten() for gradient in gradients.values()]), trained, frozen
 
 
+@pytest.mark.exhaustive
 def test_compiled_and_in_bfloat16(folder: Path, sequences: list[TrainingSequence]) -> None:
     """Adapters stay float32; the frozen rest is kept in the compute dtype."""
     exact_loss, exact, _, kept = run_ranks(1, _step_in, folder, sequences, Dtype.FLOAT32, False)[0]

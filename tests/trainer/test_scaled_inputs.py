@@ -35,11 +35,11 @@ from forgeasync.trainer import logprobs as logprobs_module
 from forgeasync.trainer.logprobs import chunked_kept_logprobs
 from forgeasync.trainer.step_sums import StepSums
 from forgeasync.trainer.workarounds.experts import grouped_mm
+from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
+from tests.support.moe_layers import FACTS, make_moe, random_ids
 from tests.support.processes import run_ranks
+from tests.support.rows import make_row
 from tests.support.tokens import make_tokens
-from tests.trainer.test_kept_logprobs import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
-from tests.trainer.test_replay_router import FACTS, make_moe, random_ids
-from tests.trainer.test_step_sums import make_row
 
 SCALES = pytest.mark.parametrize("scale", [1.0, 6.0, 30.0])
 

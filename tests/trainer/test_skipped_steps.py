@@ -18,7 +18,7 @@ from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.step_result import StepResult, write_skipped_rows
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-from tests.trainer.test_trainer import TOKENS_PER_ROW, make_sequences, make_trainer
+from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
 
 TWO_RANKS = ParallelSection(num_procs=2, expert=2)
 

@@ -9,29 +9,16 @@ import pytest
 import torch
 
 from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.trainer.packing import ROW_ALIGNMENT, PackedRow, TrainingSequence, pack_row
+from forgeasync.trainer.packing import ROW_ALIGNMENT, pack_row
 from forgeasync.trainer.step_sums import StepSums
 from tests.support.processes import alone_in_this_process
+from tests.support.rows import make_row, make_sequence
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with alone_in_this_process(tmp_path_factory.mktemp("group")):
         yield
-
-
-def make_sequence(ages: list[int]) -> TrainingSequence:
-    return TrainingSequence(
-        prompt_ids_P=np.asarray([1, 2], np.int32),
-        response_ids_T=np.arange(len(ages), dtype=np.int32),
-        behavior_logprobs_T=np.zeros(len(ages), np.float32),
-        ages_T=np.asarray(ages, np.int32),
-        advantage=1.0,
-    )
-
-
-def make_row(ages: list[list[int]]) -> PackedRow:
-    return pack_row([make_sequence(ages_of_one) for ages_of_one in ages])
 
 
 def _metrics(ages: list[list[int]], differences: list[float]) -> dict[str, float]:

@@ -23,12 +23,11 @@ from forgeasync.trainer.packing import PackedRow, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
-from tests.algorithms.test_loss import whole
-from tests.algorithms.test_step_rewards import make_group
 from tests.support.config_samples import MINIMAL, only
+from tests.support.groups import make_group
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-from tests.trainer.test_trainer import make_sequences
+from tests.support.trainers import make_sequences, whole
 
 NUM_STEPS = 4
 

@@ -10,80 +10,13 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from forgeasync.algorithms.loss import Loss
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config.trainer import ParallelSection
 from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
-from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.setup import TrainerSetup
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
-
-TOKENS_PER_ROW = 128
-
-
-def make_trainer(
-    folder: Path,
-    parallel: ParallelSection,
-    *,
-    temperature: float = 1.0,
-    probe_share: float = 0.0,
-) -> PolicyTrainer:
-    section = TrainerSection(
-        parallel=parallel,
-        replay_probe_share=probe_share,
-        tokens_per_row=TOKENS_PER_ROW,
-        # A large step, so that a wrong gradient shows in the weights.
-        optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.1, eps=1e-3),
-    )
-    setup = TrainerSetup(
-        section=section,
-        facts=read_model_facts(str(folder)),
-        temperature=temperature,
-        loss=Loss(),
-        seed=0,
-        checkpoint=folder,
-    )
-    return PolicyTrainer(setup)
-
-
-def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequence]:
-    """Random sequences with random expert ids (some tokens without) and random kept sets (some whole)."""
-    rng = np.random.default_rng(0)
-    vocab_size = facts.vocab_size
-    sequences = []
-    for _ in range(num_sequences):
-        response = rng.integers(0, vocab_size, rng.integers(3, 60)).astype(np.int32)
-        prompt = rng.integers(0, vocab_size, rng.integers(1, 20)).astype(np.int32)
-        kept = [
-            {int(token), *rng.integers(0, vocab_size, 5).tolist()}
-            if rng.random() < 0.8
-            else range(vocab_size)
-            for token in response
-        ]
-        sequences.append(
-            TrainingSequence(
-                prompt_ids_P=prompt,
-                response_ids_T=response,
-                expert_ids_SMK=random_expert_ids(rng, len(prompt) + len(response), facts),
-                kept_tokens=KeptTokens.from_rows([list(row) for row in kept], vocab_size=vocab_size),
-                behavior_logprobs_T=(-3.0 + 0.3 * rng.standard_normal(len(response))).astype(np.float32),
-                ages_T=np.zeros(len(response), np.int32),
-                advantage=float(rng.standard_normal()),
-            )
-        )
-    return sequences
-
-
-def random_expert_ids(rng: np.random.Generator, num_tokens: int, facts: ModelFacts) -> np.ndarray:
-    scores = rng.random((num_tokens, facts.num_layers, facts.num_experts))
-    ids_SMK = np.sort(scores.argsort(-1)[..., : facts.top_k], axis=-1).astype(np.int16)
-    ids_SMK[rng.random(num_tokens) < 0.2] = NO_RECORD
-    return ids_SMK
+from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
 
 
 @pytest.fixture(scope="module")

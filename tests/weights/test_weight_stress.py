@@ -28,6 +28,8 @@ from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 from tests.support.weight_service import FolderPublisher, constant, read_versions
 
+pytestmark = pytest.mark.exhaustive
+
 NUM_SWAPS = 500
 LEASE_TIMEOUT_S = 0.15
 NUM_READERS = 2

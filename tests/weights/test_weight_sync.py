@@ -37,6 +37,8 @@ from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
+pytestmark = pytest.mark.procs
+
 SAMPLING = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=24)
 NUM_UPDATES = 3
 

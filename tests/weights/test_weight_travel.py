@@ -191,7 +191,15 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
         await fleet.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+REPRESENTATIVE = ("ep2-rdma-1_generator", "tp2-torchstore-1_generator")
+"""Each transport once: whole runs take the other one."""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.exhaustive) for name in CASES],
+)
 def test_engines_end_with_the_trainers_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
