@@ -50,7 +50,7 @@ class StepLine:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float | int], *, waited_for: str) -> "StepLine":
-        """Take the numbers from a step's metrics, under the keys of ``forgeasync.observability.metrics``."""
+        """Take the numbers from a step's metrics, under their keys in metrics.jsonl."""
         return cls(
             step=int(metrics["step"]),
             elapsed_s=metrics["time/elapsed_s"],

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.config.load import dump_config
+from tests.support.metrics import check_keys
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
@@ -71,7 +72,12 @@ def session_processes(session: int) -> list[psutil.Process]:
 
 
 def read_lines(file: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """The records of a file; those of metrics.jsonl hold what the definitions say."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if file.name == "metrics.jsonl":
+        for line in lines:
+            check_keys(line)
+    return lines
 
 
 def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
