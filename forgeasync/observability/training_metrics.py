@@ -172,6 +172,12 @@ LOSS = Topic(
             required_of=Reporter.TRAINER,
         ),
         Metric(
+            key="policy/entropy",
+            meaning="Mean entropy, in nats, of the distribution that a token is trained under: at the "
+            "sampling temperature, over the tokens that top-k, top-p and min-p kept. It is exact, and falls "
+            "as the policy becomes sure of its answers.",
+        ),
+        Metric(
             key="objective/<name>",
             meaning="Mean of what the objective counts, such as `objective/clipped_share`: the share of "
             "tokens whose gradient is clipped. An objective of your own chooses its names.",
