@@ -221,6 +221,39 @@ PAYLOADS = Topic(
     ),
 )
 
+MEMORY = Topic(
+    heading="Memory",
+    note="Resident memory is the peak resident set so far of the role's largest single process. It is read "
+    "from the kernel once a step and includes the pages of shared memory that the process has touched. "
+    "Processes that an actor has started belong to its role: workers of an engine, of verifiers, of rewards. "
+    "GPU memory is the most that PyTorch's allocator has reserved so far in one process of the role.",
+    metrics=(
+        Metric(
+            key="memory/controller_gib",
+            meaning="GiB of the process that runs the loops; processes that it has started belong to their "
+            "own roles.",
+        ),
+        Metric(key="memory/trainer_gib", meaning="GiB of the largest process of the trainer's ranks."),
+        Metric(key="memory/generator_gib", meaning="GiB of the largest process of the generators."),
+        Metric(
+            key="memory/scorer_gib",
+            meaning="GiB of the largest process of the scorer.",
+            when="steps once the scorer has scored something; an environment scores by itself",
+        ),
+        Metric(
+            key="memory/trainer_gpu_gib",
+            meaning="GiB reserved on the GPU of the trainer rank with the most.",
+            when="trainers with a GPU",
+        ),
+        Metric(
+            key="memory/generator_gpu_gib",
+            meaning="GiB reserved on the GPU by the actor's process of the generator with the most; vLLM's "
+            "further workers (`generator.tensor_parallel` above 1) are not counted.",
+            when="generators with a GPU",
+        ),
+    ),
+)
+
 FILES = Topic(
     heading="The metrics themselves",
     metrics=(
@@ -236,4 +269,4 @@ FILES = Topic(
     ),
 )
 
-OPERATION_TOPICS = (TIMES, LOAD, SCORING, WEIGHTS, PAYLOADS, FILES)
+OPERATION_TOPICS = (TIMES, LOAD, SCORING, WEIGHTS, PAYLOADS, MEMORY, FILES)
