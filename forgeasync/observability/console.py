@@ -18,8 +18,8 @@ from rich.text import Text
 COLUMNS = 80
 """Longest line of a step in a pipe or a file, in characters."""
 
-MAX_COLUMNS = 110
-"""The same on a wide terminal."""
+MAX_COLUMNS = 170
+"""The same on a wide terminal, where there is room for what the optimizer does."""
 
 SEPARATOR = "  "
 
@@ -32,7 +32,8 @@ class StepLine:
 
     ``mismatch`` is the mean absolute difference of logprobs in nats; ages count versions; ``elapsed_s`` runs
     from the start of the first step, ``step_s`` is this step's with its evaluation, ``eval_s``;
-    ``waited_for`` is a short phrase such as ``batch 1.2s`` or ``train``.
+    ``waited_for`` is a short phrase such as ``batch 1.2s`` or ``train``;
+    ``entropy`` is in nats a token. What is None is not shown.
     """
 
     step: int
@@ -47,6 +48,10 @@ class StepLine:
     mismatch: float
     response_length_mean: float
     waited_for: str
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    entropy: float | None
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float | int], *, waited_for: str) -> "StepLine":
@@ -64,13 +69,17 @@ class StepLine:
             mismatch=metrics["mismatch/logprob_abs_mean"],
             response_length_mean=metrics["response/length_mean"],
             waited_for=waited_for,
+            loss=metrics["loss"],
+            grad_norm=metrics["grad_norm"],
+            learning_rate=metrics.get("learning_rate"),
+            entropy=metrics.get("policy/entropy"),
         )
 
     def format(self, max_steps: int, num_columns: int = COLUMNS) -> str:
         """One line of aligned columns, at most ``num_columns`` long: what fits of them, by their worth."""
         evaluation = "" if self.eval_accuracy is None else f"eval {self.eval_accuracy:.3f}"
         # In the order of the line, each with its worth: the smaller the number, the longer it stays.
-        columns = (
+        columns = [
             (0, f"step {self.step:{len(str(max_steps))}d}/{max_steps}"),
             (1, f"reward {self.reward_mean:6.3f}"),
             (2, f"{evaluation:10}"),
@@ -79,7 +88,9 @@ class StepLine:
             (4, f"mismatch {self.mismatch:5.0e}"),
             (7, f"len {self.response_length_mean:5.0f}"),
             (6, f"{_cut(self.waited_for, WAITED_WIDTH):{WAITED_WIDTH}}"),
-        )
+        ]
+        if num_columns > COLUMNS:
+            columns[-1:-1] = self._optimizer_columns()
         shown: set[int] = set()
         left = num_columns + len(SEPARATOR)
         for worth, text in sorted(columns):
@@ -89,6 +100,15 @@ class StepLine:
                 left -= width
         line = SEPARATOR.join(text for worth, text in columns if worth in shown)
         return _cut(line.rstrip(), num_columns)
+
+    def _optimizer_columns(self) -> list[tuple[int, str]]:
+        values = (
+            (8, "loss", self.loss, "9.3g"),
+            (9, "entropy", self.entropy, "6.3f"),
+            (10, "grad", self.grad_norm, "8.3g"),
+            (11, "lr", self.learning_rate, "7.1e"),
+        )
+        return [(worth, f"{name} {value:{form}}") for worth, name, value, form in values if value is not None]
 
 
 def _cut(text: str, width: int) -> str:
