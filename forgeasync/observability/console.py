@@ -79,7 +79,7 @@ class StepLine:
         """One line of aligned columns, at most ``num_columns`` long: what fits of them, by their worth."""
         evaluation = "" if self.eval_accuracy is None else f"eval {self.eval_accuracy:.3f}"
         # In the order of the line, each with its worth: the smaller the number, the longer it stays.
-        columns = [
+        columns = (
             (0, f"step {self.step:{len(str(max_steps))}d}/{max_steps}"),
             (1, f"reward {self.reward_mean:6.3f}"),
             (2, f"{evaluation:10}"),
@@ -87,10 +87,9 @@ class StepLine:
             (5, f"age {self.age_mean:3.1f}/{self.age_max}"),
             (4, f"mismatch {self.mismatch:5.0e}"),
             (7, f"len {self.response_length_mean:5.0f}"),
+            *self._optimizer_columns(),
             (6, f"{_cut(self.waited_for, WAITED_WIDTH):{WAITED_WIDTH}}"),
-        ]
-        if num_columns > COLUMNS:
-            columns[-1:-1] = self._optimizer_columns()
+        )
         shown: set[int] = set()
         left = num_columns + len(SEPARATOR)
         for worth, text in sorted(columns):
