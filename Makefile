@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-fast test-all setup model lint mutants
+.PHONY: demo test test-fast test-all setup model lint mutants docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed
@@ -52,6 +52,10 @@ test-all: setup
 MUTANTS ?= --sample 40
 mutants: setup
 	nice -n 10 $(BIN)/python -m tests.mutants.run $(MUTANTS)
+
+# Written from the definitions; a test compares.
+docs: setup
+	$(BIN)/python -m forgeasync.observability.metric_definitions > docs/metrics.md
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ answer. Consumes weight versions from the trainer's staging buffers. Calls overl
 update: what becomes of running sequences is the choice of ``weights.interruption``.
 """
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from forgeasync.environments.reward import Response, response_of
 from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.group_payload import encode_group
 from forgeasync.rollouts.payload_format import PayloadRef
 from forgeasync.rollouts.payload_remote import PayloadServer
@@ -104,6 +106,7 @@ class GeneratorActor(Actor):
         self._rank = current_rank().rank
         redirect_process_output(log_dir / f"generator-{self._rank}.log")
         self._engine: SamplerEngine | None = None
+        self._memory = MemoryWatch(with_descendants=True)
 
     @concurrent_endpoint
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
@@ -277,8 +280,9 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:
+        """What the engine has counted since it started, and the memory of its processes."""
         assert self._engine is not None
-        return self._engine.stats()
+        return dataclasses.replace(self._engine.stats(), memory=self._memory.peak())
 
     @concurrent_endpoint
     async def shutdown(self) -> None:

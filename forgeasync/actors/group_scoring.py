@@ -9,6 +9,7 @@ from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.observability.failures import last_words
+from forgeasync.process_memory import MemoryPeak, largest
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.waiting import deadline
@@ -54,6 +55,7 @@ class GroupScoring:
         self._retry_wait_s = retry_wait_s
         self._num_failed_attempts = 0
         self._counts = VerifierCounts()
+        self._memory: MemoryPeak | None = None
 
     async def score(
         self, name: str, task: Task, responses: Sequence[Response]
@@ -76,15 +78,17 @@ class GroupScoring:
         return Unscored(reason=f"{name} was not scored in {tries}: {reason}")
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the run began, under their names in metrics.jsonl."""
-        return self._counts.metrics() | {"scoring/num_failed_attempts": self._num_failed_attempts}
+        """Counts since the run began and the scorer's memory, under their names in metrics.jsonl."""
+        memory = {} if self._memory is None else self._memory.metrics("scorer")
+        return self._counts.metrics() | memory | {"scoring/num_failed_attempts": self._num_failed_attempts}
 
     async def _attempt(self, name: str, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
         key = "timeouts.score_s, times scorer.max_concurrent,"
         async with deadline(self._backstop_s, call=f"scoring {name}", key=key):
             scored = await self._score(task, responses)
-        # Answers overtake each other, and counts only rise.
+        # Answers overtake each other, and counts and peaks only rise.
         self._counts = self._counts.merged(scored.counts)
+        self._memory = largest((self._memory, scored.memory))
         scores = tuple(scored.scores)
         if len(scores) != len(responses):
             raise ValueError(

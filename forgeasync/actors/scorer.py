@@ -11,6 +11,7 @@ from forgeasync.config.data import NamedSource
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.process_memory import MemoryPeak, MemoryWatch
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 
@@ -22,6 +23,8 @@ class ScoredResponses:
     scores: tuple[Score, ...]
     counts: VerifierCounts
     """Since the scorer began."""
+    memory: MemoryPeak | None = None
+    """Of the largest of the scorer's processes so far; None where nobody has measured."""
 
 
 class ScorerActor(Actor):
@@ -30,6 +33,7 @@ class ScorerActor(Actor):
     def __init__(self, log_dir: Path) -> None:
         redirect_process_output(log_dir / f"scorer-{current_rank().rank}.log")
         self._rewards: RunRewards | None = None
+        self._memory = MemoryWatch(with_descendants=True)
 
     @concurrent_endpoint
     async def setup(
@@ -44,4 +48,4 @@ class ScorerActor(Actor):
         """The score of each response to one task."""
         assert self._rewards is not None
         scores = await self._rewards.score(task, responses)
-        return ScoredResponses(scores=scores, counts=self._rewards.counts)
+        return ScoredResponses(scores=scores, counts=self._rewards.counts, memory=self._memory.peak())

@@ -19,6 +19,7 @@ from forgeasync.config.model import Dtype
 from forgeasync.config.weights import TransportChoice
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.observability.run_dir import SKIPPED_STEPS
+from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.group_payload import Arrays, decode_rollout
 from forgeasync.rollouts.payload_format import PayloadRef
 from forgeasync.rollouts.payload_remote import RemotePayloadReader
@@ -49,6 +50,7 @@ class TrainerActor(Actor):
         self._skipped_steps = log_dir / SKIPPED_STEPS
         redirect_process_output(log_dir / f"trainer-{self._rank}.log")
         self._trainer: PolicyTrainer | None = None
+        self._memory = MemoryWatch(with_descendants=True)
 
     @endpoint
     async def setup(self, setup: TrainerSetup, host_id: str) -> int:
@@ -93,7 +95,7 @@ class TrainerActor(Actor):
         assert self._trainer is not None
         result = self._trainer.train_step(rows)
         self._keep_if_skipped(result, rows)
-        return result
+        return dataclasses.replace(result, memory=self._memory.peak())
 
     def _keep_if_skipped(self, result: StepResult, rows: list[PackedRow]) -> None:
         """The rows of a skipped step go into a file, for looking at."""
@@ -130,7 +132,7 @@ class TrainerActor(Actor):
         self._keep_if_skipped(result, [row for rows in packed for row in rows])
         read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}
-        return dataclasses.replace(result, metrics=metrics)
+        return dataclasses.replace(result, metrics=metrics, memory=self._memory.peak())
 
     async def _read_payload(self, ref: PayloadRef, generator_rank: int) -> Arrays:
         if ref.host_id == self._host_id:

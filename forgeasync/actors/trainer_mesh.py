@@ -1,6 +1,7 @@
 """All ranks of the trainer as one trainer: every call goes to all of them, each gets only its own rows."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ from forgeasync.actors.trainer import TrainerActor
 from forgeasync.config.model import Dtype
 from forgeasync.config.run import TimeoutSection
 from forgeasync.config.weights import TransportChoice
+from forgeasync.process_memory import largest
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.setup import TrainerSetup
@@ -147,7 +149,8 @@ class TrainerMesh:
             key="train_step_s",
         )
         self._staged = f"the weights of step {step}"
-        return results[0]
+        # All else is the same on every rank, or the first one's.
+        return dataclasses.replace(results[0], memory=largest(result.memory for result in results))
 
     async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
         """Who publishes what, and where it will lie."""

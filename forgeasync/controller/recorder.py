@@ -17,6 +17,7 @@ from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores, ScoredGroups
+from forgeasync.process_memory import MemoryWatch, largest
 from forgeasync.rollouts.score import Score
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
@@ -86,6 +87,8 @@ class RunRecorder:
         self._num_truncated_episodes: int | None = None if config.environment is None else 0
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
+        # The procs of the other roles are its descendants on this host.
+        self._memory = MemoryWatch(with_descendants=False)
 
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         """The evaluation before the first step; the run's clock starts here."""
@@ -175,6 +178,7 @@ class RunRecorder:
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         metrics |= self._scored.metrics()
         metrics |= self._episode_metrics()
+        metrics |= self._memory_metrics(record)
         metrics["accounting/weight_max"] = max(batch.weights)
         if self._checkpoint_s is not None:
             metrics["time/checkpoint_s"] = self._checkpoint_s
@@ -209,6 +213,20 @@ class RunRecorder:
             seconds = sum(one.episode_s for one in self._episodes)
             metrics["environment/mean_episode_s"] = seconds / num_episodes
         return metrics
+
+    def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
+        """The peak of the largest process of each role; the scorer's is among the counters."""
+        peaks = {
+            "controller": self._memory.peak(),
+            "trainer": record.result.memory,
+            "generator": largest(engine.memory for engine in record.engines),
+        }
+        return {
+            key: value
+            for role, peak in peaks.items()
+            if peak is not None
+            for key, value in peak.metrics(role).items()
+        }
 
     def _weight_metrics(self) -> dict[str, float]:
         """How versions travelled since the last step."""

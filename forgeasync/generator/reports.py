@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts.rollout import GroupProgress
 
 
@@ -12,6 +13,8 @@ class EngineStats:
     num_generated_tokens: int
     busy_s: float
     """Time with at least one request in flight."""
+    memory: MemoryPeak | None = None
+    """Of the largest of the generator's processes so far; None where nobody has measured."""
 
 
 class GroupCancelled(Exception):

@@ -18,8 +18,8 @@ from rich.text import Text
 COLUMNS = 80
 """Longest line of a step in a pipe or a file, in characters."""
 
-MAX_COLUMNS = 110
-"""The same on a wide terminal."""
+MAX_COLUMNS = 170
+"""The same on a wide terminal, where there is room for what the optimizer does."""
 
 SEPARATOR = "  "
 
@@ -32,7 +32,8 @@ class StepLine:
 
     ``mismatch`` is the mean absolute difference of logprobs in nats; ages count versions; ``elapsed_s`` runs
     from the start of the first step, ``step_s`` is this step's with its evaluation, ``eval_s``;
-    ``waited_for`` is a short phrase such as ``batch 1.2s`` or ``train``.
+    ``waited_for`` is a short phrase such as ``batch 1.2s`` or ``train``;
+    ``entropy`` is in nats a token. What is None is not shown.
     """
 
     step: int
@@ -47,10 +48,14 @@ class StepLine:
     mismatch: float
     response_length_mean: float
     waited_for: str
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    entropy: float | None
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float | int], *, waited_for: str) -> "StepLine":
-        """Take the numbers from a step's metrics, under the keys of ``forgeasync.observability.metrics``."""
+        """Take the numbers from a step's metrics, under their keys in metrics.jsonl."""
         return cls(
             step=int(metrics["step"]),
             elapsed_s=metrics["time/elapsed_s"],
@@ -64,6 +69,10 @@ class StepLine:
             mismatch=metrics["mismatch/logprob_abs_mean"],
             response_length_mean=metrics["response/length_mean"],
             waited_for=waited_for,
+            loss=metrics["loss"],
+            grad_norm=metrics["grad_norm"],
+            learning_rate=metrics.get("learning_rate"),
+            entropy=metrics.get("policy/entropy"),
         )
 
     def format(self, max_steps: int, num_columns: int = COLUMNS) -> str:
@@ -78,6 +87,7 @@ class StepLine:
             (5, f"age {self.age_mean:3.1f}/{self.age_max}"),
             (4, f"mismatch {self.mismatch:5.0e}"),
             (7, f"len {self.response_length_mean:5.0f}"),
+            *self._optimizer_columns(),
             (6, f"{_cut(self.waited_for, WAITED_WIDTH):{WAITED_WIDTH}}"),
         )
         shown: set[int] = set()
@@ -89,6 +99,15 @@ class StepLine:
                 left -= width
         line = SEPARATOR.join(text for worth, text in columns if worth in shown)
         return _cut(line.rstrip(), num_columns)
+
+    def _optimizer_columns(self) -> list[tuple[int, str]]:
+        values = (
+            (8, "loss", self.loss, "9.3g"),
+            (9, "entropy", self.entropy, "6.3f"),
+            (10, "grad", self.grad_norm, "8.3g"),
+            (11, "lr", self.learning_rate, "7.1e"),
+        )
+        return [(worth, f"{name} {value:{form}}") for worth, name, value, form in values if value is not None]
 
 
 def _cut(text: str, width: int) -> str:

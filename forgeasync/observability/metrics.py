@@ -1,117 +1,6 @@
 """What a run records: metrics.jsonl (numbers, one object per step) and rollouts.jsonl (texts).
 
-Keys of metrics.jsonl; all are on every line but those marked *:
-
-| key                                  | meaning                                                           |
-|--------------------------------------|-------------------------------------------------------------------|
-| `step`                               | optimizer steps done; 0 only for the evaluation before training   |
-| `policy_version`                     | version of the weights that this step made                        |
-| `reward/mean`, `reward/std`          | over the rollouts of the batch (population standard deviation)    |
-| `reward/<part>` *                    | mean of a part of the scores, by its name, over the rollouts of   |
-|                                      | the batch whose reward says it; see docs/rewards.md               |
-| `eval/accuracy` *                    | share of held-out problems solved; only where a step evaluated    |
-| `eval/score_mean` *                  | mean score of the same responses, partial credit included         |
-| `eval/reward/<part>` *               | mean of a part of these scores, by its name                       |
-| `eval/<set>/<...>` *                 | the same metrics of a set of `evaluation.sets`                    |
-| `eval/num_unscored` *                | held-out responses that could not be scored: they are left out of |
-|                                      | both; where all are, neither is there                             |
-| `time/elapsed_s`                     | since the first training step started, excluding nothing          |
-| `time/step_s`                        | the whole step, evaluation included                               |
-| `time/wait_for_batch_s`              | the trainer stood idle for the batch                              |
-| `time/train_s`                       | forward, backward and optimizer                                   |
-| `time/publish_weights_s`             | until the new weights were staged and training could go on        |
-| `time/eval_s`                        | evaluation; 0 on steps without one                                |
-| `throughput/train_tokens_per_s`      | response tokens trained on per `time/step_s`                      |
-| `throughput/generated_tokens_per_s`  | response tokens generated during the step per `time/step_s`       |
-| `off_policy/age_mean`                | versions between the weights that sampled a token and the weights |
-|                                      | that it was trained on (`policy_version` - 1), mean over tokens   |
-| `off_policy/age_max`                 | the same, for the oldest token                                    |
-| `off_policy/effective_sample_share`  | what the batch is worth under the current policy: (sum w)^2 /     |
-|                                      | (n * sum w^2) of the tokens' ratios current / behavior            |
-| `off_policy/rejected_token_share` *  | response tokens too old to be trained on; where there is a limit  |
-| `mismatch/logprob_abs_mean`          | abs(trainer logprob - sampler logprob), mean over tokens, in nats |
-| `mismatch/logprob_abs_max`           | the same, for the worst token                                     |
-| `mismatch/kl`                        | estimate of KL(sampler, trainer), mean over tokens, in nats; a    |
-|                                      | difference counts up to 20                                        |
-| `mismatch/fresh_logprob_abs_mean` *  | like `logprob_abs_mean`, over responses wholly of age 0           |
-| `response/length_mean`, `_min`, `_max` | sampled tokens per response, over all turns of an episode       |
-| `response/truncated_share`           | share of responses cut at `sampling.max_response_tokens`; of      |
-|                                      | episodes: whose last turn was cut, or whose context was full      |
-| `environment/mean_turns` *           | turns of the model in an episode, and                             |
-| `environment/mean_episode_s` *       | seconds that one took: means over the episodes of training that   |
-|                                      | ended during the step; only with an environment, like the next    |
-| `environment/num_truncated` *        | episodes of training so far that ended because the context was    |
-|                                      | full: their score is 0                                            |
-| `dropped/<reason>` *                 | groups lost during the step, by reason                            |
-| `reward/scored_mean` *               | over all rollouts scored during the step, before any filter       |
-| `group/all_correct_share` *          | groups scored during the step all of whose responses are correct; |
-| `group/all_wrong_share` *            | none of them: neither teaches a group-relative advantage anything |
-| `response/length_mean_correct` *     | tokens of the responses scored during the step that are correct;  |
-| `response/length_mean_wrong` *       | and of the others                                                 |
-| `response/no_answer_share` *         | of these, responses that state no answer, where the reward tells  |
-| `scoring/num_timeouts`, `_crashes`,  | answers so far that scored 0 since they could not be verified: in |
-| `_errors`, `_oversized`              | `scorer.answer_limit_s`, without the death of the process, without |
-|                                      | an exception of the verifier, or for their length                 |
-| `scoring/num_killed_rewards`         | processes of own rewards so far that were killed over a call that |
-|                                      | did not end                                                       |
-| `scoring/num_failed_attempts`        | to score a group so far; each group has `scorer.max_attempts`     |
-| `filtered/num_groups_<reason>`       | groups that filters dropped so far                                |
-| `filtered/num_rollouts`              | rollouts that filters left out so far                             |
-| `buffer/num_in_flight`, `_complete`  | groups being sampled or scored, and waiting for training          |
-| `buffer/num_reissued`                | prompts so far that came again for a lost group                   |
-| `buffer/num_restarted`               | prompts so far whose groups were lost when a run was interrupted  |
-| `time/checkpoint_s` *                | training stood still for the checkpoint of the step before        |
-| `load/bound`                         | most groups that may be under way now                             |
-| `load/trainer_wait_share`            | of `time/step_s`, waiting for the batch                           |
-| `load/trainer_waits`, `_generators_wait` | 1 where that side waits for the other                         |
-| `accounting/length_distance` *       | total variation between the lengths of rollouts as submitted and  |
-|                                      | as effectively trained, by powers of two, over the trailing       |
-|                                      | `accounting.metric_groups` groups; `source_distance`: by source   |
-| `accounting/mean_length_ratio` *     | mean length as trained over the one as submitted                  |
-| `accounting/length_share_ratio_<n>` * | trained share over submitted share, of n to 2n - 1 tokens        |
-| `accounting/effective_groups_share` * | sum of trained weights over submitted groups                     |
-| `accounting/outstanding_deficit`     | weight of lost groups that no other has taken over yet            |
-| `accounting/num_censored`            | groups so far lost before their lengths were known                |
-| `accounting/weight_max`              | largest weight of the batch's groups                              |
-| `trainer/num_optimizer_steps`        | made on the batch; the trainer's metrics are means over them      |
-| `trainer/num_skipped_steps`          | batches so far with a step that was not made, since a loss or     |
-|                                      | gradient was not finite; the batch is in logs/skipped_steps       |
-| `routing/num_moe_layers` *           | 0, where the model has no experts: then nothing is replayed, and  |
-|                                      | this is the only metric of routing                                |
-| `routing/recorded_share`             | tokens with a routing record, of those that anything depends on   |
-| `routing/num_without_record`         | the others: routed by the trainer's own gate                      |
-| `routing/disagreement_share` *       | replayed (token, layer) decisions in which the trainer's gate     |
-|                                      | would have chosen another set; `_layer_<i>`: in that layer        |
-| `mismatch/with_replay_<...>` *       | `logprob_abs_mean` and `kl` on the rows of                        |
-| `mismatch/without_replay_<...>` *    | `trainer.replay_probe_share`, as trained and without replay       |
-| `payload/num_bytes_held`, `_reserved` | in the payload store at the end of the step                      |
-| `payload/bytes_per_token`            | of the batch's payloads, prompt and response tokens alike         |
-| `payload/num_read_shared`, `_remote` | payloads that the first trainer rank read here, from other hosts  |
-| `payload/num_waits`                  | groups so far that had to wait for room in the payload store      |
-| `generator/max_pause_s`              | longest time that a generator stood still for a swap of weights   |
-| `generator/max_swap_wait_s`          | longest wait before one: draining, or still for the fetch         |
-| `generator/num_crossing`, `_resumed` | sequences that went on across a swap, or were ended and resumed   |
-| `generator/num_recomputed`           | that lost their KV cache to one                                   |
-| `weights/num_swaps`                  | swaps of all generators during the step                           |
-| `weights/max_fetch_s`                | longest fetch of a version, beside decoding                       |
-| `weights/num_bytes_moved`, `_needed` | by the step's fetches, and what the engines take of them          |
-| `weights/num_bad_blocks`             | that arrived with another checksum than the manifest's            |
-| `weights/num_skipped_versions`       | so far: both staging buffers were being read; published later     |
-| `weights/num_expired_leases`         | so far: generators that took longer than `weights.lease_timeout_s` |
-| `time/read_payloads_s`               | part of `time/train_s`: reading and packing the batch's arrays    |
-| `loss`, `grad_norm`                  | before the step; the norm is the one before clipping              |
-| `learning_rate` *, `objective/<...>` * | what the trainer and the objective report besides               |
-| `correction/weight_mean`, `_max` *   | of the product of `algorithm.corrections`, over trained tokens    |
-| `correction/effective_sample_share` * | (sum w)^2 / (n * sum w^2) of these weights                       |
-| `correction/<...>_share` *           | trained tokens that a correction has cut or left out              |
-| `kl/<estimator>` *                   | of `algorithm.kl`: policy against the model the run starts from   |
-| `metrics/num_nonfinite`              | values of this line that were nan or infinite; they are null here |
-| `metrics/num_tensorboard_errors`     | lines so far that TensorBoard's files lack: they could not be     |
-|                                      | written, and the run goes on without them                         |
-
-The evaluation before the first step is a line of its own (`MetricsWriter.write_initial_evaluation`), with
-`step`, `policy_version`, the metrics `eval/<...>`, `time/eval_s`, `time/elapsed_s` (0),
-`metrics/num_nonfinite` and `metrics/num_tensorboard_errors`.
+Every key of metrics.jsonl is defined in ``forgeasync.observability.metric_definitions``.
 """
 
 import contextlib
@@ -128,6 +17,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from forgeasync.buffer.decisions import Batch
+from forgeasync.observability.metric_definitions import REQUIRED_KEYS
 from forgeasync.observability.scored_groups import HeldOutScores, part_means
 from forgeasync.rollouts.rollout import FinishReason, Group
 
@@ -135,31 +25,6 @@ _LOGGER = logging.getLogger(__name__)
 
 NUM_NONFINITE = "metrics/num_nonfinite"
 NUM_TENSORBOARD_ERRORS = "metrics/num_tensorboard_errors"
-TRAINER_KEYS = frozenset(
-    {"loss", "grad_norm", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/kl"}
-)
-"""What the trainer has to report for every step."""
-REQUIRED_KEYS = TRAINER_KEYS | {
-    "step",
-    "policy_version",
-    "reward/mean",
-    "reward/std",
-    "time/elapsed_s",
-    "time/step_s",
-    "time/wait_for_batch_s",
-    "time/train_s",
-    "time/publish_weights_s",
-    "time/eval_s",
-    "throughput/train_tokens_per_s",
-    "throughput/generated_tokens_per_s",
-    "off_policy/age_mean",
-    "off_policy/age_max",
-    "response/length_mean",
-    "response/length_min",
-    "response/length_max",
-    "response/truncated_share",
-}
-"""Keys of every step's metrics, before the writer adds its own count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

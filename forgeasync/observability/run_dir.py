@@ -3,7 +3,7 @@
 runs/<name>-<time>/
     config.yaml      the resolved config, as the run used it
     run.log          command line, commit, versions and host, every console line, and how the run ended
-    metrics.jsonl    one object per optimizer step (keys: forgeasync.observability.metrics)
+    metrics.jsonl    one object per optimizer step (keys: docs/metrics.md)
     rollouts.jsonl   a few rollouts per step, with text
     checkpoints/     what a later run resumes from or samples with
     logs/            output of the controller's libraries and of every actor process; batches of skipped steps

@@ -17,7 +17,7 @@ from forgeasync.config.trainer import RouterBias, TrainerSection
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.trainer.head import Targets
-from forgeasync.trainer.logprobs import SumRanks
+from forgeasync.trainer.logprobs import Predictions, SumRanks
 from forgeasync.trainer.model import attention_masks
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
@@ -67,6 +67,10 @@ class RowForward:
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Float32 [T], over the row's kept sets, with gradients; call it inside of ``replay``."""
+        return self.predictions(row, with_entropies=False).logprobs_T
+
+    def predictions(self, row: PackedRow, *, with_entropies: bool = True) -> Predictions:
+        """Log-probabilities and entropies of a row's targets; call it inside of ``replay``."""
         mine = self.own_part(row)
         positions_BL = torch.from_numpy(row.positions_L)[None].to(DEVICE_TYPE)
         hidden_BLD = self._model(
@@ -86,14 +90,18 @@ class RowForward:
             kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
         )
         hidden_TD = hidden_BLD[0, torch.from_numpy(positions_T).to(DEVICE_TYPE)]
-        logprobs_T = self._model.lm_head(hidden_TD, targets, self._temperature)
+        found = self._model.lm_head(hidden_TD, targets, self._temperature, with_entropies)
         if not torch.is_grad_enabled():
             self._reshard()
         if self._context_group is None:
-            return logprobs_T
+            return found
         # Objectives look at whole sequences: every rank of the row goes on with all of its targets.
-        before, after = first, row.num_targets - first - len(positions_T)
-        return SumRanks.apply(F.pad(logprobs_T, (before, after)), self._context_group)
+        around = (first, row.num_targets - first - len(positions_T))
+        logprobs_T, entropies_T = (
+            None if part is None else SumRanks.apply(F.pad(part, around), self._context_group)
+            for part in found
+        )
+        return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T)
 
     def _reshard(self) -> None:
         """Free what FSDP2 keeps gathered (root, last norm and head) for a backward pass that does not come.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.models.common import Linear
 
-from forgeasync.trainer.logprobs import chunked_kept_logprobs
+from forgeasync.trainer.logprobs import Predictions, chunked_predictions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,16 @@ class LogprobHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(self, hidden_TD: torch.Tensor, targets: Targets, temperature: float) -> torch.Tensor:
-        """Float32 [T]."""
-        return chunked_kept_logprobs(
+    def forward(
+        self, hidden_TD: torch.Tensor, targets: Targets, temperature: float, with_entropies: bool
+    ) -> Predictions:
+        """Float32 [T] each; ``with_entropies`` False: log-probabilities alone."""
+        return chunked_predictions(
             hidden_TD,
             self.weight,
             targets.token_ids_T,
             targets.kept_offsets,
             targets.kept_ids,
             temperature,
+            with_entropies=with_entropies,
         )

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under the distribution the sampler drew from.
+"""Log-probabilities of given tokens under the distribution the sampler drew from, and its entropies.
 
 The sampler divides logits by the temperature, cuts the vocabulary (top-k, top-p, min-p) and renormalizes over
 what it kept. Here the softmax runs over the same kept sets, token by token. Kept sets are CSR: the set of
@@ -10,6 +10,7 @@ C tokens with a cut vocabulary, U tokens without.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from forgeasync.models.sizes import GATHER_BLOCK_BYTES, GATHER_COST, LOGITS_CHUNK_TOKENS
+from forgeasync.trainer.entropies import kept_entropies, slice_entropies
+
+
+class Predictions(NamedTuple):
+    """What the output layer says of tokens; a tuple, since FSDP2 finds no tensors in dataclasses."""
+
+    logprobs_T: torch.Tensor
+    """At least float32, differentiable."""
+    entropies_T: torch.Tensor | None
+    """Of the distributions that the tokens were drawn from: the same dtype, in nats, without gradients; None
+    where nobody asked."""
 
 
 def kept_logprobs(
@@ -37,10 +49,11 @@ def kept_logprobs(
     vocabulary = VocabularySlice.of(logits_TV, dim=1)
     local_Tv = logits_TV.to_local() if isinstance(logits_TV, DTensor) else logits_TV
     is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
-    return _dense_logprobs(_scaled(local_Tv, temperature), is_cut_away_Tv, token_ids_T, vocabulary)
+    scaled_Tv = _cut(_scaled(local_Tv, temperature), is_cut_away_Tv)
+    return _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)[0]
 
 
-def chunked_kept_logprobs(
+def chunked_predictions(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
     token_ids_T: torch.Tensor,
@@ -48,9 +61,12 @@ def chunked_kept_logprobs(
     kept_ids: torch.Tensor,
     temperature: float = 1.0,
     *,
+    with_entropies: bool = False,
     chunk_tokens: int = LOGITS_CHUNK_TOKENS,
-) -> torch.Tensor:
+) -> Predictions:
     """``kept_logprobs(hidden @ weight.T, ...)`` without ever holding the logits of all tokens: float32 [T].
+
+    ``with_entropies`` adds the entropies of softmax(logits / temperature) over the same kept sets.
 
     A chunk's logits are computed, used and dropped, and computed again in the backward pass. Where the kept
     sets are small, only the logits in them are computed at all; however large they are, a chunk takes no more
@@ -68,7 +84,7 @@ def chunked_kept_logprobs(
         first, last = (offsets[start], offsets[end]) if offsets else (0, len(kept_ids))
         pieces.append(
             checkpoint(
-                _chunk_logprobs,
+                _chunk_predictions,
                 hidden_TD[start:end],
                 weight_VD,
                 token_ids_T[start:end],
@@ -76,11 +92,15 @@ def chunked_kept_logprobs(
                 kept_ids[first:last],
                 temperature,
                 vocabulary,
+                with_entropies,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
         )
-    return torch.cat(pieces)
+    logprobs_T = torch.cat([piece.logprobs_T for piece in pieces])
+    if not with_entropies:
+        return Predictions(logprobs_T=logprobs_T, entropies_T=None)
+    return Predictions(logprobs_T=logprobs_T, entropies_T=torch.cat([piece.entropies_T for piece in pieces]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +174,7 @@ class _ShareWithSlices(torch.autograd.Function):
         return total, None
 
 
-def _chunk_logprobs(
+def _chunk_predictions(
     hidden_TD: torch.Tensor,
     weight_vD: torch.Tensor,
     token_ids_T: torch.Tensor,
@@ -162,17 +182,30 @@ def _chunk_logprobs(
     kept_ids: torch.Tensor,
     temperature: float,
     vocabulary: VocabularySlice,
-) -> torch.Tensor:
+    with_entropies: bool,
+) -> Predictions:
+    """Log-probabilities first: their recomputation for the backward pass stops before the entropies."""
     num_whole = int((kept_offsets[1:] == kept_offsets[:-1]).sum())
     # Less time, and less memory too: the list of kept ids takes some 60 bytes an id, in all its forms.
     if (len(kept_ids) * GATHER_COST) < (len(token_ids_T) - num_whole) * vocabulary.size:
-        return _gathered_logprobs(
-            hidden_TD, weight_vD, token_ids_T, kept_offsets, kept_ids, temperature, vocabulary
+        return _gathered_predictions(
+            hidden_TD,
+            weight_vD,
+            token_ids_T,
+            kept_offsets,
+            kept_ids,
+            temperature,
+            vocabulary,
+            with_entropies,
         )
     # The ids become a mask before there are logits: as pairs of indices wide sets take more than those do.
     is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
-    scaled_Tv = _scaled(hidden_TD @ weight_vD.T, temperature)
-    return _dense_logprobs(scaled_Tv, is_cut_away_Tv, token_ids_T, vocabulary)
+    scaled_Tv = _cut(_scaled(hidden_TD @ weight_vD.T, temperature), is_cut_away_Tv)
+    logprobs_T, log_sums_T = _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)
+    if not with_entropies:
+        return Predictions(logprobs_T=logprobs_T, entropies_T=None)
+    entropies_T = vocabulary.sum(slice_entropies(scaled_Tv.detach(), log_sums_T.detach()))
+    return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T)
 
 
 def _cut_away(
@@ -194,19 +227,12 @@ def _cut_away(
     return is_cut_away_Tv
 
 
-def _dense_logprobs(
-    scaled_Tv: torch.Tensor,
-    is_cut_away_Tv: torch.Tensor | None,
-    token_ids_T: torch.Tensor,
-    vocabulary: VocabularySlice,
-) -> torch.Tensor:
-    """From the scaled logits of the whole slice, which are overwritten."""
-    if is_cut_away_Tv is not None:
-        scaled_Tv = scaled_Tv.masked_fill_(is_cut_away_Tv, -torch.inf)
-    return _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)
+def _cut(scaled_Tv: torch.Tensor, is_cut_away_Tv: torch.Tensor | None) -> torch.Tensor:
+    """The scaled logits of the whole slice, overwritten: minus infinity where they are cut away."""
+    return scaled_Tv if is_cut_away_Tv is None else scaled_Tv.masked_fill_(is_cut_away_Tv, -torch.inf)
 
 
-def _gathered_logprobs(
+def _gathered_predictions(
     hidden_TD: torch.Tensor,
     weight_vD: torch.Tensor,
     token_ids_T: torch.Tensor,
@@ -214,7 +240,8 @@ def _gathered_logprobs(
     kept_ids: torch.Tensor,
     temperature: float,
     vocabulary: VocabularySlice,
-) -> torch.Tensor:
+    with_entropies: bool,
+) -> Predictions:
     """Cut and uncut tokens, each in their own way, back in one order."""
     widths_T = kept_offsets.diff()
     token_C = widths_T.nonzero().squeeze(1)
@@ -232,11 +259,21 @@ def _gathered_logprobs(
     if mine_N is not None:
         everywhere_N = torch.zeros(len(kept_ids_N), dtype=values_N.dtype, device=values_N.device)
         values_N = vocabulary.sum(everywhere_N.index_put((mine_N,), values_N))
-    cut_C = _cut_logprobs(values_N, cut_N, kept_ids_N == token_ids_T[token_C][cut_N], num_cut=len(token_C))
+    is_sampled_N = kept_ids_N == token_ids_T[token_C][cut_N]
+    cut_C, log_sums_C = _cut_logprobs(values_N, cut_N, is_sampled_N, num_cut=len(token_C))
     scaled_Uv = _scaled(logits_Uv, temperature)
-    uncut_U = _uncut_logprobs(token_ids_T[token_U].long(), vocabulary, scaled_Uv)
-    logprobs_T = torch.zeros(len(widths_T), dtype=uncut_U.dtype, device=uncut_U.device)
-    return logprobs_T.index_put((token_C,), cut_C).index_put((token_U,), uncut_U)
+    uncut_U, log_sums_U = _uncut_logprobs(token_ids_T[token_U].long(), vocabulary, scaled_Uv)
+
+    def in_order(of_cut_C: torch.Tensor, of_uncut_U: torch.Tensor) -> torch.Tensor:
+        values_T = torch.zeros(len(widths_T), dtype=of_uncut_U.dtype, device=of_uncut_U.device)
+        return values_T.index_put((token_C,), of_cut_C).index_put((token_U,), of_uncut_U)
+
+    logprobs_T = in_order(cut_C, uncut_U)
+    if not with_entropies:
+        return Predictions(logprobs_T=logprobs_T, entropies_T=None)
+    entropies_C = kept_entropies(values_N.detach(), cut_N, log_sums_C.detach())
+    entropies_U = vocabulary.sum(slice_entropies(scaled_Uv.detach(), log_sums_U.detach()))
+    return Predictions(logprobs_T=logprobs_T, entropies_T=in_order(entropies_C, entropies_U))
 
 
 class _SomeLogits(torch.autograd.Function):
@@ -290,30 +327,38 @@ def _blocks(hidden_TD: torch.Tensor, num_pairs: int) -> Iterator[slice]:
 
 def _cut_logprobs(
     values_N: torch.Tensor, cut_N: torch.Tensor, is_sampled_N: torch.Tensor, *, num_cut: int
-) -> torch.Tensor:
-    """[C] from the scaled logits of all kept ids, each with its token's index and whether it was drawn."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[C] from the scaled logits of all kept ids, each with its token's index and whether it was drawn.
+
+    Besides, the log of the sum of the exponentials of each token's scaled logits [C].
+    """
     if num_cut == 0:
-        return values_N
+        return values_N, values_N
     largest_C = torch.full((num_cut,), -torch.inf, dtype=values_N.dtype, device=values_N.device)
     largest_C = largest_C.scatter_reduce(0, cut_N, values_N.detach(), "amax")
     sums_C = torch.zeros_like(largest_C).index_add(0, cut_N, (values_N - largest_C[cut_N]).exp())
     # The sampled token's own entry: the very number that is in the sum, so that a single kept token gives 0.
     entry_N = torch.where(is_sampled_N, torch.arange(len(cut_N), device=cut_N.device), -1)
     entry_C = torch.full((num_cut,), -1, device=cut_N.device).scatter_reduce(0, cut_N, entry_N, "amax")
-    logprobs_C = values_N[entry_C.clamp(min=0)] - largest_C - sums_C.log()
-    return torch.where(entry_C >= 0, logprobs_C, -torch.inf)
+    log_sums_C = sums_C.log()
+    logprobs_C = values_N[entry_C.clamp(min=0)] - largest_C - log_sums_C
+    return torch.where(entry_C >= 0, logprobs_C, -torch.inf), largest_C + log_sums_C.detach()
 
 
 def _uncut_logprobs(
     token_ids_U: torch.Tensor, vocabulary: VocabularySlice, scaled_Uv: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[U], and the log of the sum of the exponentials of each token's scaled logits [U]."""
     if vocabulary.group is None:
-        return scaled_Uv.gather(-1, token_ids_U[:, None]).squeeze(-1) - scaled_Uv.logsumexp(dim=-1)
+        sampled_U = scaled_Uv.gather(-1, token_ids_U[:, None]).squeeze(-1)
+        log_sums_U = scaled_Uv.logsumexp(dim=-1)
+        return sampled_U - log_sums_U, log_sums_U
     largest_U = vocabulary.max(scaled_Uv.amax(dim=-1))
     sums_U = vocabulary.sum((scaled_Uv - largest_U[:, None]).exp().sum(dim=-1))
     row_U = torch.arange(len(token_ids_U), device=token_ids_U.device)
     sampled_U = _read_slice(row_U, token_ids_U, vocabulary, lambda row, ids: scaled_Uv[row, ids])
-    return sampled_U - largest_U - sums_U.log()
+    log_sums_U = sums_U.log()
+    return sampled_U - largest_U - log_sums_U, largest_U + log_sums_U.detach()
 
 
 def _read_slice(

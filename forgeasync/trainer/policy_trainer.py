@@ -246,8 +246,9 @@ class PolicyTrainer:
         ref_logprobs_T = None if self._reference is None else self._reference(row)
         # The backward pass recomputes checkpointed layers: it has to find the same experts there.
         with self._forward.replay(row):
+            predictions = self._forward.predictions(row)
             tokens = RowTokens(
-                logprobs_T=self._forward.logprobs(row),
+                logprobs_T=predictions.logprobs_T,
                 behavior_logprobs_T=behavior_T,
                 advantages_T=targets(row.advantages_L),
                 mask_T=mask_T,
@@ -268,6 +269,8 @@ class PolicyTrainer:
         sums.add(result.sums)
         if result.weights_T is not None:
             sums.add_correction(result.weights_T[mask_T])
+        assert predictions.entropies_T is not None
+        sums.add({"policy/entropy": predictions.entropies_T[mask_T].sum()})
         sums.add_mismatch(logprobs_T, behavior_T, mask_T, row)
         sums.add_coverage(row)
         if self._probe.is_due():

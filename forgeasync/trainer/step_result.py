@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forgeasync.process_memory import MemoryPeak
 from forgeasync.trainer.packing import PackedRow
 
 
@@ -73,6 +74,8 @@ class StepResult:
     train_s: float
     metrics: dict[str, float]
     skip_reason: str | None
+    memory: MemoryPeak | None = None
+    """Of the largest of the trainer's processes so far; None where nobody has measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
@@ -113,6 +115,8 @@ class Recording:
         self.payloads = AsyncPayloadBudget(self.budget, largest_group_bytes=200)
         self.ledger = WeightLedger(lease_timeout_s=60.0)
         self.dropped: Counter[DropReason] = Counter()
+        self.memory: MemoryPeak | None = None
+        self.engine_memory: list[MemoryPeak | None] = []
 
     def record(
         self,
@@ -139,9 +143,13 @@ class Recording:
                     train_s=4.0,
                     metrics=TRAINER,
                     skip_reason=skip_reason,
+                    memory=self.memory,
                 ),
                 times=TIMES,
-                engines=tuple(EngineStats(num_generated_tokens=tokens, busy_s=1.5) for tokens in generated),
+                engines=tuple(
+                    EngineStats(num_generated_tokens=tokens, busy_s=1.5, memory=memory)
+                    for tokens, memory in itertools.zip_longest(generated, self.engine_memory)
+                ),
                 buffer=BufferReport(metrics={"buffer/num_in_flight": 7}, num_dropped=self.dropped),
                 counters=GroupFiltering(self.config.algorithm, seed=0).metrics()
                 | make_scoring(self.config).metrics()
@@ -281,6 +289,21 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
     assert printed.startswith(
         "version 2 did not arrive whole (3 bad blocks): the generator goes on under its old weights\n"
     )
+
+
+def test_memory_is_that_of_the_largest_process_of_each_role(recording: Recording) -> None:
+    gib = 2**30
+    recording.memory = MemoryPeak(resident_bytes=3 * gib, gpu_bytes=40 * gib)
+    recording.engine_memory = [
+        MemoryPeak(resident_bytes=2 * gib),
+        MemoryPeak(resident_bytes=6 * gib),
+        MemoryPeak(resident_bytes=5 * gib),
+    ]
+    line = recording.record(1, generated=(1, 2, 3))
+    found = {key: value for key, value in line.items() if key.startswith("memory/")}
+    own_gib = found.pop("memory/controller_gib")
+    assert found == {"memory/trainer_gib": 3.0, "memory/trainer_gpu_gib": 40.0, "memory/generator_gib": 6.0}
+    assert 0.05 < own_gib < 64.0
 
 
 def test_what_is_refused_is_named(recording: Recording) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def test_step_lines_are_aligned_and_short() -> None:
     tokens_per_s=st.floats(0, 1e8),
     reward=st.floats(-1e4, 1e4),
     length=st.floats(0, 1e6),
+    loss=st.none() | st.floats(),
 )
 def test_a_step_line_never_wraps(
     max_steps: int,
@@ -64,12 +66,14 @@ def test_a_step_line_never_wraps(
     tokens_per_s: float,
     reward: float,
     length: float,
+    loss: float | None,
 ) -> None:
     line = replace(
         make_line(step=max_steps, waited_for=waited_for, accuracy=accuracy),
         train_tokens_per_s=tokens_per_s,
         reward_mean=reward,
         response_length_mean=length,
+        loss=loss,
     ).format(max_steps, num_columns)
     assert len(line) <= num_columns and "\n" not in line
     # At 20 columns the step itself may be all that there is.
@@ -81,6 +85,30 @@ def test_eighty_columns_hold_what_is_worth_most() -> None:
     assert all(name in line for name in ("step", "reward", "eval", "tok/s", "mismatch", "age"))
     assert len(line) <= 80 and "batch" not in line and "…" not in line
     assert "batch 1.2s" in make_line(step=7).format(60, MAX_COLUMNS)
+
+
+def test_wide_lines_show_what_the_optimizer_does_and_narrow_ones_do_not() -> None:
+    """Columns that a line has without these numbers stay, whatever its width."""
+    without = replace(
+        make_line(step=7, accuracy=0.5), loss=None, entropy=None, grad_norm=None, learning_rate=None
+    )
+    line = replace(without, loss=-0.00123, entropy=1.2345, grad_norm=12.5, learning_rate=1.5e-6)
+    shown = "loss  -0.00123  entropy  1.234  grad     12.5  lr 1.5e-06"
+    assert shown in line.format(60, MAX_COLUMNS) and "batch 1.2s" in line.format(60, MAX_COLUMNS)
+    for num_columns in range(20, 200):
+        wide, plain = (one.format(60, num_columns) for one in (line, without))
+        assert len(wide) <= num_columns
+        if num_columns <= 80:
+            assert wide == plain
+        else:
+            assert re.sub(r"  (loss|entropy|grad|lr) +\S+", "", wide) == plain
+    assert "loss" in line.format(60, 130) and "lr" not in line.format(60, 130)
+
+
+def test_a_line_takes_these_numbers_from_the_metrics() -> None:
+    metrics = make_step().to_dict() | {"learning_rate": 2e-5, "policy/entropy": 0.75}
+    line = StepLine.from_metrics(metrics, waited_for="train")
+    assert (line.loss, line.grad_norm, line.learning_rate, line.entropy) == (0.5, 1.5, 2e-5, 0.75)
 
 
 def test_pipe_gets_plain_lines_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Scoring of groups: side by side, under the right deadlines, retried, and given up one by one."""
 
 import asyncio
+import dataclasses
 import math
 import threading
 import time
@@ -19,6 +20,7 @@ from forgeasync.config.run import ScorerSection
 from forgeasync.controller.evaluation import evaluate
 from forgeasync.environments.reward import Response
 from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
@@ -230,6 +232,18 @@ class TestGroupScoring:
         for index in range(3):
             asyncio.run(scoring.score(f"group {index}", make_task(), some(1)))
         assert scoring.metrics()["scoring/num_timeouts"] == 5
+
+    def test_the_scorers_memory_is_its_peak_even_if_answers_overtake_each_other(self) -> None:
+        sizes = iter([2 * 2**30, 5 * 2**30, 3 * 2**30])
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            return dataclasses.replace(scored(0.0), memory=MemoryPeak(resident_bytes=next(sizes)))
+
+        scoring = make_scoring(judge)
+        assert "memory/scorer_gib" not in scoring.metrics()
+        for index in range(3):
+            asyncio.run(scoring.score(f"group {index}", make_task(), some(1)))
+        assert scoring.metrics()["memory/scorer_gib"] == 5.0
 
 
 class Judge:

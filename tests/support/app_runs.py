@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.metrics import check_keys
 from tests.support.processes import run_apart
 from tests.support.tiers import Starts, starts
 
@@ -78,7 +79,12 @@ def session_processes(session: int) -> list[psutil.Process]:
 
 
 def read_lines(file: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """The records of a file; those of metrics.jsonl hold what the definitions say."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if file.name == "metrics.jsonl":
+        for line in lines:
+            check_keys(line)
+    return lines
 
 
 def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:

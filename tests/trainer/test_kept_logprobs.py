@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from forgeasync.models.sizes import GATHER_COST
 from forgeasync.trainer import logprobs as logprobs_module
-from forgeasync.trainer.logprobs import chunked_kept_logprobs, kept_logprobs
+from forgeasync.trainer.logprobs import chunked_predictions, kept_logprobs
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
 from tests.support.live_tensors import LiveTensors
 from tests.support.processes import run_ranks
@@ -74,7 +74,7 @@ def test_no_tokens_at_all_still_have_gradients() -> None:
     hidden = torch.zeros(0, 8, requires_grad=True)
     weight = torch.randn(16, 8, requires_grad=True)
     empty = torch.empty(0, dtype=torch.int64)
-    logprobs = chunked_kept_logprobs(hidden, weight, empty, torch.zeros(1, dtype=torch.int64), empty)
+    logprobs = chunked_predictions(hidden, weight, empty, torch.zeros(1, dtype=torch.int64), empty).logprobs_T
     logprobs.sum().backward()
     assert logprobs.shape == (0,) and (weight.grad == 0).all()
 
@@ -96,7 +96,9 @@ def test_chunks_change_nothing(
 
     expected = reference(hidden @ weight.T, tokens, offsets, ids, 0.8)
     expected_gradients = torch.autograd.grad((expected * factors).sum(), (hidden, weight))
-    ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids, 0.8, chunk_tokens=chunk_tokens)
+    ours = chunked_predictions(
+        hidden, weight, tokens, offsets, ids, 0.8, chunk_tokens=chunk_tokens
+    ).logprobs_T
     gradients = torch.autograd.grad((ours * factors).sum(), (hidden, weight))
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
     for gradient, exact in zip(gradients, expected_gradients, strict=True):
@@ -113,7 +115,7 @@ def test_bfloat16_is_rounded_alike_however_logits_are_read(monkeypatch: pytest.M
     results = []
     for cost in (ALWAYS_GATHER, NEVER_GATHER):
         monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
-        ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids)
+        ours = chunked_predictions(hidden, weight, tokens, offsets, ids).logprobs_T
         assert ours.dtype is torch.float32
         results.append((ours, *torch.autograd.grad(ours.sum(), (hidden, weight))))
     for one, other in zip(*results, strict=True):
@@ -138,7 +140,7 @@ def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch
         tokens = torch.zeros(num_tokens, dtype=torch.int64)
         with torch.autograd.set_multithreading_enabled(False):
             with LiveTensors([hidden, weight, tokens, offsets, ids]) as live:
-                ours = chunked_kept_logprobs(hidden, weight, tokens, offsets, ids)
+                ours, _ = chunked_predictions(hidden, weight, tokens, offsets, ids, with_entropies=True)
                 gradients = torch.autograd.grad(ours.sum(), (hidden, weight))
         logits = 4.25 * logits_bytes if width >= boundary else 4 * logits_bytes * num_uncut / num_tokens
         lists = logits_bytes / 4
@@ -168,9 +170,9 @@ def test_the_logits_of_a_whole_row_never_exist_together() -> None:
 
     with Watch():
         hidden = torch.randn(num_tokens, 4, requires_grad=True)
-        chunked_kept_logprobs(
-            hidden, weight, tokens, offsets, ids, chunk_tokens=chunk_tokens
-        ).sum().backward()
+        chunked_predictions(
+            hidden, weight, tokens, offsets, ids, with_entropies=True, chunk_tokens=chunk_tokens
+        ).logprobs_T.sum().backward()
     assert largest <= chunk_tokens * vocab_size
 
 
@@ -201,10 +203,13 @@ def _sharded(seed: int, vocab_size: int, cost: int) -> tuple[list[torch.Tensor],
     hidden.requires_grad_()
     sharded_weight = DTensor.from_local(weight, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
     sharded_weight = sharded_weight.detach().requires_grad_()
-    logprobs = chunked_kept_logprobs(hidden, sharded_weight, tokens, offsets, ids, 0.6, chunk_tokens=5)
+    logprobs, entropies = chunked_predictions(
+        hidden, sharded_weight, tokens, offsets, ids, 0.6, with_entropies=True, chunk_tokens=5
+    )
     (logprobs * factors).sum().backward()
-    results += [logprobs.detach(), hidden.grad, sharded_weight.grad.full_tensor()]
-    references += [expected.detach(), whole_hidden.grad, whole_weight.grad]
+    results += [logprobs.detach(), hidden.grad, sharded_weight.grad.full_tensor(), entropies]
+    _, exact = chunked_predictions(whole_hidden, whole_weight, tokens, offsets, ids, 0.6, with_entropies=True)
+    references += [expected.detach(), whole_hidden.grad, whole_weight.grad, exact]
     return results, references
 
 

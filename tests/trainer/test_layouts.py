@@ -198,7 +198,7 @@ def test_a_step_is_the_same_under_every_layout(launch: Launch, name: str) -> Non
     parallel = (MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED)[name].parallel
     outcomes = launch(name)
     for found in outcomes:
-        for metric in ("loss", "grad_norm", "mismatch/kl", "objective/clipped_share"):
+        for metric in ("loss", "grad_norm", "policy/entropy", "mismatch/kl", "objective/clipped_share"):
             assert found.metrics[metric] == pytest.approx(expected.metrics[metric], rel=TOLERANCE), metric
         errors = relative_errors(found.gradients, expected.gradients)
         assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)

@@ -184,7 +184,7 @@ def test_pieces_add_up_to_one_big_batch(
             for key in ("loss", "grad_norm", "off_policy/effective_sample_share", "mismatch/kl"):
                 assert metrics[key] == pytest.approx(expected[key], rel=2e-5, abs=1e-6), (name, key)
             for key in expected:
-                if key.startswith(("correction/", "objective/", "kl/", "off_policy/")):
+                if key.startswith(("correction/", "objective/", "kl/", "off_policy/", "policy/")):
                     assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), (name, key)
             assert gradients.keys() == expected_gradients.keys()
             largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
@@ -213,13 +213,18 @@ def _by_hand(folder: Path, sequences: list[TrainingSequence]) -> tuple[Step, Ste
     lengths = [len(sequence.response_ids_T) for sequence in sequences]
     weights = torch.tensor([one.weight for one in sequences]).repeat_interleave(torch.tensor(lengths))
     with trainer._forward.replay(row):
-        logprobs = trainer._forward.logprobs(row)
+        logprobs, entropies = trainer._forward.predictions(row)
         loss = -(weights * advantages * logprobs)[mask].sum() / weights[mask].sum()
         loss.backward()
     own = {name: whole(p.grad) for name, p in trainer.model.named_parameters()}
     ratios = (logprobs.detach() - behavior)[mask].double().exp()
     share = float(ratios.sum() ** 2 / (len(ratios) * ratios.square().sum()))
-    return step, ({"loss": float(loss), "off_policy/effective_sample_share": share}, own)
+    metrics = {
+        "loss": float(loss),
+        "off_policy/effective_sample_share": share,
+        "policy/entropy": float(entropies[mask].double().mean()),
+    }
+    return step, (metrics, own)
 
 
 def test_a_step_is_the_written_out_loss(in_one_row: InOneRow) -> None:

@@ -32,7 +32,7 @@ from forgeasync.algorithms.objectives import (
 )
 from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens
 from forgeasync.trainer import logprobs as logprobs_module
-from forgeasync.trainer.logprobs import chunked_kept_logprobs
+from forgeasync.trainer.logprobs import chunked_predictions
 from forgeasync.trainer.step_sums import StepSums
 from forgeasync.trainer.workarounds.experts import grouped_mm
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
@@ -182,7 +182,7 @@ def test_logprobs_of_large_logits(scale: float, cost: int, monkeypatch: pytest.M
     factors_T = torch.linspace(-1, 2, num_tokens)
     results = []
     for compute in (
-        lambda hidden, weight: chunked_kept_logprobs(hidden, weight, tokens, offsets, ids, 0.7),
+        lambda hidden, weight: chunked_predictions(hidden, weight, tokens, offsets, ids, 0.7).logprobs_T,
         lambda hidden, weight: reference(hidden.double() @ weight.double().T, tokens, offsets, ids, 0.7),
     ):
         leaves = (hidden_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_())

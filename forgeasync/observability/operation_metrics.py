@@ -1,0 +1,272 @@
+"""Metrics of how a run runs: times, load, failures, payloads, weights, memory."""
+
+from forgeasync.observability.metric import Metric, Reporter, Topic
+
+_EPISODES = "steps during which episodes of training ended, in runs with an environment"
+
+TIMES = Topic(
+    heading="Time and throughput",
+    metrics=(
+        Metric(
+            key="time/elapsed_s",
+            meaning="Seconds since the first training step started, with everything that happened since.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/step_s",
+            meaning="Seconds that the whole step took, evaluation included.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/wait_for_batch_s",
+            meaning="Seconds that the trainer stood idle for the batch.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/train_s",
+            meaning="Seconds of forward pass, backward pass and optimizer, reading payloads included.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/read_payloads_s",
+            meaning="Seconds, as part of `time/train_s`, that the first trainer rank took to read and pack "
+            "the batch's arrays.",
+        ),
+        Metric(
+            key="time/publish_weights_s",
+            meaning="Seconds until the new weights were staged and training could go on.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/eval_s",
+            meaning="Seconds that the evaluation took; 0 on steps without one.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/checkpoint_s",
+            meaning="Seconds that training stood still for the checkpoint of the step before.",
+            when="steps after a checkpoint",
+        ),
+        Metric(
+            key="throughput/train_tokens_per_s",
+            meaning="Response tokens trained on, per second of `time/step_s`.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="throughput/generated_tokens_per_s",
+            meaning="Response tokens generated during the step, per second of `time/step_s`.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="generator/busy_s",
+            meaning="Seconds so far with at least one request in flight, summed over the generators.",
+        ),
+    ),
+)
+
+LOAD = Topic(
+    heading="Load and the replay buffer",
+    metrics=(
+        Metric(key="load/bound", meaning="Most groups that may be under way now."),
+        Metric(
+            key="load/trainer_wait_share",
+            meaning="Share of `time/step_s` that the trainer waited for the batch.",
+        ),
+        Metric(key="load/trainer_waits", meaning="1 where the trainer waits for the generators, else 0."),
+        Metric(key="load/generators_wait", meaning="1 where the generators wait for the trainer, else 0."),
+        Metric(key="buffer/num_in_flight", meaning="Groups that are being sampled or scored."),
+        Metric(key="buffer/num_complete", meaning="Groups that wait for training."),
+        Metric(key="buffer/num_reissued", meaning="Prompts so far that came again for a lost group."),
+        Metric(
+            key="buffer/num_restarted",
+            meaning="Prompts so far whose groups were lost when a run was interrupted.",
+        ),
+        Metric(
+            key="dropped/<reason>",
+            meaning="Groups lost in the step, by reason (`DropReason` in forgeasync/buffer/decisions.py).",
+            when="every step, for each reason",
+        ),
+        Metric(
+            key="filtered/num_groups_<reason>",
+            meaning="Groups so far that filters dropped, by reason (`FilterReason` in "
+            "forgeasync/algorithms/group_facts.py).",
+            when="every step, for each reason",
+        ),
+        Metric(
+            key="filtered/num_rollouts",
+            meaning="Rollouts so far that filters left out, those of dropped groups too.",
+        ),
+    ),
+)
+
+SCORING = Topic(
+    heading="Scoring and environments",
+    metrics=(
+        Metric(
+            key="scoring/num_timeouts",
+            meaning="Answers so far that scored 0 since they were not verified in `scorer.answer_limit_s`.",
+        ),
+        Metric(
+            key="scoring/num_crashes",
+            meaning="Answers so far that scored 0 since the process that verified them died.",
+        ),
+        Metric(
+            key="scoring/num_errors",
+            meaning="Answers so far that scored 0 since their verifier raised an exception or gave no finite "
+            "number from -1 to 1.",
+        ),
+        Metric(
+            key="scoring/num_oversized",
+            meaning="Answers so far that scored 0 since they are longer than what a verifier is given.",
+        ),
+        Metric(
+            key="scoring/num_killed_rewards",
+            meaning="Processes of a user's own rewards so far that were killed because a call did not end.",
+        ),
+        Metric(
+            key="scoring/num_failed_attempts",
+            meaning="Failed attempts so far to score a group; each group has `scorer.max_attempts`.",
+        ),
+        Metric(
+            key="environment/mean_turns",
+            meaning="Mean number of the model's turns, over the episodes of training that ended during the "
+            "step.",
+            when=_EPISODES,
+        ),
+        Metric(
+            key="environment/mean_episode_s",
+            meaning="Mean number of seconds that an episode took, over the episodes of training that ended "
+            "during the step.",
+            when=_EPISODES,
+        ),
+        Metric(
+            key="environment/num_truncated",
+            meaning="Episodes of training so far that ended because the context was full; their score is 0.",
+            when="runs with an environment",
+        ),
+    ),
+)
+
+WEIGHTS = Topic(
+    heading="Weights on their way to the generators",
+    note="Counted over all generators during the step, unless a row says otherwise; see "
+    "[weights.md](weights.md).",
+    metrics=(
+        Metric(
+            key="generator/max_pause_s",
+            meaning="Longest time, in seconds, that a generator stood still for a swap of weights.",
+        ),
+        Metric(
+            key="generator/max_swap_wait_s",
+            meaning="Longest wait before a swap, in seconds: draining, or standing still for the fetch.",
+        ),
+        Metric(
+            key="generator/num_crossing",
+            meaning="Sequences that a swap found under way and that went on where they were.",
+        ),
+        Metric(
+            key="generator/num_resumed",
+            meaning="Sequences that a swap ended and that began again with what they had as prefix.",
+        ),
+        Metric(key="generator/num_recomputed", meaning="Sequences that lost their KV cache to a swap."),
+        Metric(key="weights/num_swaps", meaning="Swaps of weights."),
+        Metric(
+            key="weights/max_fetch_s",
+            meaning="Longest fetch of a version, in seconds; generators decode meanwhile.",
+        ),
+        Metric(key="weights/num_bytes_moved", meaning="Bytes that the fetches moved."),
+        Metric(key="weights/num_bytes_needed", meaning="Bytes of the fetches that the engines use."),
+        Metric(
+            key="weights/num_bad_blocks",
+            meaning="Blocks that arrived with another checksum than the manifest's.",
+        ),
+        Metric(
+            key="weights/num_skipped_versions",
+            meaning="Versions so far that were not published when they were made, because both staging "
+            "buffers were being read.",
+        ),
+        Metric(
+            key="weights/num_expired_leases",
+            meaning="Generators so far that took longer than `weights.lease_timeout_s` to read a version.",
+        ),
+    ),
+)
+
+PAYLOADS = Topic(
+    heading="Payloads",
+    note="The arrays of the rollouts (tokens, log-probabilities, routed experts, kept tokens) in shared "
+    "memory.",
+    metrics=(
+        Metric(key="payload/num_bytes_held", meaning="Bytes in the payload store at the end of the step."),
+        Metric(
+            key="payload/num_bytes_reserved",
+            meaning="Bytes reserved for groups under way at the end of the step.",
+        ),
+        Metric(
+            key="payload/bytes_per_token",
+            meaning="Bytes of the batch's payloads for each of its tokens, prompts and responses alike.",
+        ),
+        Metric(
+            key="payload/num_read_shared",
+            meaning="Payloads that the first trainer rank read from its own host's shared memory.",
+        ),
+        Metric(
+            key="payload/num_read_remote",
+            meaning="Payloads that the first trainer rank read from other hosts.",
+        ),
+        Metric(
+            key="payload/num_waits",
+            meaning="Groups so far that had to wait for room in the payload store.",
+        ),
+    ),
+)
+
+MEMORY = Topic(
+    heading="Memory",
+    note="Resident memory is the peak resident set so far of the role's largest single process. It is read "
+    "from the kernel once a step and includes the pages of shared memory that the process has touched. "
+    "Processes that an actor has started belong to its role: workers of an engine, of verifiers, of rewards. "
+    "GPU memory is the most that PyTorch's allocator has reserved so far in one process of the role.",
+    metrics=(
+        Metric(
+            key="memory/controller_gib",
+            meaning="GiB of the process that runs the loops; processes that it has started belong to their "
+            "own roles.",
+        ),
+        Metric(key="memory/trainer_gib", meaning="GiB of the largest process of the trainer's ranks."),
+        Metric(key="memory/generator_gib", meaning="GiB of the largest process of the generators."),
+        Metric(
+            key="memory/scorer_gib",
+            meaning="GiB of the largest process of the scorer.",
+            when="steps once the scorer has scored something; an environment scores by itself",
+        ),
+        Metric(
+            key="memory/trainer_gpu_gib",
+            meaning="GiB reserved on the GPU of the trainer rank with the most.",
+            when="trainers with a GPU",
+        ),
+        Metric(
+            key="memory/generator_gpu_gib",
+            meaning="GiB reserved on the GPU by the actor's process of the generator with the most; vLLM's "
+            "further workers (`generator.tensor_parallel` above 1) are not counted.",
+            when="generators with a GPU",
+        ),
+    ),
+)
+
+FILES = Topic(
+    heading="The metrics themselves",
+    metrics=(
+        Metric(
+            key="metrics/num_nonfinite",
+            meaning="Values of this line that were nan or infinite; they are null in metrics.jsonl.",
+        ),
+        Metric(
+            key="metrics/num_tensorboard_errors",
+            meaning="Lines so far that TensorBoard's files lack because they could not be written; the run "
+            "goes on without them.",
+        ),
+    ),
+)
+
+OPERATION_TOPICS = (TIMES, LOAD, SCORING, WEIGHTS, PAYLOADS, MEMORY, FILES)

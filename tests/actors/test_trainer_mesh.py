@@ -1,0 +1,57 @@
+"""What the mesh makes of its ranks' answers."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.run import TimeoutSection
+from forgeasync.process_memory import MemoryPeak
+from forgeasync.trainer.step_result import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Answers a call to one rank."""
+
+    answer: Callable[..., object]
+
+    async def call_one(self, *arguments: object) -> object:
+        return self.answer(*arguments)
+
+
+class Ranks:
+    """Trainer ranks in this process, each with a memory of its own."""
+
+    def __init__(self, *memories: MemoryPeak) -> None:
+        self._memories = memories
+
+    def slice(self, *, procs: int) -> SimpleNamespace:
+        def train(rows: list[int]) -> StepResult:
+            return StepResult(
+                policy_version=1,
+                num_targets=len(rows),
+                num_padding_tokens=0,
+                train_s=0.0,
+                metrics={"loss": 0.5, "payload/num_read_shared": float(procs)},
+                skip_reason=None,
+                memory=self._memories[procs],
+            )
+
+        return SimpleNamespace(
+            setup=Endpoint(answer=lambda setup, host_id: procs), train_rows=Endpoint(answer=train)
+        )
+
+
+def test_the_largest_rank_says_how_much_memory_a_step_takes() -> None:
+    ranks = Ranks(MemoryPeak(resident_bytes=3), MemoryPeak(resident_bytes=8, gpu_bytes=2))
+    mesh = TrainerMesh(ranks, 2, TimeoutSection())  # type: ignore[arg-type]
+
+    async def step() -> StepResult:
+        await mesh.setup(None, host_ids=["a", "a"])  # type: ignore[arg-type]
+        return await mesh.train_rows([[], []], step=1)
+
+    result = asyncio.run(step())
+    assert result.memory == MemoryPeak(resident_bytes=8, gpu_bytes=2)
+    assert result.metrics["payload/num_read_shared"] == 0.0, "all else is the first rank's"

@@ -1,0 +1,18 @@
+"""Lines of metrics.jsonl against the definitions."""
+
+from collections.abc import Mapping
+
+from forgeasync.observability.metric_definitions import METRICS, undefined
+from forgeasync.observability.operation_metrics import FILES
+
+ALWAYS = frozenset(metric.key for metric in METRICS if metric.when == "every step")
+
+
+def check_keys(line: Mapping[str, object]) -> None:
+    """Every key has a definition, and nothing is missing that every step has."""
+    assert undefined(line) == [], "keys without a definition in forgeasync/observability"
+    always = ALWAYS
+    if line["step"] == 0:
+        always = {metric.key for metric in FILES.metrics}
+        always |= {"step", "policy_version", "time/eval_s", "time/elapsed_s", "eval/num_unscored"}
+    assert always - line.keys() == set(), "keys that every line has by their definitions"

@@ -1,0 +1,69 @@
+"""Peak memory of processes: what is counted, on processes of known size."""
+
+import subprocess
+import sys
+
+from forgeasync.process_memory import MemoryPeak, MemoryWatch, largest
+
+MIB = 2**20
+
+STARTS_OTHERS = """
+import subprocess, sys
+from forgeasync.process_memory import MemoryWatch
+
+HOLD = "import subprocess, sys; block = b'x' * ({} << 20); {}; print('ready', flush=True); sys.stdin.read()"
+START = "other = subprocess.Popen([sys.executable, '-c', {!r}], stdin=subprocess.PIPE, stdout=-1); "
+START += "other.stdout.readline()"
+
+def child(num_mib, code="pass"):
+    code = HOLD.format(num_mib, code)
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+own, all_of_them = MemoryWatch(with_descendants=False), MemoryWatch(with_descendants=True)
+
+def show():
+    print(own.peak().resident_bytes, all_of_them.peak().resident_bytes)
+
+block = b"x" * (60 << 20)
+del block
+show()
+others = [child(150), child(10, START.format(HOLD.format(300, "pass")))]
+for one in others:
+    one.stdout.readline()
+show()
+for one in others:
+    one.communicate()
+show()
+"""
+
+
+def test_the_largest_process_counts_also_after_it_has_ended() -> None:
+    """A process of 60 MiB starts one of 150, and one of 10 that starts one of 300; Python takes about 15."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_OTHERS], capture_output=True, text=True, check=True, timeout=60
+    )
+    alone, together, after = ([int(one) / MIB for one in line.split()] for line in done.stdout.splitlines())
+    assert 60 < alone[0] < 110 and alone[1] == alone[0], "freed memory still counts in a peak"
+    for own, largest_of_all in (together, after):
+        assert own < 110, "without descendants theirs does not count"
+        assert 300 < largest_of_all < 350
+
+
+def test_the_largest_of_peaks_by_hand() -> None:
+    one = MemoryPeak(resident_bytes=3, gpu_bytes=5)
+    other = MemoryPeak(resident_bytes=7)
+    assert largest([one, None, other]) == MemoryPeak(resident_bytes=7, gpu_bytes=5)
+    assert largest([]) is None and largest([None]) is None
+
+
+def test_gpus_are_there_only_where_something_is_reserved() -> None:
+    peak = MemoryPeak(resident_bytes=3 * 2**29)
+    assert peak.metrics("trainer") == {"memory/trainer_gib": 1.5}
+    with_gpu = MemoryPeak(resident_bytes=2**30, gpu_bytes=2**31)
+    assert with_gpu.metrics("trainer") == {"memory/trainer_gib": 1.0, "memory/trainer_gpu_gib": 2.0}
+
+
+def test_a_process_that_has_used_no_gpu_says_so() -> None:
+    import torch  # noqa: F401  it is asked where it is there
+
+    assert MemoryWatch(with_descendants=True).peak().gpu_bytes == 0

@@ -1,0 +1,142 @@
+"""Entropies over kept sets against the definition in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.trainer import entropies as entropies_module
+from forgeasync.trainer import logprobs as logprobs_module
+from forgeasync.trainer.logprobs import chunked_predictions
+from tests.trainer.test_kept_logprobs import ALWAYS_GATHER, NEVER_GATHER, make_case
+
+
+def reference(
+    logits: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """One token at a time, in float64: -sum p log p over its kept ids."""
+    entropies = []
+    for index in range(len(logits)):
+        kept = ids[offsets[index] : offsets[index + 1]].tolist() or list(range(logits.shape[1]))
+        logs = torch.log_softmax(logits[index, kept].double() / temperature, 0)
+        entropies.append(-math.fsum((logs.exp() * logs).tolist()))
+    return torch.tensor(entropies, dtype=torch.float64)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(0, 12),
+    vocab_size=st.integers(1, 40),
+    largest_set=st.integers(0, 40),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    scale=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
+    cost=st.sampled_from([ALWAYS_GATHER, 4, NEVER_GATHER]),
+    chunk_tokens=st.sampled_from([1, 5, 1000]),
+    block_bytes=st.sampled_from([1, 300, 2**20]),
+)
+def test_entropies_are_the_definitions(
+    seed: int,
+    num_tokens: int,
+    vocab_size: int,
+    largest_set: int,
+    temperature: float,
+    scale: float,
+    cost: int,
+    chunk_tokens: int,
+    block_bytes: int,
+) -> None:
+    """At all scales of logits, read in every way, for every width of the kept sets (0: none is cut)."""
+    logits, tokens, offsets, ids = make_case(seed, num_tokens, vocab_size, largest_set=largest_set)
+    logits *= scale
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs_module, "GATHER_COST", cost)
+        patch.setattr(entropies_module, "CPU_BLOCK_BYTES", block_bytes)
+        for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+            # Products with unit vectors: the logits are these very numbers.
+            logits_TV = logits.to(dtype)
+            found = chunked_predictions(
+                logits_TV,
+                torch.eye(vocab_size, dtype=dtype, requires_grad=True),
+                tokens,
+                offsets,
+                ids,
+                temperature,
+                with_entropies=True,
+                chunk_tokens=chunk_tokens,
+            ).entropies_T
+            assert found is not None and found.dtype is dtype and not found.requires_grad
+            expected = reference(logits_TV, offsets, ids, temperature)
+            # A scaled logit is rounded by its size; no entropy moves by more than log(V) times that.
+            largest = float(logits.abs().max()) / temperature if num_tokens else 0.0
+            torch.testing.assert_close(
+                found.double(), expected, atol=tolerance * (10.0 + 4.0 * largest), rtol=0
+            )
+
+
+def predictions_of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, kept: list[list[int]]) -> torch.Tensor:
+    """Entropies at temperature 0.7; an empty set is the whole vocabulary."""
+    offsets = torch.tensor([0, *map(len, kept)]).cumsum(0)
+    ids = torch.tensor([one for row in kept for one in row], dtype=torch.int32)
+    tokens = torch.tensor([row[0] if row else 0 for row in kept])
+    found = chunked_predictions(hidden_TD, weight_VD, tokens, offsets, ids, 0.7, with_entropies=True)
+    assert found.entropies_T is not None
+    return found.entropies_T
+
+
+@pytest.mark.parametrize("cost", [ALWAYS_GATHER, NEVER_GATHER], ids=["read-row-by-row", "dense"])
+def test_one_kept_token_has_entropy_zero_and_all_of_them_that_of_the_vocabulary(
+    cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
+    hidden_TD = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 20
+    weight_VD = torch.randn(33, 8, generator=torch.Generator().manual_seed(1)) * 20
+    alone = predictions_of(hidden_TD, weight_VD, [[7], [0], [32], [5]])
+    assert (alone == 0.0).all()
+    listed, whole = (
+        predictions_of(hidden_TD / 40, weight_VD / 40, kept) for kept in ([list(range(33))] * 4, [[]] * 4)
+    )
+    torch.testing.assert_close(listed, whole, atol=1e-6, rtol=0)
+    assert 0.5 < float(whole.min()) and float(whole.max()) < math.log(33)
+    uniform = predictions_of(torch.zeros(2, 8), weight_VD, [[], [3, 1, 4, 9]])
+    assert uniform.tolist() == pytest.approx([math.log(33), math.log(4)], rel=1e-6)
+
+
+@pytest.mark.parametrize("cost", [ALWAYS_GATHER, NEVER_GATHER], ids=["read-row-by-row", "dense"])
+def test_entropies_are_computed_once_and_change_no_bit_of_the_rest(
+    cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities are computed again for the backward pass, entropies are not."""
+    monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
+    num_calls = 0
+
+    def counted(scaled_Uv: torch.Tensor, log_sums_U: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return entropies_module.slice_entropies(scaled_Uv, log_sums_U)
+
+    monkeypatch.setattr(logprobs_module, "slice_entropies", counted)
+    _, tokens, offsets, ids = make_case(3, 23, 64, largest_set=8)
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(23, 16, generator=generator, requires_grad=True)
+    weight_VD = torch.randn(64, 16, generator=generator, requires_grad=True)
+    results = []
+    for with_entropies in (False, True):
+        found = chunked_predictions(
+            hidden_TD, weight_VD, tokens, offsets, ids, with_entropies=with_entropies, chunk_tokens=10
+        )
+        assert (found.entropies_T is not None) is with_entropies
+        gradients = torch.autograd.grad(found.logprobs_T.sum(), (hidden_TD, weight_VD))
+        results.append((found.logprobs_T, *gradients))
+    assert num_calls == 3, "one call for each chunk"
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_logits_that_are_not_numbers_have_no_entropy() -> None:
+    """Nothing hides them: the step is skipped, and its value is counted as not finite."""
+    hidden_TD = torch.tensor([[math.nan, 0.0], [1.0, 2.0]])
+    for kept in ([[], []], [[0, 1], [0, 1]]):
+        entropies_T = predictions_of(hidden_TD, torch.eye(2), kept)
+        assert entropies_T.isnan().tolist() == [True, False]
