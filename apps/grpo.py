@@ -51,6 +51,7 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_log import RunLog
 from forgeasync.observability.scored_groups import HeldOutScores
+from forgeasync.observability.summary import closing_lines
 from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
@@ -347,6 +348,8 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         finally:
             console.phase("ending all procs")
             await fleet.close()
+        for line in closing_lines(run_dir):
+            console.message(line)
 
 
 def main() -> int:

@@ -2,8 +2,10 @@
 
     python -m apps.warmup --config configs/tiny_moe_cpu.yaml [key.path=value ...]
 
-Writes ``model.path`` as a Hugging Face folder that vLLM, TorchTitan and transformers load alike. The training
-is the RL run's: the same trainer mesh and packed rows, with the likelihood of worked examples as objective.
+Writes ``model.path`` as a Hugging Face folder that vLLM, TorchTitan and transformers load alike. It trains as
+the RL run does, on packed rows in as many procs, with the likelihood of worked examples as objective. Each
+proc holds the whole model: what such examples can teach is small, and gathering shards of it in every layer
+would take a fifth of a step.
 """
 
 import json
@@ -21,15 +23,15 @@ from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.objectives import Supervised
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, WarmupSection
+from forgeasync.config.trainer import ParallelSection
 from forgeasync.controller.cli import run_app
 from forgeasync.controller.stopping import run_main
 from forgeasync.environments.order import TaskOrder
 from forgeasync.environments.sources import build_source
-from forgeasync.environments.worked_examples import guess, worked_example
+from forgeasync.environments.worked_examples import Example, mixed_examples, worked_example
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
 from forgeasync.rollouts.prompts import PromptEncoder
-from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError, Problem
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.setup import TrainerSetup
@@ -71,17 +73,18 @@ def write_initial_folder(
 
 
 def supervised_sequence(
-    task: Task, response: str, prompts: PromptEncoder, tokenizer: PreTrainedTokenizerFast
+    example: Example, prompts: PromptEncoder, tokenizer: PreTrainedTokenizerFast
 ) -> TrainingSequence:
     """An example to imitate: the prompt is given as in RL, the response and its end are learned."""
-    response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+    response_ids = tokenizer(example.response, add_special_tokens=False)["input_ids"]
     response_ids.append(tokenizer.eos_token_id)
     return TrainingSequence(
-        prompt_ids_P=prompts.encode(task.prompt),
+        prompt_ids_P=prompts.encode(example.task.prompt),
         response_ids_T=np.asarray(response_ids, np.int32),
         behavior_logprobs_T=np.zeros(len(response_ids), np.float32),
         ages_T=np.zeros(len(response_ids), np.int32),
         advantage=1.0,
+        weight=example.weight,
     )
 
 
@@ -93,7 +96,9 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     tasks = build_source(data, seed=warmup.seed).train
     tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
     prompts = PromptEncoder.of_section(tokenizer, config.data)
-    section = config.trainer.model_copy(update={"optimizer": warmup.optimizer})
+    num_procs = config.trainer.parallel.num_procs
+    parallel = ParallelSection(num_procs=num_procs, data_replicate=num_procs)
+    section = config.trainer.model_copy(update={"optimizer": warmup.optimizer, "parallel": parallel})
 
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "initial"
@@ -112,16 +117,14 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
             rng = random.Random(warmup.seed)
             order = TaskOrder(tasks, seed=warmup.seed)
             for step in range(1, warmup.num_steps + 1):
-                sequences = []
-                for _ in range(warmup.examples_per_step):
-                    task = order.next()
-                    if rng.random() < warmup.direct_share:
-                        response = guess(task, error=rng.randint(-warmup.guess_error, warmup.guess_error))
-                    else:
-                        response = worked_example(task)
-                    sequences.append(supervised_sequence(task, response, prompts, tokenizer))
+                of_step = [order.next() for _ in range(warmup.examples_per_step)]
                 rows = pack_rows(
-                    sequences, tokens_per_row=section.tokens_per_row, num_ranks=trainer.num_data_ranks
+                    [
+                        supervised_sequence(example, prompts, tokenizer)
+                        for example in mixed_examples(of_step, warmup, rng)
+                    ],
+                    tokens_per_row=section.tokens_per_row,
+                    num_ranks=trainer.num_data_ranks,
                 )
                 result = await trainer.train_rows(rows, step=step)
                 if step % REPORT_EVERY == 0 or step == warmup.num_steps:

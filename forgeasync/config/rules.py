@@ -13,7 +13,7 @@ from forgeasync.config.data import MAX_TASKS
 from forgeasync.config.data_rules import check_data, check_evaluation, check_response_length
 from forgeasync.config.launch_rules import check_launcher, check_trainer_on_gpus
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host
-from forgeasync.config.run import RunConfig
+from forgeasync.config.run import RunConfig, WarmupSection
 from forgeasync.config.trainer import ROW_ALIGNMENT, OptimizerSection
 from forgeasync.config.weights import Interruption, KvAfterSwap
 from forgeasync.schema.problems import Problem
@@ -284,6 +284,24 @@ def _check_warmup(config: RunConfig) -> Iterator[Problem]:
             field="warmup.shape.num_kv_heads",
             value=shape.num_kv_heads,
             remedy=f"must divide warmup.shape.num_heads = {shape.num_heads}",
+        )
+    yield from _check_guesses(config.warmup)
+
+
+def _check_guesses(warmup: WarmupSection) -> Iterator[Problem]:
+    examples, guesses = warmup.examples_per_step, warmup.num_guesses_per_step
+    if not warmup.direct_share and guesses:
+        yield Problem(
+            field="warmup.guesses_per_step",
+            value=guesses,
+            remedy="must be left out with warmup.direct_share = 0: guesses would count for nothing",
+        )
+    elif guesses >= examples or (warmup.direct_share and not guesses):
+        yield Problem(
+            field="warmup.guesses_per_step",
+            value=guesses,
+            remedy=f"must be at least 1 and less than warmup.examples_per_step = {examples}: with "
+            f"warmup.direct_share = {warmup.direct_share:g}, some examples guess and some are worked out",
         )
 
 

@@ -101,10 +101,19 @@ class WarmupSection(Section):
     examples_per_step: Count
     optimizer: OptimizerSection
     direct_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the examples that guess the answer instead of working it out: the stand-in for text in the
-    wild, which mostly does. RL then has to find out that working pays."""
+    """How often the model is taught to guess the answer instead of working it out: the stand-in for text in
+    the wild, which mostly does. RL then has to find out that working pays."""
+    guesses_per_step: Count | None = None
+    """Examples of a step that guess, each of which counts as often as makes all of them direct_share of the
+    step: a few teach as much as many, and take less time. null: direct_share of the examples."""
     guess_error: CountOrZero = 0
     """A guess is off by up to this much, uniformly."""
+
+    @property
+    def num_guesses_per_step(self) -> int:
+        if self.guesses_per_step is not None:
+            return self.guesses_per_step
+        return round(self.direct_share * self.examples_per_step)
 
 
 class RunConfig(Section):

@@ -190,6 +190,15 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["lora.rank = 3", "multiple of 4", "32 ranks share", "8 experts"],
         ),
         ([WARMUP, "warmup.shape.top_k=5"], ["warmup.shape.top_k = 5", "warmup.shape.num_experts = 4"]),
+        ([WARMUP, "warmup.guesses_per_step=1"], ["guesses_per_step = 1", "left out", "direct_share = 0"]),
+        (
+            [WARMUP, "warmup.examples_per_step=8", "warmup.direct_share=0.5", "warmup.guesses_per_step=8"],
+            ["guesses_per_step = 8", "less than warmup.examples_per_step = 8", "direct_share = 0.5"],
+        ),
+        (
+            [WARMUP, "warmup.examples_per_step=8", "warmup.direct_share=0.01"],
+            ["guesses_per_step = 0", "at least 1", "direct_share = 0.01"],
+        ),
         ([WARMUP, "warmup.shape.num_kv_heads=3"], ["warmup.shape.num_kv_heads = 3", "num_heads = 2"]),
     ],
 )

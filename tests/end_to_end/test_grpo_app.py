@@ -43,6 +43,9 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     assert code == 0, err
     assert "\x1b" not in out, "a pipe gets plain lines"
     assert len(re.findall(r"^step +[1-4]/4 ", out, re.MULTILINE)) == 4
+    sentence, curves = out.splitlines()[-2:]
+    assert re.match(r"held-out accuracy went from \S+% to \S+% in 4 steps", sentence)
+    assert curves.endswith(f"{run_dir} --out {run_dir}/learning.png")
     initial, *steps = read_lines(run_dir / "metrics.jsonl")
     assert initial["step"] == 0 and "eval/accuracy" in initial
     assert [line["step"] for line in steps] == [line["policy_version"] for line in steps] == [1, 2, 3, 4]

@@ -1,16 +1,20 @@
 """What the warm-up teaches: right worked examples, guesses that are off, and a lossless tokenizer."""
 
 import re
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 from transformers import AutoTokenizer
 
+from apps.warmup import supervised_sequence
 from forgeasync.config.data import DataSection, ReasoningGymReward, ReasoningGymSource, named_sources
-from forgeasync.config.run import ScorerSection
+from forgeasync.config.run import ScorerSection, ShapeSection, WarmupSection
 from forgeasync.environments.sources import build_source
-from forgeasync.environments.worked_examples import guess, worked_example
+from forgeasync.environments.worked_examples import Example, guess, mixed_examples, worked_example
 from forgeasync.models.tokenizer import UNKNOWN, build_tokenizer, save_tokenizer
+from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
 
@@ -29,6 +33,11 @@ DATA = DataSection(
 def make_scorer() -> VerifiedScorer:
     (source,) = named_sources(DATA)
     return VerifiedScorer(verifier_choice(ReasoningGymReward(), source, seed=0), ScorerSection(num_workers=1))
+
+
+def make_warmup(**mix: float | None) -> WarmupSection:
+    shape = dict.fromkeys(ShapeSection.model_fields, 2)
+    return WarmupSection(num_steps=1, optimizer={"learning_rate": 1e-3}, shape=shape, **mix)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +62,50 @@ def test_guesses_are_off_by_the_error(tasks: list[Task]) -> None:
     scorer = make_scorer()
     assert scorer.score(tasks[0], guess(tasks[0], error=0)).is_correct
     assert guess(tasks[0], error=2) == f"#{int(tasks[0].answer) + 2}"
+
+
+@pytest.mark.parametrize(("guesses_per_step", "num_guesses"), [(3, 3), (None, 7)])
+def test_guesses_weigh_their_share_however_few_they_are(
+    tasks: list[Task], guesses_per_step: int | None, num_guesses: int
+) -> None:
+    mix = {"examples_per_step": 10, "direct_share": 0.7, "guess_error": 2}
+    examples = list(
+        mixed_examples(tasks[:10], make_warmup(**mix, guesses_per_step=guesses_per_step), Random(0))
+    )
+    assert [example.task for example in examples] == tasks[:10]
+    guesses, worked = examples[:num_guesses], examples[num_guesses:]
+    assert [example.response for example in worked] == [
+        worked_example(task) for task in tasks[num_guesses:10]
+    ]
+    assert {example.weight for example in worked} == {1.0}
+    errors = [int(example.response.removeprefix("#")) - int(example.task.answer) for example in guesses]
+    assert max(map(abs, errors)) <= 2
+    weight = sum(example.weight for example in guesses)
+    assert weight / (weight + len(worked)) == pytest.approx(0.7)
+
+
+def test_guesses_are_off_by_every_error_alike(tasks: list[Task]) -> None:
+    warmup = make_warmup(examples_per_step=60, direct_share=0.5, guesses_per_step=59, guess_error=1)
+    rng, counts = Random(0), Counter[int]()
+    for _ in range(20):
+        for example in list(mixed_examples(tasks, warmup, rng))[:59]:
+            counts[int(example.response.removeprefix("#")) - int(example.task.answer)] += 1
+    # Four standard deviations of a third of 1,180 draws.
+    assert counts.keys() == {-1, 0, 1} and all(abs(count - 393) < 65 for count in counts.values())
+
+
+def test_without_a_share_nothing_is_guessed(tasks: list[Task]) -> None:
+    examples = list(mixed_examples(tasks, make_warmup(examples_per_step=60), Random(0)))
+    assert [example.response for example in examples] == [worked_example(task) for task in tasks]
+    assert {example.weight for example in examples} == {1.0}
+
+
+def test_an_examples_weight_reaches_the_trainer(tasks: list[Task]) -> None:
+    tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
+    example = Example(task=tasks[0], response=guess(tasks[0], error=1), weight=8.5)
+    sequence = supervised_sequence(example, PromptEncoder.of_section(tokenizer, DATA), tokenizer)
+    assert tokenizer.decode(sequence.response_ids_T) == example.response + tokenizer.eos_token
+    assert sequence.weight == 8.5
 
 
 def test_another_kind_of_problem_is_refused() -> None:

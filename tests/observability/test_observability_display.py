@@ -2,9 +2,11 @@
 
 import fcntl
 import io
+import json
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from forgeasync.observability.console import MAX_COLUMNS, RemainingTime, StepCon
 from forgeasync.observability.logs import last_lines
 from forgeasync.observability.metrics import MetricsWriter
 from forgeasync.observability.run_dir import RunDir
+from forgeasync.observability.summary import closing_lines
 from tests.support.step_records import NOW, make_config, make_held_out, make_step
 
 
@@ -335,6 +338,47 @@ def test_plot_of_nothing_ends_with_the_path(
 def test_moving_average_looks_back_only() -> None:
     averaged = plot.moving_average(np.array([1.0, 3.0, 5.0, 7.0]), 2)
     assert averaged.tolist() == [1.0, 2.0, 4.0, 6.0]
+
+
+# --- the last words ---
+
+
+def test_the_last_words_say_how_accuracy_went_and_how_to_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a run")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    sentence, curves = closing_lines(RunDir(path=Path("a run")))
+    assert sentence == "held-out accuracy went from 10.0% to 40.0% in 4 steps, which took 2.0 minutes"
+    command = curves.removeprefix("its curves: ")
+    assert command.startswith("bin/python -m")
+    # The link is not the environment that has our packages: the same arguments, run as a test runs them.
+    monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
+    plot.main()
+    assert (tmp_path / "a run" / "learning.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "words"),
+    [
+        ([None, None], "accuracy is unknown"),
+        ([0.25, None], "accuracy was 25.0% at step 0, and measured only then"),
+        ([None, 0.25], "accuracy was 25.0% at step 1, and measured only then"),
+        ([0.5, 0.5], "from 50.0% to 50.0% in 1 step,"),
+    ],
+)
+def test_the_last_words_where_little_was_measured(
+    tmp_path: Path, accuracies: list[float | None], words: str
+) -> None:
+    lines = [
+        {"step": step, "time/elapsed_s": 60.0 * step, "eval/accuracy": one}
+        for step, one in enumerate(accuracies)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert words in closing_lines(RunDir(path=tmp_path))[0]
 
 
 class GoneStream(io.StringIO):
