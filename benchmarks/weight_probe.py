@@ -133,7 +133,7 @@ class Update:
 
 
 class ProbedGenerator(GeneratorActor):
-    """A generator that can fetch by every transport into one landing, and knows when its tokens came."""
+    """A generator that fetches by every transport into one receive buffer, and knows when its tokens came."""
 
     @concurrent_endpoint
     async def connect_transports(
@@ -143,7 +143,7 @@ class ProbedGenerator(GeneratorActor):
         folder: Path,
         choices: Sequence[str],
     ) -> None:
-        """Plan once, for all transports: workers know one landing. ``sources`` are by rank."""
+        """Plan once, for all transports: workers know one receive buffer. ``sources`` are by rank."""
         from forgeasync.generator.weight_receiver import WeightReceiver
 
         self._layout = layout
@@ -160,7 +160,7 @@ class ProbedGenerator(GeneratorActor):
             self._engine,
             layout=layout,
             transports=self._transports[choices[0]],
-            landing=folder / "landing-0",
+            receive_buffer=folder / "receive-buffer-0",
             delta=False,
         )
         self._receiver_of: dict[str, WeightReceiver] = {}
@@ -177,7 +177,7 @@ class ProbedGenerator(GeneratorActor):
             layout=self._layout,
             needed=known._needed,
             num_bytes_needed=known._num_bytes_needed,
-            landing=known._landing,
+            receive_buffer=known._receive_buffer,
             transports=self._transports[choice],
             delta=is_delta,
         )

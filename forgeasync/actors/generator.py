@@ -233,7 +233,7 @@ class GeneratorActor(Actor):
     async def connect_weights(
         self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
     ) -> None:
-        """Plan how versions get from the trainer's ranks into the engine; the landing goes into ``folder``.
+        """Plan how versions get from the trainer's ranks into the engine; put a receive buffer into ``folder``.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
@@ -247,7 +247,7 @@ class GeneratorActor(Actor):
             self._engine,
             layout=layout,
             transports=transports,
-            landing=folder / f"landing-{self._rank}",
+            receive_buffer=folder / f"receive-buffer-{self._rank}",
             delta=setup.weights.delta,
             base=None
             if setup.lora is None

@@ -184,9 +184,9 @@ class Procs:
         dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
         layout = await trainer.lay_out_weights(dtype)
         staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
-        landing = sum(rank.num_bytes for rank in layout.ranks)
+        receive_buffer = sum(rank.num_bytes for rank in layout.ranks)
         folders = await _make_folders(
-            [*trainer_hosts, *generator_hosts], [*staged, *[landing] * generators.num_replicas]
+            [*trainer_hosts, *generator_hosts], [*staged, *[receive_buffer] * generators.num_replicas]
         )
         sources = await trainer.open_staging(
             folders[: trainer.num_procs],

@@ -61,9 +61,11 @@ class EngineWeights:
             check_traces(known, shapes, dtype)
         return known
 
-    async def connect(self, layout: WeightLayout, landing: Path) -> EngineNeeds:
-        """Plan how every worker takes versions of this layout out of the landing; after ``trace``."""
-        plans: list[Sequence[StridedCopy] | None] = await self._call("connect_weights", layout, landing)
+    async def connect(self, layout: WeightLayout, receive_buffer: Path) -> EngineNeeds:
+        """Plan how every worker takes versions of this layout out of the receive buffer; after ``trace``."""
+        plans: list[Sequence[StridedCopy] | None] = await self._call(
+            "connect_weights", layout, receive_buffer
+        )
         copies = [copy for plan in plans if plan is not None for copy in plan]
         if not copies:
             return all_of(layout)
@@ -73,7 +75,7 @@ class EngineWeights:
         return EngineNeeds(blocks=blocks, num_bytes=num_elements * layout.dtype.itemsize)
 
     async def stage(self) -> None:
-        """Have every worker make the landing's version ready; returns when all are."""
+        """Have every worker make the receive buffer's version ready; returns when all are."""
         await self._call("start_staging")
         delay_s = POLL_START_S
         while not all(await self._call("staging_done")):

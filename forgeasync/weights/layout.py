@@ -167,7 +167,7 @@ def _piece(weight: NamedWeight) -> Piece:
 
 
 def whole_tensors(layout: WeightLayout, images: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a landing by name; those in one piece are views, the others are put together."""
+    """Every tensor of a receive buffer by name; those in one piece are views, the others are put together."""
     parts: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
     for rank, image in zip(layout.ranks, images, strict=True):
         for piece in rank.pieces:

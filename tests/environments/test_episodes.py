@@ -382,7 +382,7 @@ class ScriptedEpisodes:
         self.seeds.append(seed)
         if self._failing(group_id):
             return RefusedGroup(problem=f"group {group_id}: no tool", reason=DropReason.EPISODE_FAILED)
-        version = min(self._generators._landed)
+        version = min(self._generators._fetched)
         scores = [Score(value=value, is_correct=False) for value in self._rng.normal(size=4)]
         return SampledGroup(
             rollouts=tuple(make_stored_rollout((version, 0, 3), (version, 5, 7)) for _ in scores),

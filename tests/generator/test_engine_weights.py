@@ -61,7 +61,7 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            landing=out / "landing",
+            receive_buffer=out / "receive-buffer",
             delta=False,
         )
         prompt = np.arange(3, 12, dtype=np.int32)

@@ -51,7 +51,7 @@ async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollo
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            landing=out / "landing",
+            receive_buffer=out / "receive-buffer",
             delta=False,
         )
         prompt = np.arange(3, 12, dtype=np.int32)

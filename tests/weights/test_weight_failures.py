@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forgeasync.weights.exchange import WeightExchange
-from forgeasync.weights.fetcher import Landing
+from forgeasync.weights.fetcher import ReceiveBuffer
 from forgeasync.weights.ledger import WeightLedger
 from forgeasync.weights.manifest import Manifest
 from tests.support.weight_service import constant, make_fetcher, publish_and_die
@@ -26,10 +26,10 @@ def test_a_publisher_that_dies_half_way_leaves_the_version_before(tmp_path: Path
     layout, source, manifest = here.recv()
     process.join(60)
     assert process.exitcode == -9
-    landing = Landing(tmp_path / "landing", layout)
-    report = asyncio.run(make_fetcher(layout, source, landing).fetch(manifest))
+    receive_buffer = ReceiveBuffer(tmp_path / "receive-buffer", layout)
+    report = asyncio.run(make_fetcher(layout, source, receive_buffer).fetch(manifest))
     assert report.is_complete
-    assert (landing.image(0).view(torch.float32) == constant(1)).all()
+    assert (receive_buffer.image(0).view(torch.float32) == constant(1)).all()
 
 
 def test_a_failed_publication_is_not_shown_and_made_up_for() -> None:

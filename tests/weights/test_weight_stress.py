@@ -93,9 +93,9 @@ class Readers:
 
     def _start(self) -> tuple[Any, Any]:
         here, there = self._context.Pipe()
-        landing = self._folder / f"reader-{self._num_started}"
+        receive_buffer = self._folder / f"reader-{self._num_started}"
         self._num_started += 1
-        arguments = (self._publisher.layout, self._publisher.source, landing, there)
+        arguments = (self._publisher.layout, self._publisher.source, receive_buffer, there)
         process = self._context.Process(target=read_versions, args=arguments, daemon=True)
         process.start()
         return process, here
@@ -162,7 +162,7 @@ async def _scenario(folder: Path, out: Path) -> Seen:
         engine,
         layout=publisher.layout,
         transports=publisher.transports(),
-        landing=out / "landing",
+        receive_buffer=out / "receive-buffer",
         delta=False,
     )
     readers = Readers(publisher, board, seen, out)

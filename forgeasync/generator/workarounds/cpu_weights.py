@@ -58,7 +58,7 @@ class CpuWeights:
 
     @torch.no_grad()
     def stage(self, images: Sequence[torch.Tensor]) -> None:
-        """Fill the shadows from the landing's images (by rank); the model may run meanwhile."""
+        """Fill the shadows from the receive buffer's images (by rank); the model may run meanwhile."""
         for name, copies in self._copies.items():
             shadow = self._shadows[name]
             isa = self._isa_of.get(name)

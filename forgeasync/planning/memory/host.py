@@ -18,7 +18,7 @@ PAYLOAD_HEADER_BYTES = 256
 
 
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
-    """Staging buffers of all trainer ranks together, the landing of one replica, and the payload store."""
+    """Staging buffers of all trainer ranks together, one replica's receive buffer, and the payload store."""
     element, dtype = BYTES_PER_ELEMENT[config.generator.dtype], config.generator.dtype.value
     version, what = published_weight_bytes(config, facts), "version"
     merged = []

@@ -39,7 +39,7 @@ class RdmaTransport(Transport):
         self._timeout_s = int(source.lease_timeout_s)
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``."""
         limit = asyncio.Semaphore(MAX_READS_IN_FLIGHT)
@@ -47,7 +47,7 @@ class RdmaTransport(Transport):
         async def read_segment(first: int, last: int) -> None:
             async with limit:
                 handle = self._segments[slot][first // SEGMENT_BYTES]
-                await handle.read_into(landing[first:last], timeout=self._timeout_s)
+                await handle.read_into(received[first:last], timeout=self._timeout_s)
                 await asyncio.to_thread(arrived, (first, last))
 
         async with asyncio.TaskGroup() as reads:

@@ -129,7 +129,7 @@ class TorchstoreTransport(Transport):
         self._rank = source.rank
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``."""
 
@@ -137,7 +137,7 @@ class TorchstoreTransport(Transport):
             segment = await torchstore.get(self._key(slot, first // SEGMENT_BYTES))
 
             def take() -> None:
-                landing[first:last].copy_(segment)
+                received[first:last].copy_(segment)
                 arrived((first, last))
 
             await asyncio.to_thread(take)

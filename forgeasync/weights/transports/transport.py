@@ -121,17 +121,17 @@ class Transport(ABC):
                 self._rank = source.rank
 
             async def read(
-                self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+                self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
             ) -> None:
-                await asyncio.to_thread(self._copy, slot, ranges, landing.numpy().data, arrived)
+                await asyncio.to_thread(self._copy, slot, ranges, received.numpy().data, arrived)
 
             def _copy(
-                self, slot: int, ranges: Sequence[ByteRange], landing: memoryview, arrived: Arrived
+                self, slot: int, ranges: Sequence[ByteRange], received: memoryview, arrived: Arrived
             ) -> None:
                 with self._file(slot).open("rb") as file:
                     for start, stop in ranges:
                         file.seek(start)
-                        file.readinto(landing[start:stop])
+                        file.readinto(received[start:stop])
                         arrived((start, stop))
 
     What it has to keep to:
@@ -176,6 +176,6 @@ class Transport(ABC):
 
     @abstractmethod
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
-        """Copy ``ranges`` of a slot into the same places of ``landing`` (uint8, as long as the buffer)."""
+        """Copy ``ranges`` of a slot into the same places of ``received`` (uint8, as long as the buffer)."""
