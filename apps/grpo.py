@@ -56,7 +56,7 @@ from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.advantage_spans import steps_problem
-from forgeasync.trainer.batch import deal_items, split_by_groups, training_items
+from forgeasync.trainer.batch import assign_rows, split_by_groups, training_items
 from forgeasync.trainer.step_result import SkipWatch
 
 
@@ -228,7 +228,7 @@ class GrpoRun:
 
             items = training_items(batch.groups, batch.weights, config.algorithm)
             minibatches = [
-                deal_items(
+                assign_rows(
                     of_step,
                     tokens_per_row=config.trainer.tokens_per_row,
                     num_ranks=self.trainer.num_data_ranks,

@@ -233,7 +233,7 @@ class GeneratorActor(Actor):
     async def connect_weights(
         self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
     ) -> None:
-        """Plan how versions get from the trainer's ranks into the engine; put a receive buffer into ``folder``.
+        """Plan how versions get from the trainer's ranks into the engine; ``folder`` holds the receive buffer.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.

@@ -117,7 +117,7 @@ class SequenceMeanOfTokenMean(_SequenceAggregation):
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
     ) -> torch.Tensor:
-        # A sequence's mean, dealt out to its tokens in equal parts.
+        # The sequence's mean, split equally over its tokens.
         lengths_T = sequence_sums(values_T.new_ones(values_T.shape), mask_T, sequence_ids_T)
         return (values_T.where(mask_T, 0.0) / lengths_T.clamp(min=1.0)).sum()
 

@@ -33,7 +33,7 @@ from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, deal_items, training_items
+from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
@@ -167,7 +167,7 @@ class Fleet:
         """
         if not items:
             raise ValueError("an optimizer step needs at least one item")
-        rows = deal_items(
+        rows = assign_rows(
             items,
             tokens_per_row=self.config.trainer.tokens_per_row,
             num_ranks=self.trainer.num_data_ranks,

@@ -347,7 +347,7 @@ class SamplerEngine:
     ) -> SwapReport:
         """Put new weights in place, with what the configured interruption does to running sequences.
 
-        ``prefetch`` brings the weights near, on the event loop; ``install`` puts them in place, on the
+        ``prefetch`` fetches the weights, on the event loop; ``install`` puts them in place, on the
         engine's thread between two decode steps. Tokens of every later step carry ``version``. Where either
         raises, the engine goes on under the old version and the caller gets the exception. Updates run one
         after another.

@@ -1,7 +1,7 @@
 """From a batch of scored groups to the sequences a trainer packs.
 
-The controller knows rewards, versions and lengths: it computes advantages and deals rollouts to rows and
-ranks. The arrays are read where they are trained on.
+The controller knows rewards, versions and lengths: it computes advantages and assigns rollouts to rows and
+ranks. The trainer rank that trains on a rollout reads its arrays.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def split_by_groups(
     return minibatches
 
 
-def deal_items(
+def assign_rows(
     items: Sequence[TrainingItem], *, tokens_per_row: int, num_ranks: int
 ) -> list[list[list[TrainingItem]]]:
     """Items of each row, ``[rank][microbatch]``; as many microbatches for every rank."""

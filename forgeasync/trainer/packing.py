@@ -1,4 +1,4 @@
-"""Several sequences in one row, and rows dealt to data-parallel ranks: pure functions on numpy arrays.
+"""Packs sequences into rows and assigns rows to data-parallel ranks: pure functions on numpy arrays.
 
 A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
 after it; only positions whose target is a sampled token of a response are trained on. What an environment put
@@ -138,7 +138,7 @@ def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.nda
 
 
 def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
-    """Deal sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
+    """Assign sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
 
     Longest first into the emptiest row that has room, over the smallest multiple of ``num_ranks`` rows
     that suffices: ranks get nearly equal work, every rank the same number of microbatches. Deterministic.

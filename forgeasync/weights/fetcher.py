@@ -1,6 +1,6 @@
 """Fetches versions from the trainer ranks' staging buffers into a generator's own memory and checks them.
 
-The receive buffer holds an image of every rank's staging buffer. Only ``WeightFetcher`` writes it, so that what
+The receive buffer holds an image of each rank's staging buffer. Only ``WeightFetcher`` writes it, so what
 was checked does not change afterwards. A block counts as held once its checksum equals the manifest's.
 """
 

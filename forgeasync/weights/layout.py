@@ -124,12 +124,12 @@ def shard_box(tensor: torch.Tensor) -> Box:
     return Box(start=tuple(start), size=tuple(size))
 
 
-def deal_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
+def assign_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
     """Which weights each rank publishes, by index, given the box of every weight on every rank.
 
-    Of ranks that hold the same box the one with the least to publish so far takes it.
+    Where several ranks hold the same box, the one with the least to publish so far publishes it.
     """
-    dealt: list[list[int]] = [[] for _ in boxes_by_rank]
+    assigned: list[list[int]] = [[] for _ in boxes_by_rank]
     load = [0] * len(boxes_by_rank)
     for index in range(len(boxes_by_rank[0])):
         holders: dict[Box, list[int]] = {}
@@ -139,8 +139,8 @@ def deal_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
         for box, ranks in holders.items():
             owner = min(ranks, key=load.__getitem__)
             load[owner] += box.num_elements
-            dealt[owner].append(index)
-    return dealt
+            assigned[owner].append(index)
+    return assigned
 
 
 def lay_out(

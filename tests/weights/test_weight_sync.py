@@ -31,7 +31,7 @@ from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
 from forgeasync.rollouts.payload_store import PayloadReader
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, deal_items
+from forgeasync.trainer.batch import TrainingItem, assign_rows
 from forgeasync.trainer.setup import TrainerSetup
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
@@ -73,7 +73,7 @@ async def _train_on(
         )
         for index, sampled in enumerate(samples)
     ]
-    rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
+    rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
     result = await trainer.train_items([rows], step=1)
     await _free(generators, samples)
     return result.metrics

@@ -176,7 +176,7 @@ class _Count:
         """Routed and shared experts, with even loads; expert parallelism moves tokens, not their number."""
         facts, element = self._facts, self.element
         hidden = facts.hidden_size
-        # With expert parallelism tokens are dealt out over tensor-parallel ranks and experts are whole;
+        # With expert parallelism tokens are split over tensor-parallel ranks and experts are whole;
         # without, every rank has all tokens and a slice of each expert.
         split = 1 if self._expert > 1 else self._tensor
         tokens = self.local_tokens if self._expert > 1 else self.tokens
