@@ -17,7 +17,7 @@ from forgeasync.config.weights import Interruption, KvAfterSwap
 from forgeasync.weights.manifest import Manifest
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.weight_receiver import WeightReceiver
 
 MEAN_LENGTH, LONG_LENGTH = 32, 320
@@ -40,7 +40,7 @@ class ModeRun:
 class Streams:
     """Sequences that follow each other in an engine, until they are stopped."""
 
-    def __init__(self, engine: "SamplerEngine", name: str) -> None:
+    def __init__(self, engine: "GeneratorEngine", name: str) -> None:
         self._engine = engine
         self._name = name
         self._number = itertools.count()
@@ -91,7 +91,7 @@ class Streams:
 
 
 async def run_mode(
-    engine: "SamplerEngine",
+    engine: "GeneratorEngine",
     clock: StepClock,
     receiver: "WeightReceiver",
     manifest: Manifest,

@@ -135,10 +135,12 @@ class EnvironmentActor(Actor):
             group_id=group_id,
             num_episodes=num_episodes,
             max_turn_tokens=sampling.max_response_tokens,
-            sample=self._sampler(generator_rank, sampling, seed),
+            sample=self._sample_turns(generator_rank, sampling, seed),
         )
 
-    def _sampler(self, generator_rank: int, sampling: SamplingSection, seed: int | None) -> SampleEpisodeTurn:
+    def _sample_turns(
+        self, generator_rank: int, sampling: SamplingSection, seed: int | None
+    ) -> SampleEpisodeTurn:
         generator = self._generators.slice(procs=generator_rank)
         limit_s = self._setup.timeouts.generate_s
 

@@ -40,7 +40,7 @@ from forgeasync.weights.transports.build import connect_transports
 from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +103,13 @@ class GeneratorActor(Actor):
         # Of the whole mesh: within a call that went to one generator, current_rank() counts from there.
         self._rank = current_rank().rank
         redirect_process_output(log_dir / f"generator-{self._rank}.log")
-        self._engine: SamplerEngine | None = None
+        self._engine: GeneratorEngine | None = None
 
     @concurrent_endpoint
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
         """Load the model as policy version 0; returns the proc's id. The folder is of this proc's host."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
-        from forgeasync.generator.engine import SamplerEngine
+        from forgeasync.generator.engine import GeneratorEngine
         from forgeasync.generator.episodes import EngineEpisodes
         from forgeasync.generator.workarounds.served_adapters import AdapterSetup, can_serve
 
@@ -124,7 +124,7 @@ class GeneratorActor(Actor):
             )
         self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
-        self._engine = await SamplerEngine.start(
+        self._engine = await GeneratorEngine.start(
             model_path=setup.model_path,
             generator=setup.section,
             max_context_length=setup.max_context_length,
@@ -233,7 +233,7 @@ class GeneratorActor(Actor):
     async def connect_weights(
         self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
     ) -> None:
-        """Plan how versions get from the trainer's ranks into the engine; ``folder`` holds the receive buffer.
+        """Plan how versions get from the trainer's ranks into the engine, by a receive buffer in ``folder``.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.

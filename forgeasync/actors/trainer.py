@@ -113,7 +113,7 @@ class TrainerActor(Actor):
         Their arrays are read here, once.
 
         Raises:
-            MismatchTooLarge: trainer and sampler do not compute the same distribution.
+            MismatchTooLarge: trainer and generator do not compute the same distribution.
         """
         assert self._trainer is not None
         trained_version = self._trainer.policy_version

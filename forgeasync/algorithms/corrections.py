@@ -71,7 +71,7 @@ class Correction(Section):
 class TruncatedIs(Correction):
     """min(ratio, cap).
 
-    Source: Ionides, "Truncated Importance Sampling", 2008; for the mismatch of sampler and trainer: Yao et
+    Source: Ionides, "Truncated Importance Sampling", 2008; for the mismatch of generator and trainer: Yao et
     al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025.
     """
 

@@ -60,7 +60,7 @@ class OptimizerSection(Section):
 
 
 class RoutingReplay(StrEnum):
-    """Which tokens' experts the trainer takes from the sampler's record (Keep Routing)."""
+    """Which tokens' experts the trainer takes from the generator's record (Keep Routing)."""
 
     OFF = "off"
     RESPONSE = "response"
@@ -95,7 +95,7 @@ class TrainerSection(Section):
     router_bias_speed: float = Field(default=1e-3, ge=1e-12, le=1.0)
     """How far a step moves a bias that is updated; the scores that it is added to are from 0 to 1."""
     keep_sampling_mask: bool = True
-    """The softmax runs over the tokens that the sampler kept (top-k, top-p, min-p), and only over them."""
+    """The softmax runs over the tokens that the generator kept (top-k, top-p, min-p), and only over them."""
     replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)
     """Share of the rows on which the mismatch without routing replay is measured too, at the price of one
     more forward pass over them."""
@@ -107,7 +107,7 @@ class TrainerSection(Section):
     in a row with a skipped step the run ends with an error."""
     max_fresh_mismatch: float = Field(default=0.5, gt=0.0, le=1e6)
     """The run ends with an error before a step whose tokens, sampled under the very weights that train, have
-    log-probabilities that differ from the sampler's by more than this on average, in nats."""
+    log-probabilities that differ from the generator's by more than this on average, in nats."""
     optimizer: OptimizerSection
 
     @field_validator("routing_replay", mode="before")

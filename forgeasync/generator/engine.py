@@ -100,8 +100,8 @@ class EngineSequence:
     """The texts that end a turn."""
 
 
-class SamplerEngine:
-    """One engine. Build it with ``await SamplerEngine.start(...)`` inside an event loop."""
+class GeneratorEngine:
+    """One engine. Build it with ``await GeneratorEngine.start(...)`` inside an event loop."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class SamplerEngine:
         records: Records,
         weights: WeightsSection,
         adapters: AdapterSetup | None = None,
-    ) -> "SamplerEngine":
+    ) -> "GeneratorEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves."""
         is_cpu = current_platform.is_cpu()
         if generator.batch_invariant:

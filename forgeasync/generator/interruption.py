@@ -149,7 +149,7 @@ class InFlight:
 
     @asynccontextmanager
     async def prefetch(self, fetch: Prefetch) -> AsyncIterator[float]:
-        """Fetch the weights, then let the block swap them in. Yields how long sequences waited, in seconds."""
+        """Fetch the weights; the block swaps them in. Yields for how many seconds sequences waited."""
         await fetch()
         yield 0.0
 

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from forgeasync.generator.adapter_merger import AdapterMerger, base_name, merged_layout
-from forgeasync.generator.engine import SamplerEngine
+from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.engine_weights import EngineWeights, all_of, sharing_parameters
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
@@ -48,7 +48,7 @@ MakeReady = Callable[[int], Awaitable[Install]]
 class WeightReceiver:
     """The versions of one engine, one update at a time."""
 
-    def __init__(self, engine: SamplerEngine, fetcher: WeightFetcher, make_ready: MakeReady) -> None:
+    def __init__(self, engine: GeneratorEngine, fetcher: WeightFetcher, make_ready: MakeReady) -> None:
         self._engine = engine
         self._fetcher = fetcher
         self._make_ready = make_ready
@@ -57,7 +57,7 @@ class WeightReceiver:
     @classmethod
     async def connect(
         cls,
-        engine: SamplerEngine,
+        engine: GeneratorEngine,
         *,
         layout: WeightLayout,
         transports: Mapping[int, Transport],

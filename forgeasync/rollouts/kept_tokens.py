@@ -100,7 +100,7 @@ def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_siz
         raise RecordError(
             "kept_tokens",
             f"no distribution at response token {int(row_of_N[np.argmax(is_unknown_N)])}",
-            "the sampler's log-probabilities were not numbers there",
+            "the generator's log-probabilities were not numbers there",
         )
     lowest, highest = int(kept.ids_N.min()), int(kept.ids_N.max())
     if lowest < 0 or highest >= vocab_size:

@@ -1,4 +1,4 @@
-"""Which experts the sampler took for each token: the record behind Keep Routing.
+"""Which experts the generator took for each token: the record behind Keep Routing.
 
 Shape suffixes: S tokens of one sequence, R those of them with a record, M MoE layers, K top-k.
 """
@@ -18,7 +18,7 @@ class RecordError(ValueError):
 
 
 NO_RECORD = -1
-"""Expert id of a token that the sampler has no record of; expert 0 is a real expert."""
+"""Expert id of a token that the generator has no record of; expert 0 is a real expert."""
 
 
 def expert_dtype(num_experts: int) -> np.dtype:

@@ -1,4 +1,4 @@
-"""TorchTitan's router, taking the experts that the sampler took (Keep Routing).
+"""TorchTitan's router, taking the experts that the generator took (Keep Routing).
 
 Only the choice is replaced: the scores are the trainer's own, gathered at the recorded experts, normalized
 and scaled as ever, so that gradients reach the gate. Rollout routing replay: DeepSeek-AI, "DeepSeek-V3.2",

@@ -87,10 +87,10 @@ def _worker_bytes(worker: Any) -> tuple[int, int, int]:
 
 
 async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.weight_receiver import WeightReceiver
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=config.generator,
         max_context_length=CONTEXT,

@@ -193,7 +193,7 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield asyncio.run(_scenario(config, folder, tmp_path_factory.mktemp("out")))
 
 
-def test_fresh_logprobs_of_sampler_and_trainer_agree(measured: Measured) -> None:
+def test_fresh_logprobs_of_generator_and_trainer_agree(measured: Measured) -> None:
     """Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding."""
     assert measured.fresh_metrics["mismatch/logprob_abs_max"] < 1e-4
     assert measured.after_metrics["mismatch/logprob_abs_max"] < 1e-4, (

@@ -46,7 +46,7 @@ def generator_memory(
 def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:
     """Without a backward pass one layer's activations live at a time.
 
-    The sampler works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
+    Sampling works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
     """
     generator = config.generator
     tensor = generator.tensor_parallel
