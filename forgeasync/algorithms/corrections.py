@@ -59,7 +59,7 @@ class Correction(Section):
 
     @property
     def ratio_level(self) -> RatioLevel | None:
-        """Return the level of the bounded importance ratio that the weights are; None if they are no ratio."""
+        """Return the level of the importance ratio that the weights bound; None if they are no ratio."""
         return None
 
     @abstractmethod

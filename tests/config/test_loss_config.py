@@ -145,7 +145,7 @@ def test_the_ratio_counts_once(config_file: Path, objective: str, correction: st
         ),
         (
             {"objective": "{kind: topr}", "kl": "{estimator: k1, coefficient: 0.1, where: reward}"},
-            ["kl.where = 'reward'", "one a sequence", "where: loss"],
+            ["kl.where = 'reward'", "one per sequence", "where: loss"],
         ),
         ({"objective": "{kind: supervised}"}, ["objective.kind = 'supervised'", "wrong answers"]),
         (
