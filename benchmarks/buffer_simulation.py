@@ -273,7 +273,7 @@ class BufferSimulation:
 def compare(
     run: SimulatedRun, variants: Mapping[str, tuple[BufferSection, AccountingSection]]
 ) -> dict[str, Outcome]:
-    """The same run with each of these buffers."""
+    """Simulate the run with each of these buffers."""
     return {
         name: BufferSimulation(run, buffer=buffer, accounting=accounting).simulate()
         for name, (buffer, accounting) in variants.items()

@@ -193,7 +193,7 @@ def measurement(contender: str, number: int, steps: Sequence[Step], finished: Fi
 
 
 def medians(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
-    """Of every contender's rounds, by contender and name of the value."""
+    """Return medians over each contender's rounds, by contender and name of the value."""
     runs: dict[str, list[Measurement]] = {}
     for one in measurements:
         runs.setdefault(one.contender, []).append(one)

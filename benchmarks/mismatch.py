@@ -180,7 +180,7 @@ def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
 
 
 def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) -> list[PackedRow]:
-    """The same rows with only some of their records."""
+    """Return the rows with only some of their records."""
     return [
         dataclasses.replace(
             row,

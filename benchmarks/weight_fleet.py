@@ -118,7 +118,7 @@ class Bench:
         )
 
     async def rounds(self, count: int) -> dict[str, list[Round]]:
-        """By transport; a first round warms up."""
+        """Time ``count`` rounds for each transport, after one warm-up round."""
         found: dict[str, list[Round]] = {transport: [] for transport in TRANSPORTS}
         for number in range(-1, count):
             first = number % len(TRANSPORTS)
@@ -129,7 +129,7 @@ class Bench:
         return found
 
     async def growth(self, transport: str, count: int) -> dict[str, float]:
-        """The same update ``count`` times."""
+        """Run the same update ``count`` times and measure what grows."""
         seconds: list[float] = []
         resident: list[float] = []
         for _ in range(count):
@@ -221,7 +221,7 @@ def _training_row() -> PackedRow:
 
 
 def resident_mib() -> float:
-    """Of this process and all it has started; pages they share count once each."""
+    """Return the resident memory of this process and all it started, in MiB; shared pages count once each."""
     own = psutil.Process()
     return sum(process.memory_info().rss for process in [own, *own.children(recursive=True)]) / 2**20
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MEAN_LENGTH, LONG_LENGTH = 32, 320
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
 RATE_S = 1.5
-"""For which tokens are counted after an update, to know the rate."""
+"""Seconds after an update in which tokens are counted for the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class ModeRun:
     num_tokens: int
     """Generated from the start of the update to its end."""
     tokens_per_s: float
-    """From the start of the update to ``RATE_S`` after its end."""
+    """Tokens per second from the start of the update to ``RATE_S`` after its end."""
 
 
 class Streams:

@@ -31,7 +31,7 @@ from forgeasync.weights.transports.build import build_transport, connect_transpo
 from forgeasync.weights.transports.transport import StagingSource
 
 MAX_ELEMENTS = 128 * 2**20
-"""Of the buffers behind a reference copy; longer copies go through them several times."""
+"""Size limit of the buffers behind a reference copy; longer copies use them several times."""
 
 
 class Memcpy:
@@ -65,7 +65,7 @@ class PublishReference:
     """Copies of as many elements as a rank publishes, in seconds."""
 
     cast_s: float
-    """From the master weights' dtype to the generator's."""
+    """Copying from the master weights' dtype to the generator's."""
     same_s: float
     """Within the generator's dtype."""
 
@@ -75,7 +75,7 @@ class ProbedTrainer(TrainerActor):
 
     @endpoint
     async def prepare_reference(self, dtype: torch.dtype) -> None:
-        """Before the first ``publish_reference``; the generator's dtype."""
+        """Allocate buffers for ``publish_reference``; ``dtype`` is the generator's."""
         self._num_elements = sum(piece.num_elements for piece in self._publisher.layout.pieces)
         self._cast = Memcpy(self._num_elements, torch.float32, dtype)
         self._same = Memcpy(self._num_elements, dtype, dtype)

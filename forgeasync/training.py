@@ -30,7 +30,7 @@ command line."""
 EXIT_REFUSED = 2
 
 INTERRUPT_S = 60.0
-"""How long a run that was interrupted may take to save its weights before it is killed."""
+"""Seconds that an interrupted run may take to save its weights before it is killed."""
 
 
 class TrainingFailed(RuntimeError):

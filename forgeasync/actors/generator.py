@@ -100,7 +100,7 @@ class GeneratorActor(Actor):
     """One engine in one proc."""
 
     def __init__(self, log_dir: Path) -> None:
-        # Of the whole mesh: within a call that went to one generator, current_rank() counts from there.
+        # The rank in the whole mesh: in a call to a slice of it, current_rank() counts within the slice.
         self._rank = current_rank().rank
         redirect_process_output(log_dir / f"generator-{self._rank}.log")
         self._engine: GeneratorEngine | None = None

@@ -63,7 +63,7 @@ class Procs:
     log_dir: Path
     hosts: Hosts = field(default_factory=LocalHosts)
     payload_folders: list[Path] = field(default_factory=list)
-    """By generator, each on its own host."""
+    """Payload folder of each generator, on its own host; by generator."""
     _peers: list[Proc] = field(default_factory=list)
     """Procs whose death shows as an error of others."""
     _own_meshes: list[ProcMesh] = field(default_factory=list)
@@ -304,11 +304,11 @@ class Procs:
 
     async def _close(self) -> None:
         self._closing = True
-        # Whatever fails, the rest is still done, the last one pushed first.
+        # Callbacks run in reverse order, and all of them run even if one fails.
         async with contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(self.hosts.close)
             if self._watching is not None:
-                # Not before: a host that is not asked for too long ends itself.
+                # Keep polling until now: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
             ending.push_async_callback(_stop_all, self._own_meshes)
         if self._failure.done() and not self._failure.cancelled():

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from forgeasync.trainer.policy_trainer import PolicyTrainer
 
 PAYLOAD_TIMEOUT_S = 60
-"""For one payload of another host."""
+"""Seconds for reading one payload from another host."""
 
 
 class TrainerActor(Actor):

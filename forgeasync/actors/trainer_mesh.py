@@ -23,7 +23,7 @@ from forgeasync.weights.transports.transport import StagingSource
 T = TypeVar("T")
 
 PEERS_S = 5.0
-"""For the other ranks to end their call once one has failed in it."""
+"""Seconds for the other ranks to end their call once one rank has failed in it."""
 
 
 class TrainerMesh:
@@ -90,7 +90,7 @@ class TrainerMesh:
         )
 
     async def pids(self) -> list[int]:
-        """By rank, of its proc on its host."""
+        """Return the process id of each rank's proc on its host, by rank."""
         return await self._on_every_rank(
             lambda: [rank.pid.call_one() for rank in self._ranks],
             self._timeouts.setup_s,

@@ -36,7 +36,7 @@ def length_bucket(num_tokens: int) -> int:
 
 
 def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
-    """Of a group by its responses' lengths in tokens."""
+    """Return the stratum of a group by the lengths of its responses, in tokens."""
     return Stratum(task.source, length_bucket(max(lengths)))
 
 
@@ -95,7 +95,7 @@ class AccountingLedger:
         self._num_censored = num_censored
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """Return metrics under their names in metrics.jsonl."""
         return self._composition.metrics() | {
             "accounting/outstanding_deficit": float(self._deficits.total()),
             "accounting/num_censored": self._num_censored,

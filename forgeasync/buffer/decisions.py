@@ -17,13 +17,13 @@ class DropReason(StrEnum):
     """Its log-probabilities are no numbers, or its routed experts or kept tokens contradict its tokens or the
     model."""
     OVERSIZED = "oversized"
-    """Its arrays are larger than the memory reserved for them and what was left besides."""
+    """The group's arrays are larger than the memory reserved for them and the shared excess."""
     CANCELLED = "cancelled"
     """Given up while it was sampled: finished, it would have been too old."""
     FILTERED = "filtered"
     """A group filter left nothing of it to learn from."""
     UNSCORED = "unscored"
-    """Its scoring failed ``scorer.max_attempts`` times."""
+    """Scoring of the group failed ``scorer.max_attempts`` times."""
     EPISODE_FAILED = "episode_failed"
     """An episode of the environment raised, took longer than ``timeouts.episode_s`` or gave no score."""
 
@@ -37,7 +37,7 @@ class Start:
 
     group_id: int
     draw_id: int
-    """As of the ``Group`` that comes of it."""
+    """``draw_id`` of the ``Group`` that this prompt becomes."""
     task: Task
 
 
@@ -78,9 +78,9 @@ class BufferSnapshot:
     """Position in the data's order: submitted prompts are its first ones."""
     next_group_id: int
     started: tuple[Submission, ...]
-    """Of groups being sampled or scored, in the order in which they started."""
+    """Submissions of groups that are being sampled or scored, in the order in which they started."""
     complete: tuple[Submission, ...]
-    """Of groups that waited for training; what was sampled for them is lost."""
+    """Submissions of groups that waited for training; their samples are lost."""
     pending: tuple[Submission, ...]
     num_reissued: int
     num_restarted: int

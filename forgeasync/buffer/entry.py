@@ -14,7 +14,7 @@ class Entry:
     deadline: int
     """Last optimizer step that may train on it, as far as is known; rises with progress."""
     sampled: Group | None = None
-    """With all its rollouts, once they are sampled."""
+    """The group with all its rollouts; None until they are sampled."""
     group: Group | None = None
     """With those that are trained on and their rewards, once it is complete."""
     is_expired: bool = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 TRAINER_WAITS_SHARE = 0.05
-"""Of a step spent waiting for its batch; less is within the noise of one slow group."""
+"""Share of a step spent waiting for its batch; smaller shares are within the noise of one slow group."""
 
 
 CALM_STEPS = 3
@@ -27,7 +27,7 @@ class StepLoad:
     """What a step of the training loop saw."""
 
     trainer_wait_share: float
-    """Of the step, spent waiting for its batch."""
+    """Share of the step spent waiting for its batch."""
     num_ready: int
     """Complete groups left after the batch was taken."""
     is_bound: bool

@@ -88,7 +88,7 @@ class ReplayBuffer:
         self._num_admitted = 0
         self._entries: dict[int, Entry] = {}
         self._num_in_flight = 0
-        # Of what the trainer can still count on.
+        # Deadlines of the groups that can still be trained on.
         self._due = Deadlines()
         self._batch: list[Entry] = []
         self._deficits_before_batch: tuple[Deficit, ...] = ()
@@ -289,7 +289,7 @@ class ReplayBuffer:
         return self._submissions.num_submitted
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """Return metrics under their names in metrics.jsonl."""
         return self._ledger.metrics() | {
             "buffer/num_in_flight": self.num_in_flight,
             "buffer/num_complete": self.num_complete,

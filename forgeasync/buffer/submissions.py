@@ -12,7 +12,7 @@ HISTORY_DECAY = 0.5
 """Share of the newest length in an expected one: policies change their lengths as they learn."""
 
 MAX_PROMPTS_IN_HISTORY = 200_000
-"""Of the prompts measured last; a prompt takes about 200 bytes."""
+"""Most prompts whose lengths are remembered, the last measured ones; each takes about 200 bytes."""
 
 FIRST = -1
 """Cohort of what is submitted again: it starts before everything else."""

@@ -57,7 +57,7 @@ def sweep_partial(parent: Path) -> list[str]:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a checkpoint is while it is written."""
+    """Return the folder of a checkpoint while it is being written."""
     return folder.with_name(folder.name + PARTIAL_SUFFIX)
 
 

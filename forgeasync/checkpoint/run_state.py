@@ -33,12 +33,12 @@ class RunState:
     """Steps made; the version of the policy too."""
     elapsed_s: float
     model: dict[str, object]
-    """Of ``model_shape``."""
+    """The model's shape, by ``model_shape``."""
     config: dict[str, object]
     buffer: BufferSnapshot
 
     def encode(self) -> bytes:
-        """As the text of ``run.json``."""
+        """Encode the state as the text of ``run.json``."""
         return msgspec.json.format(msgspec.json.encode(self))
 
 

@@ -47,7 +47,7 @@ class Prepared:
     """A checked run: its settings, its model's shape and folder, its prompts and its problems."""
 
     config: RunConfig
-    """As the run uses it."""
+    """The config as the run uses it."""
     facts: ModelFacts
     model_path: Path
     prompts: PromptEncoder
@@ -122,7 +122,7 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
 
 def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
-        # Not this machine's: every host checks its own when its folders are made.
+        # The payloads are not on this machine: every host checks its memory when its folders are made.
         return []
     # What dead runs hold is as good as free.
     sweep_stale_folders()

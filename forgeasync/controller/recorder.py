@@ -24,7 +24,7 @@ from forgeasync.weights.fetcher import FetchReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the wall time of a step of the training loop went, in seconds."""
+    """Wall time of a step of the training loop by what it was spent on, in seconds."""
 
     step_s: float
     wait_for_batch_s: float
@@ -53,7 +53,7 @@ class StepRecord:
     result: StepResult
     times: StepTimes
     engines: tuple[EngineStats, ...]
-    """By generator, since each started."""
+    """Statistics of each generator since it started, by generator."""
     buffer: BufferReport
     counters: Mapping[str, float]
     """What else is counted since the run began or holds now, under the names in metrics.jsonl."""
@@ -98,7 +98,7 @@ class RunRecorder:
 
     @property
     def elapsed_s(self) -> float:
-        """On the run's clock."""
+        """Seconds on the run's clock."""
         return time.perf_counter() - self._start_s
 
     def record_checkpoint(self, checkpoint_s: float) -> None:

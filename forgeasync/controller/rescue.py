@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescue:
-    """Where a run's newest weights can be had from, and where they go."""
+    """The source of a run's newest weights, and the folder to save them to."""
 
     folder: Path
     """Is not there yet."""

@@ -44,7 +44,7 @@ class WeightServing:
         return self._exchange.state
 
     def loops(self) -> list[Coroutine[None, None, None]]:
-        """To be run side by side for as long as the run lasts."""
+        """Return the loops that must run concurrently for as long as the run lasts."""
         replicas = range(self._generators.num_replicas)
         return [*(self._serve(replica) for replica in replicas), self._catch_up()]
 

@@ -248,7 +248,7 @@ class GeneratorEngine:
         return self._groups.open(group_id)
 
     def close_group(self, group_key: int) -> None:
-        """No turn of the group comes any more."""
+        """Close a group; no further turn of it is sampled."""
         self._groups.close(group_key)
 
     def turn(self, sequence: EngineSequence, start: int) -> SampledTurn:

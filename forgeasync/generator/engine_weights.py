@@ -33,9 +33,9 @@ class EngineNeeds:
     """What an engine takes of every version."""
 
     blocks: list[np.ndarray]
-    """By trainer rank: which blocks of its staging buffer (bool)."""
+    """Blocks (bool) of each trainer rank's staging buffer that the engine needs, by rank."""
     num_bytes: int
-    """Of the elements that some worker copies."""
+    """Bytes of the elements that at least one worker copies."""
 
 
 class EngineWeights:

@@ -68,7 +68,7 @@ class Groups:
         return group_id, group
 
     def close(self, key: int) -> None:
-        """No request of the group comes any more."""
+        """Close a group; no further request of it comes."""
         del self._groups[key]
 
     def cancel(self, group_ids: Iterable[int]) -> None:

@@ -15,7 +15,7 @@ from forgeasync.weights.layout import WeightLayout, whole_tensors
 
 
 class ReloadingWorker:
-    """The same methods as ``UpdatableCPUWorker`` has; the swap itself reads the receive buffer."""
+    """The methods of ``UpdatableCPUWorker`` for GPUs; here the swap itself reads the receive buffer."""
 
     def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         """Nothing to find out: every tensor is given to vLLM's own loaders whole."""

@@ -25,7 +25,7 @@ class SwapReport:
     pause_s: float
     """Decoding stood still for the swap itself."""
     waited_s: float
-    """Before that: running sequences drained, or all stood still while the weights came near."""
+    """Seconds before the swap in which running sequences drained, or decoding stopped for the fetch."""
     num_crossing: int
     """Sequences that were under way and go on where they were."""
     num_resumed: int
@@ -33,4 +33,4 @@ class SwapReport:
     num_recomputed: int
     """Sequences whose KV cache is computed again under the new weights."""
     progress: tuple[GroupProgress, ...]
-    """Of the groups under way."""
+    """Progress of the groups under way."""

@@ -33,9 +33,9 @@ class AdapterBase:
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors of the model."""
+    """Shapes of all tensors of the model, by name."""
     dtype: torch.dtype
-    """Of the engine's parameters."""
+    """Dtype of the engine's parameters."""
     scaling: float
 
 

@@ -59,7 +59,7 @@ class Hosts(Protocol):
         ...
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
-        """Where each of them is."""
+        """Return the host of each proc of a role, by rank."""
         ...
 
     def master_address_is_ip(self) -> bool:

@@ -31,10 +31,10 @@ from forgeasync.config.run import RunConfig
 from forgeasync.launch.jobs import HostRole, build_job, build_kubernetes_job, mesh_name
 
 PLANNED_LOGS = "runs/<name>-<time>/logs"
-"""Where a run without ``run_dir`` writes."""
+"""Log folder of a run without ``run_dir``."""
 
 COMMAND_DEADLINE_S = 30.0
-"""For a command that only writes a file."""
+"""Seconds for a command that only writes a file."""
 
 _WRITES_DOWN = """#!{python}
 import os, pathlib, shlex, sys

@@ -124,7 +124,7 @@ class GgufModel:
         return self._typed(name, list)
 
     def generation_config(self) -> GenerationConfig:
-        """Where responses end; GGUF says nothing else of how to sample."""
+        """Read where responses end; GGUF says nothing else about sampling."""
         return GenerationConfig(
             bos_token_id=self.config.bos_token_id,
             eos_token_id=self.config.eos_token_id,

@@ -6,4 +6,4 @@ from forgeasync.models.llama.facts import LLAMA
 from forgeasync.models.qwen3.facts import QWEN3, QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
-"""By ``model_type``."""
+"""Families by ``model_type``."""

@@ -70,7 +70,7 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
 
 
 def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """The same over an engine's ranks, and whether one sequence fits its KV cache."""
+    """Check that the model divides over an engine's ranks, and that one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
     # With expert parallelism every expert lies whole on one of the ranks.
     experts = ("num_experts", facts.num_experts)
@@ -145,7 +145,7 @@ def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Pr
 
 
 def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Only some models have a bias, and only whole weights in its own dtype publish it."""
+    """Check that router biases can be published, and that only models that have them train them."""
     if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
         # Weights are published in one dtype, but vLLM keeps biases in float32: rounded ones choose others.
         yield Problem(

@@ -20,7 +20,7 @@ class PayloadTorn(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
-    """Where one payload lies, and how to know that it is this one.
+    """The place of one payload, and how to verify that its bytes are the right ones.
 
     ``file`` is a path on the host ``host_id``; the payload is its bytes [offset, offset + num_bytes).
     ``checksum`` is the xxh3_64 of the payload's body; ``payload_id`` is unique in the run.
@@ -69,7 +69,7 @@ MAGIC = b"FAPAYLD\n"
 FORMAT_VERSION = 1
 
 ALIGNMENT = 64
-"""Of arrays in their payload and of payloads in their file: a cache line, enough for any vector unit."""
+"""Alignment of arrays in a payload and of payloads in a file: a cache line, enough for any vector unit."""
 
 
 _HEADER = struct.Struct("<8sQ32sQQ")
@@ -97,7 +97,7 @@ _DECODER = msgspec.msgpack.Decoder(list[_Entry])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Where everything goes; positions and lengths in bytes."""
+    """The layout of a payload; positions and lengths in bytes."""
 
     entries: list[_Entry]
     table: bytes

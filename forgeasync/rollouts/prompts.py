@@ -1,4 +1,4 @@
-"""From a problem's text to the token ids that a generator is prompted with."""
+"""Turns a problem's text into the token ids that a generator is prompted with."""
 
 from collections.abc import Mapping
 
@@ -44,7 +44,7 @@ class PromptEncoder:
 
     @classmethod
     def of_section(cls, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> "PromptEncoder":
-        """As a run's section on data says."""
+        """Build the encoder that a run's ``data`` section describes."""
         return cls(
             tokenizer,
             chat_template=data.chat_template,

@@ -77,7 +77,7 @@ class StoredRollout:
     num_response_tokens: int
     """Sampled, or given by an environment between the model's turns: what the rollout takes of a row."""
     version_spans: tuple[VersionSpan, ...]
-    """Of the sampled tokens, in order."""
+    """Versions of the sampled tokens, in order."""
     text: str
     finish_reason: FinishReason
 

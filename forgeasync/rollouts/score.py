@@ -138,7 +138,7 @@ class VerifierCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """Return metrics under their names in metrics.jsonl."""
         return {
             "scoring/num_timeouts": self.num_timeouts,
             "scoring/num_crashes": self.num_crashes,

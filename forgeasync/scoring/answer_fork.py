@@ -23,7 +23,7 @@ from forgeasync.scoring.verifier import Verifier
 MAX_VERDICT_BYTES = 4096
 MAX_REASON_CHARS = 500
 MAX_ANSWERS = 64
-"""That one fork serves."""
+"""Most answers that one fork serves."""
 
 _ORPHAN_GRACE_S = 2.0
 """An answer's own alarm comes this much later than the parent's kill: it is for orphans only."""

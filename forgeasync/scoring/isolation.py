@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _MAX_OPEN_FILES = 64
 _STATM = "/proc/self/statm"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-"""Where the linker finds what a module of Python needs that is imported late."""
+"""Where the linker finds libraries for modules of Python that are imported late."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _ALLOWED_EVENTS = frozenset(

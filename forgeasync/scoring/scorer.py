@@ -1,4 +1,4 @@
-"""From a response to its score, by a verifier of ours."""
+"""Scores responses by one of our verifiers."""
 
 from forgeasync.config.data import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource
 from forgeasync.config.run import ScorerSection

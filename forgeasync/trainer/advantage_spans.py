@@ -37,7 +37,7 @@ class AdvantageSpan:
 
 
 def whole_response(value: float) -> tuple[AdvantageSpan, ...]:
-    """The same advantage for all tokens."""
+    """Give all tokens the same advantage."""
     return (AdvantageSpan(end=None, value=value),)
 
 

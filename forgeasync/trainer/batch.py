@@ -1,4 +1,4 @@
-"""From a batch of scored groups to the sequences a trainer packs.
+"""Turns a batch of scored groups into the sequences that a trainer packs.
 
 The controller knows rewards, versions and lengths: it computes advantages and assigns rollouts to rows and
 ranks. The trainer rank that trains on a rollout reads its arrays.
@@ -113,7 +113,7 @@ def _advantages(item: TrainingItem, trace: TokenTrace, places: TokenPlaces) -> f
 
 
 NO_AGE = -1
-"""Of tokens that no version has sampled."""
+"""Age of tokens that no version has sampled."""
 
 
 def _ages(rollout: StoredRollout, is_sampled_T: np.ndarray | None, trained_version: int) -> np.ndarray:

@@ -77,7 +77,7 @@ class LoraExperts(TrainingDtypeExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(TrainingDtypeExperts.Config):
         adapters: dict[str, GroupedAdapter.Config]
-        """By the name of the parameter that they adapt."""
+        """Adapters by the name of the parameter that they adapt."""
         scaling: float
 
     def __init__(self, config: Config) -> None:

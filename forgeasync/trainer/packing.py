@@ -131,7 +131,7 @@ def _kept_of_targets(sequence: TrainingSequence) -> KeptTokens:
 
 
 def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.ndarray | None:
-    """No records yet for a row in which at least one sequence has some."""
+    """Return empty records for a row in which at least one sequence has some; else None."""
     shapes = {s.expert_ids_SMK.shape[1:] for s in sequences if s.expert_ids_SMK is not None}
     assert len(shapes) <= 1, "records of one model"
     return np.full((length, *shapes.pop()), NO_RECORD, np.int16) if shapes else None

@@ -101,7 +101,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def replay_config(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
-    """The same router's config, with replay."""
+    """Return the router's config with replay."""
     return ReplayRouter.Config(
         num_experts=router.num_experts,
         gate=router.gate,

@@ -96,7 +96,7 @@ def _copy(
 
 
 def join(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """The same elements in fewer copies: equal ones at equal distances become one."""
+    """Join copies: equal ones at equal distances become one."""
     alike: dict[tuple[object, ...], list[StridedCopy]] = defaultdict(list)
     for copy in copies:
         key = (copy.rank, copy.parameter, copy.size, copy.source_strides, copy.target_strides)

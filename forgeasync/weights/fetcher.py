@@ -19,7 +19,7 @@ from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
 
 MAX_ATTEMPTS = 3
-"""For blocks that arrive with another checksum than the manifest's."""
+"""Most attempts at blocks whose checksums differ from the manifest's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class FetchReport:
     """Every block arrived as the manifest says; otherwise the old weights stay."""
     num_bytes_moved: int
     num_bytes_needed: int
-    """That the engine takes: the least that could move without a delta."""
+    """Bytes that the engine takes: the least that a fetch without delta could move."""
     num_bad_blocks: int
     fetch_s: float
 
@@ -51,7 +51,7 @@ class ReceiveBuffer:
 
 
 def _image_starts(layout: WeightLayout) -> list[int]:
-    """Where each rank's image starts in a receive buffer, and where the last one ends; in bytes."""
+    """Return where each rank's image starts in a receive buffer, and where the last one ends; in bytes."""
     starts = [0]
     for rank in layout.ranks:
         starts.append(starts[-1] + rank.num_blocks * BLOCK_BYTES)

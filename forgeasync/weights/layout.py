@@ -18,7 +18,7 @@ from forgeasync.config.model import Dtype
 from forgeasync.weights.named_weight import NamedWeight
 
 ALIGNMENT = 64
-"""Of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
+"""Alignment of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
 
 
 BLOCK_BYTES = 256 * 2**10
@@ -53,11 +53,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The same box of equally shaped tensors ``names``, one after the other from byte ``offset`` on."""
+    """One box of each of the equally shaped tensors ``names``, consecutive from byte ``offset`` on."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    """Of each whole tensor."""
+    """Shape of each whole tensor."""
     box: Box
     offset: int
 
@@ -99,7 +99,7 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights, without padding."""
+        """Bytes of all weights, without padding."""
         elements = sum(piece.num_elements for rank in self.ranks for piece in rank.pieces)
         return elements * self.dtype.itemsize
 

@@ -35,7 +35,7 @@ class UpdatableCPUWorker(CPUWorker):
         self._weights = CpuWeights(self.model_runner.get_model())
 
     def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> LoadTrace:
-        """Where tensors of these names and shapes go in this worker."""
+        """Find where tensors of these names and shapes go in this worker."""
         self._trace = trace_load(self.model_runner.get_model(), shapes, dtype)
         return self._trace
 

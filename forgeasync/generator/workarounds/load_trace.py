@@ -1,4 +1,4 @@
-"""Where an engine puts the weights of a checkpoint, found out from its own loaders. For vLLM 0.32.
+"""Finds out, from an engine's own loaders, where it puts the weights of a checkpoint. For vLLM 0.32.
 
 vLLM fuses parameters (q, k and v; gate and up; all experts of a layer) and cuts them for tensor parallelism.
 Its model classes know how; here they are asked to load tensors without storage while every copy they make is

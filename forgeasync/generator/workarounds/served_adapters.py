@@ -60,7 +60,7 @@ class AdapterSetup:
 
     lora: LoraSection
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the base model's tensors."""
+    """Shapes of the base model's tensors, by name."""
     folder: Path
     """In shared memory of the engine's host; made here."""
 

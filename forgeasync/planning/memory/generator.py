@@ -44,7 +44,7 @@ def generator_memory(
 
 
 def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:
-    """Without a backward pass one layer's activations live at a time.
+    """Count a forward pass: without a backward pass one layer's activations exist at a time.
 
     Sampling works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
     """

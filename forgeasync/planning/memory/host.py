@@ -66,7 +66,7 @@ def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     Unlike ``largest_group_payload_bytes``, which nothing may exceed, this counts the prompt's record once:
     rollouts of a group share it unless weights were swapped in between their first steps.
     """
-    # Of a model without experts there is nothing to record, whatever the setting.
+    # A model without experts has no routing to record, whatever the setting.
     routing = routing_bytes_per_token(config, facts) if facts.num_experts else 0
     kept = kept_bytes_per_token(config, facts)
     response = longest_response(config)

@@ -16,7 +16,7 @@ MAX_READS_IN_FLIGHT = 4
 """Enough to hide a round trip behind the others' bytes."""
 
 Segments = tuple[tuple[RDMABuffer, ...], ...]
-"""By slot, handles of consecutive ``SEGMENT_BYTES``."""
+"""Handles of consecutive ``SEGMENT_BYTES``, by slot."""
 
 
 class RdmaTransport(Transport):

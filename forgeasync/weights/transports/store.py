@@ -81,14 +81,14 @@ class FlatTransportBuffer(RDMATransportBuffer):
         self.rdma_buffers = [RDMABuffer(tensor.view(torch.uint8))]
 
     async def read_into(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """On the client what was got, in the volume what is put."""
+        """Return the tensor: on the client what was fetched, in the volume what is put."""
         if self.tensor_refs is None:
             return await super().read_into(tensor)
         assert tensor is None
         return self.tensor_refs[0]
 
     async def write_from(self, tensor: torch.Tensor | None) -> None:
-        """On the client nothing is left to do; the volume writes what is got."""
+        """Write the tensor in the volume; on the client nothing is left to do."""
         if self.tensor_refs is None:
             await super().write_from(tensor)
 

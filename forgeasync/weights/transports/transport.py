@@ -29,9 +29,9 @@ class RankStaging:
     paths: tuple[Path, ...]
     """Files in this host's shared memory."""
     buffers: tuple[torch.Tensor, ...]
-    """The same bytes, uint8; their places in memory stay the same for the whole run."""
+    """The bytes of ``paths`` as tensors, uint8; their addresses stay the same for the whole run."""
     generator_hosts: frozenset[str]
-    """Where the generators are that will read them."""
+    """Hosts of the generators that will read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class StagingSource:
 
     host_id: str
     paths: tuple[Path, ...]
-    """By slot; files of that host."""
+    """Files of that host, by slot."""
     address: object = None
     """What the transport's ``open`` has returned."""
 
@@ -51,7 +51,7 @@ class RankSource:
 
     rank: int
     num_bytes: int
-    """Of each buffer."""
+    """Bytes of each buffer."""
     staging: StagingSource
     generator_host: str
     """The host that reads."""
