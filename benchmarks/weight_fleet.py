@@ -147,7 +147,7 @@ class Bench:
         }
 
     async def delta(self, transport: str) -> dict[str, dict[str, float]]:
-        """What a generator fetches that holds the version before, by what has changed."""
+        """Measure a generator's fetch when it holds the version before, by what has changed."""
         await self._generator.forget.call_one(transport, True)
         await self._generator.update.call_one(transport, await self.publish(transport))
         found = {}
@@ -187,7 +187,7 @@ class Bench:
         }
 
     async def modes(self, count: int) -> dict[str, list[dict[str, float]]]:
-        """What every mode of interruption generates around an update; the modes take turns."""
+        """Measure what every mode of interruption generates around an update; the modes take turns."""
         await self._generator.stop_decoding.call_one()
         found: dict[str, list[dict[str, float]]] = {mode.value: [] for mode in MODES}
         for _ in range(count):
@@ -227,7 +227,7 @@ def resident_mib() -> float:
 
 
 async def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one size."""
+    """Run all measurements of one model size."""
     size = SIZES[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"

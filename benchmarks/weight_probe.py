@@ -53,7 +53,7 @@ class Memcpy:
 
 
 class Change(StrEnum):
-    """What is different in the next version."""
+    """The difference between the next version and the current one."""
 
     NOTHING = "nothing"
     ONE_TENSOR = "one tensor"
@@ -87,7 +87,7 @@ class ProbedTrainer(TrainerActor):
 
     @endpoint
     async def next_version(self, change: Change) -> None:
-        """What a train step does, as far as publishing can see."""
+        """Change weights and version as a train step does, as far as publishing can see."""
         weights = self._trainer.named_weights()
         changed = {Change.NOTHING: [], Change.ONE_TENSOR: weights[-1:], Change.EVERYTHING: weights}[change]
         with torch.no_grad():

@@ -39,7 +39,7 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a finished run left."""
+    """The results of a finished run."""
 
     run_dir: Path
     metrics: tuple[dict[str, float | None], ...]

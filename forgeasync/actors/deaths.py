@@ -1,4 +1,4 @@
-"""Who died, and of what: told from what Monarch reports and from what the survivors complain about.
+"""Finds out which proc died and why, from Monarch's reports and from the errors of its peers.
 
 The ranks of a trainer that lose one of theirs fail at once, with an error of the collective that they were
 in; Monarch reports the death itself some seconds later.
@@ -58,7 +58,7 @@ class Proc:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """What one report of Monarch says."""
+    """The content of one of Monarch's reports."""
 
     text: str
     has_signal: bool

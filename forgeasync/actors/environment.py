@@ -32,7 +32,7 @@ from forgeasync.waiting import deadline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSetup:
-    """What the episodes of a run are run with."""
+    """Everything that the environment of a run is started with."""
 
     environment: PythonCode
     model_path: Path
@@ -82,7 +82,7 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def connect(self, generators: GeneratorActor) -> None:
-        """Who samples the model's turns."""
+        """Set the generators that sample the model's turns."""
         self._generators = generators
 
     @concurrent_endpoint

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSetup:
-    """What a generator is started with."""
+    """Everything that a generator is started with."""
 
     model_path: Path
     facts: ModelFacts

@@ -151,7 +151,7 @@ class Procs:
             raise
 
     async def _death_of(self, ended: Proc) -> Exception:
-        """What Monarch reports within a bounded time, else what is known without it."""
+        """Return what Monarch reports within a bounded time, else what is known without its report."""
         await asyncio.wait([self._failure], timeout=REPORT_S)
         if self._failure.done() and (reported := self._failure.exception()) is not None:
             assert isinstance(reported, Exception)

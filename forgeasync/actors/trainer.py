@@ -84,7 +84,7 @@ class TrainerActor(Actor):
 
     @endpoint
     async def connect(self, generators: GeneratorActor) -> None:
-        """Who is asked for payloads of other hosts."""
+        """Set the generators that are asked for payloads of other hosts."""
         self._generators = generators
 
     @endpoint

@@ -41,7 +41,7 @@ def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
 
 
 class AccountingLedger:
-    """What became of the groups, and what the next ones weigh."""
+    """Counts what became of groups, and computes the weights of the next ones."""
 
     def __init__(self, section: AccountingSection) -> None:
         self._carries_deficits = (
@@ -77,7 +77,7 @@ class AccountingLedger:
 
     @property
     def deficits(self) -> tuple[Deficit, ...]:
-        """What is left to make up for."""
+        """Deficits that are still to be made up for."""
         return tuple(
             Deficit(source=stratum.source, length_bucket=stratum.length_bucket, weight=float(weight))
             for stratum, weight in self._deficits.items()

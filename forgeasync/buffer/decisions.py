@@ -1,4 +1,4 @@
-"""What the replay buffer decides, and why a group does not train."""
+"""The replay buffer's decisions, and the reasons why a group is not trained on."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,14 +12,14 @@ class DropReason(StrEnum):
     """Why a group did not train."""
 
     STALE = "stale"
-    """Older than max_off_policy_steps when the trainer could have taken it."""
+    """The group was older than max_off_policy_steps when the trainer could have taken it."""
     BAD_RECORD = "bad_record"
     """Its log-probabilities are no numbers, or its routed experts or kept tokens contradict its tokens or the
     model."""
     OVERSIZED = "oversized"
     """The group's arrays are larger than the memory reserved for them and the shared excess."""
     CANCELLED = "cancelled"
-    """Given up while it was sampled: finished, it would have been too old."""
+    """The group was given up while it was sampled, because it would have been too old at its end."""
     FILTERED = "filtered"
     """A group filter left nothing of it to learn from."""
     UNSCORED = "unscored"
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What follows from a step."""
+    """The consequences of a committed step."""
 
     cancelled: tuple[int, ...]
     """Decision: groups in flight that can be given up."""

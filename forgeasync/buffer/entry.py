@@ -8,7 +8,7 @@ from forgeasync.rollouts.rollout import Group
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """What the buffer knows of a group."""
+    """A group's state in the buffer."""
 
     submission: Submission
     deadline: int
@@ -22,7 +22,7 @@ class Entry:
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
-        """Sampled tokens of all its rollouts, once they are there."""
+        """Numbers of sampled tokens of all its rollouts; None until they are sampled."""
         if self.sampled is None:
             return None
         return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)

@@ -1,4 +1,4 @@
-"""How many groups to have under way, so that neither the trainer nor the generators wait.
+"""Decides how many groups to have under way, so that neither the trainer nor the generators wait.
 
 Too few, and the trainer waits for batches; too many, and complete groups lie waiting and grow old. The rule
 is that of congestion control: up at once where the trainer waits and the bound is what holds generation back,
@@ -24,7 +24,7 @@ class WaitingSide(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """What a step of the training loop saw."""
+    """The load that a step of the training loop saw."""
 
     trainer_wait_share: float
     """Share of the step spent waiting for its batch."""

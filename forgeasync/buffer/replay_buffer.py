@@ -114,7 +114,7 @@ class ReplayBuffer:
         self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
 
     def finished(self, group: Group) -> None:
-        """All rollouts of a group are sampled; it still has to be scored."""
+        """Take in a group whose rollouts are all sampled; it still has to be scored."""
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
         entry.sampled = group
@@ -160,7 +160,7 @@ class ReplayBuffer:
         self._lose(group_id, reason)
 
     def set_served_version(self, version: int) -> None:
-        """All generators sample under ``version`` (or a later one) from now on."""
+        """Note that all generators sample under ``version`` (or a later one) from now on."""
         assert version >= self._served_version
         self._served_version = version
 
@@ -233,7 +233,7 @@ class ReplayBuffer:
     # ---- a run that is resumed
 
     def snapshot(self) -> BufferSnapshot:
-        """What a buffer needs to continue from here.
+        """Return the state that a buffer needs to continue from here.
 
         A batch that was taken and not committed counts as complete: as far as is known it did not train.
         """

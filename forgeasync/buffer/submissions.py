@@ -58,7 +58,7 @@ class Submission:
 
     @property
     def draw_id(self) -> int:
-        """What random draws for the prompt's group follow from; the same in a run that is resumed."""
+        """The number that determines the group's random draws; the same in a run that is resumed."""
         return self.attempt * ATTEMPT_STRIDE + self.submission_id
 
 
@@ -111,7 +111,7 @@ class Submissions:
         self._num_submitted = num_submitted
 
     def pending(self) -> tuple[Submission, ...]:
-        """What waits to be started, in the data's order."""
+        """List the prompts that wait to be started, in the data's order."""
         waiting = (entry[-1] for entry in self._heap)
         return tuple(sorted(waiting, key=lambda submission: submission.draw_id))
 

@@ -23,7 +23,7 @@ FINAL = "final"
 LAST = "last"
 """The newest weights of a run that has not."""
 LAST_PUBLISHED = "last-published"
-"""What becomes ``LAST`` where the trainer cannot write it."""
+"""Name of the folder that becomes ``LAST`` if the trainer cannot write it."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 

@@ -1,4 +1,4 @@
-"""How large checkpoints and the exported model are, and whether the disk has room for them."""
+"""Computes the sizes of checkpoints and the exported model, and checks that the disk has room for them."""
 
 import math
 import shutil

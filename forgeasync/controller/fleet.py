@@ -150,7 +150,7 @@ class Fleet:
         return await self.scorer.score(f"group {group_id}", task, responses)
 
     def items(self, groups: Sequence[Group]) -> list[TrainingItem]:
-        """What trains of groups, with the advantages of ``algorithm.advantage``."""
+        """Turn groups into training items, with the advantages of ``algorithm.advantage``."""
         return training_items(groups, [1.0] * len(groups), self.config.algorithm)
 
     def imitate(self, rollouts: Iterable[StoredRollout]) -> list[TrainingItem]:

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run's input, found out before any process starts."""
+"""Finds everything that can be wrong with a run's input before any process starts."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ from forgeasync.scoring.reward_trial import try_rewards
 from forgeasync.weights.transports.build import check_transport
 
 MADE_MODEL = "models/tiny_moe"
-"""What ``make model`` builds."""
+"""The model that ``make model`` builds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

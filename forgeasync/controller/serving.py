@@ -20,7 +20,7 @@ MAX_FAILED_FETCHES = 5
 
 
 class WeightServing:
-    """Who serves which version. Generators start under version 0, the model that they have loaded."""
+    """Serves new versions to the generators, which start under version 0, the model that they have loaded."""
 
     def __init__(
         self,

@@ -27,12 +27,12 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 @dataclass(slots=True)
 class _Stop:
-    """What this process was told, and whom it tells."""
+    """The signal that this process received, and the task that it tells."""
 
     received: signal.Signals | None = None
     received_s: float = 0.0
     main: asyncio.Task[None] | None = None
-    """What is cancelled; None: no coroutine runs."""
+    """Task that is cancelled; None if no coroutine runs."""
     listeners: list[Callable[[signal.Signals], None]] = field(default_factory=list)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:

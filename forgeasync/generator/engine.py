@@ -79,7 +79,7 @@ def _in_process_core(*, salt_with_version: bool) -> Iterator[None]:
 
 
 def _engine_modules(lora: LoraSection) -> list[str]:
-    """What vLLM calls the modules of these targets: it fuses q, k and v."""
+    """Return vLLM's names of the modules of these targets: it fuses q, k and v."""
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     return sorted({fused.get(target, target) for target in lora.targets})
 
@@ -127,7 +127,7 @@ class GeneratorEngine:
         policy = interruption_policy(weights.interruption, client=client, gate=self._gate)
         self._updates = WeightUpdates(client, self._groups, policy, weights.kv_cache)
         self.adapter: ServedAdapter | None = None
-        """What all requests are served with; None where weights are whole."""
+        """Adapter that all requests are served with; None if weights are whole."""
         self._request_ids = itertools.count()
         self._num_generated_tokens = 0
         self._num_in_flight = 0
@@ -266,7 +266,7 @@ class GeneratorEngine:
         )
 
     def rollout(self, sequence: EngineSequence, finish_reason: FinishReason | None = None) -> Rollout:
-        """What was sampled, with the finish reason of its last turn or another."""
+        """Return what was sampled, with the finish reason of its last turn or another one."""
         assert sequence.finish_reason is not None
         return self._reader.rollout(
             sequence.trajectory,

@@ -30,7 +30,7 @@ BetweenSteps = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
-    """What an engine takes of every version."""
+    """The part of every version that an engine needs."""
 
     blocks: list[np.ndarray]
     """Blocks (bool) of each trainer rank's staging buffer that the engine needs, by rank."""
@@ -89,7 +89,7 @@ class EngineWeights:
 
 
 def all_of(layout: WeightLayout) -> EngineNeeds:
-    """Everything that is published."""
+    """Return needs that cover everything that is published."""
     blocks = [np.ones(rank.num_blocks, bool) for rank in layout.ranks]
     return EngineNeeds(blocks=blocks, num_bytes=layout.num_bytes)
 
@@ -118,7 +118,7 @@ def check_traces(
 
 
 def sharing_parameters(traces: Sequence[LoadTrace], names: Iterable[str]) -> set[str]:
-    """All tensors that the engine keeps in one parameter with one of ``names``, these included."""
+    """Return all tensors that the engine keeps in one parameter with any of ``names``, these included."""
     wanted = set(names)
     touched = {region.parameter for trace in traces for region in trace.regions if region.name in wanted}
     return {region.name for trace in traces for region in trace.regions if region.parameter in touched}

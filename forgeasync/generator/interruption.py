@@ -1,4 +1,4 @@
-"""What happens to running sequences when new weights arrive: one small class for each mode.
+"""Decides what happens to running sequences when new weights arrive: one small class for each mode.
 
 Who waits for whom: an update runs ``prefetch`` on the event loop and, within it, the swap on the engine's
 thread, between two decode steps. ``prefetch`` may hold back new requests (drain) or decoding (blocking);
@@ -86,7 +86,7 @@ class Groups:
         )
 
     def progress(self, core: EngineCore, version: int) -> tuple[GroupProgress, ...]:
-        """How far each named group is that has requests in the engine (engine thread)."""
+        """Return the progress of each named group that has requests in the engine (engine thread)."""
         running: dict[int, list[int]] = {}
         for request in core.scheduler.requests.values():
             running.setdefault(_group_id(request), []).append(request.num_output_tokens)
@@ -133,7 +133,7 @@ class AdmissionGate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Nobody enters during the block."""
+        """Close the gate during the block."""
         self._open.clear()
         try:
             yield
@@ -160,7 +160,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Blocking(InFlight):
-    """Nothing is decoded from before the fetch until after the swap."""
+    """Decoding stops from before the fetch until after the swap."""
 
     client: InProcessAsyncClient
 

@@ -1,4 +1,4 @@
-"""What engines report, apart from vLLM: who reads it need not import vLLM."""
+"""Reports of engines, in a module of their own so that readers need not import vLLM."""
 
 from dataclasses import dataclass
 

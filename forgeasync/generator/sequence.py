@@ -45,7 +45,7 @@ class SequenceReader:
         return Trajectory(num_experts=self.num_experts)
 
     def sampled(self, output: CompletionOutput) -> SampledTokens:
-        """What a request has sampled; at least one token."""
+        """Convert what a request has sampled; at least one token."""
         assert output.logprobs is not None and output.weight_versions is not None
         experts, mask = output.routed_experts, output.sampling_mask
         return SampledTokens(

@@ -29,7 +29,7 @@ class IncompleteFetch(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBase:
-    """What published adapters are adapters of."""
+    """The base model that published adapters adapt."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]

@@ -44,7 +44,7 @@ class Host(Protocol):
 
 
 class Hosts(Protocol):
-    """All machines of a run besides the controller's part of its own."""
+    """All machines of a run besides the controller's own processes."""
 
     async def open(self) -> None:
         """Start them; to be called before anything is spawned."""

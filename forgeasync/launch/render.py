@@ -1,4 +1,4 @@
-"""What a launcher would submit, without submitting: Monarch's own jobs run up to the border of this process.
+"""Shows what a launcher would submit, without submitting: Monarch's jobs run up to the last call.
 
 Slurm's and ssh's commands are replaced by ones that write down what they are given, Kubernetes' API by a
 server on this machine that does the same. So what is shown is what the installed Monarch sends.
@@ -71,7 +71,7 @@ def _count_processes(launcher: ProcessLauncher | SshLauncher) -> int:
 
 
 def _commands(config: RunConfig, command: str, *, num_commands: int) -> list[str]:
-    """What the job gives to a command of this machine: sbatch's input, or ssh's arguments; in its order."""
+    """Return what the job passes to commands of this machine, in order: sbatch's input, or ssh's arguments."""
     assert not isinstance(config.launcher, LocalLauncher)
     with tempfile.TemporaryDirectory() as scratch:
         written, commands, logs = (Path(scratch) / name for name in ("written", "bin", "logs"))
@@ -133,7 +133,7 @@ class _WritesDown(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on the terminal."""
+        """Print nothing on the terminal."""
 
 
 class _ApiServer(HTTPServer):

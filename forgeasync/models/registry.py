@@ -1,4 +1,4 @@
-"""All model families. A new one is a folder beside this file and a name here."""
+"""Registers all model families. A new one is a folder beside this file and a name here."""
 
 from forgeasync.models.deepseek_v3.facts import DEEPSEEK_V3
 from forgeasync.models.family import Family

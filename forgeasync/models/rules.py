@@ -199,7 +199,7 @@ def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Proble
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
-    """Everything that is wrong with running ``config`` on this model; empty if nothing is."""
+    """Return every problem of running ``config`` on this model; empty if there is none."""
     problems = check_without_model(config)
     for rule in _MODEL_RULES:
         problems.extend(rule(config, model_facts))

@@ -1,4 +1,4 @@
-"""What a run would do, as one table, without starting anything and without a GPU."""
+"""Shows what a run would do, as one table, without starting anything and without a GPU."""
 
 from pathlib import Path
 

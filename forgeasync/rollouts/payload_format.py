@@ -1,4 +1,4 @@
-"""How a payload lies in its file, and what actors send each other in place of its bytes."""
+"""The layout of a payload in its file, and the reference that actors send in place of its bytes."""
 
 import mmap
 import struct
@@ -35,7 +35,7 @@ class PayloadRef:
 
 
 def whole_pages(num_bytes: int) -> int:
-    """What a file of ``num_bytes`` takes of its host's memory, in bytes."""
+    """Return the bytes that a file of ``num_bytes`` takes of its host's memory."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -135,7 +135,7 @@ def _plan(arrays: Mapping[str, np.ndarray]) -> _Plan:
 
 
 def measure(arrays: Mapping[str, np.ndarray]) -> int:
-    """Bytes that a payload of these arrays takes.
+    """Return the bytes that a payload of these arrays takes.
 
     Raises:
         ValueError: a dtype holds objects or is more than its name (structured dtypes).

@@ -1,4 +1,4 @@
-"""What is recorded of every rollout, and whether a rollout's record is sound."""
+"""The records of every rollout, and checks that they are sound."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ MAX_LOGPROB = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """What an engine records beside tokens and log-probabilities."""
+    """The records that an engine makes beside tokens and log-probabilities."""
 
     routing: bool
     """The experts that each token took in each layer that has experts."""

@@ -1,4 +1,4 @@
-"""What a reward says of one response, and how the processes that score have fared."""
+"""The score of one response, and counts of responses that could not be verified."""
 
 import itertools
 from collections.abc import Mapping
@@ -46,12 +46,12 @@ class Score:
     """
 
     value: float
-    """What the response is trained with."""
+    """The reward that the response is trained with."""
     is_correct: bool
     """Whether the response solves its task: what an evaluation counts."""
     _: KW_ONLY
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """What the value is made of, by name: logged as ``reward/<name>``, and used for nothing else."""
+    """Parts of the value by name: logged as ``reward/<name>`` and used for nothing else."""
     steps: tuple[Step, ...] = ()
     """Rewards of the response's steps, ends increasing; none: the value counts for all tokens alike."""
     penalties: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -115,7 +115,7 @@ class VerifierCounts:
     """Answers since the scorer began that scored 0 because they could not be verified."""
 
     num_timeouts: int = 0
-    """Cut off at ``scorer.answer_limit_s``."""
+    """Verifications that were cut off at ``scorer.answer_limit_s``."""
     num_crashes: int = 0
     """The process that verified them died, for instance of ``scorer.answer_memory_mib``."""
     num_errors: int = 0

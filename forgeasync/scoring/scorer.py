@@ -16,7 +16,7 @@ from forgeasync.scoring.verifier_pool import VerifierPool
 
 
 class VerifiedScorer:
-    """Has guarded processes verify responses; see ``forgeasync.scoring.verifier_pool``. Thread-safe."""
+    """Verifies responses in guarded processes; see ``forgeasync.scoring.verifier_pool``. Thread-safe."""
 
     def __init__(self, choice: VerifierChoice, section: ScorerSection) -> None:
         """Starts nothing."""

@@ -28,7 +28,7 @@ LOAD_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """How a process of verifiers works."""
+    """Settings of a process of verifiers."""
 
     choice: dict[str, Any]
     """The choice of verifier, encoded by ``CHOICE_CODEC``."""

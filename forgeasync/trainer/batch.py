@@ -25,7 +25,7 @@ class TrainingItem:
     rollout: StoredRollout
     advantages: tuple[AdvantageSpan, ...]
     weight: float
-    """How often it counts in the batch's loss (rollout accounting)."""
+    """Weight of the rollout in the batch's loss (rollout accounting)."""
 
     @property
     def num_tokens(self) -> int:

@@ -39,7 +39,7 @@ class TrainingSequence:
     advantage: float | np.ndarray
     """One number for all response tokens, or float32 [T]."""
     weight: float = 1.0
-    """How often the sequence counts in the batch's loss."""
+    """Weight of the sequence in the batch's loss."""
     expert_ids_SMK: np.ndarray | None = None
     kept_tokens: KeptTokens | None = None
     is_sampled_T: np.ndarray | None = None

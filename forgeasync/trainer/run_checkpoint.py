@@ -27,7 +27,7 @@ RNG = "rng."
 
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> State:
-    """What is trained, with its moments, and the model's own running state; shares the trainer's memory."""
+    """Return what is trained, its moments and the model's running state; shares the trainer's memory."""
     state: State = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

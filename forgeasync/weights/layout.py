@@ -1,4 +1,4 @@
-"""How the weights of a version lie in the staging buffers of the trainer's ranks.
+"""The layout of a version's weights in the staging buffers of the trainer's ranks.
 
 A layout is made once, when trainer and generators meet, and holds for every version. Each rank publishes the
 shards it holds, cut into pieces; of shards that several ranks hold (replicas) one rank publishes each.
@@ -22,11 +22,11 @@ ALIGNMENT = 64
 
 
 BLOCK_BYTES = 256 * 2**10
-"""What one checksum covers: small enough to be still in the cache after it was copied."""
+"""Bytes that one checksum covers: few enough to be still in the cache after they were copied."""
 
 
 SEGMENT_BYTES = 16 * BLOCK_BYTES
-"""What a transport between hosts moves at once."""
+"""Bytes that a transport between hosts moves at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Box:
         return math.prod(self.size)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What two blocks of the same tensor share; None if nothing."""
+        """Return the intersection of two blocks of the same tensor; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = (
             min(a + m, b + n)

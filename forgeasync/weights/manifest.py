@@ -1,4 +1,4 @@
-"""What a published version is: where it lies and the checksum of every block of it."""
+"""Describes a published version: its slot, and the checksum of each of its blocks."""
 
 from dataclasses import dataclass
 

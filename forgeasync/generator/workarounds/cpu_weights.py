@@ -47,7 +47,7 @@ class CpuWeights:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def plan(self, copies: Iterable[StridedCopy]) -> None:
-        """What every version copies; parameters that nothing is copied to never change."""
+        """Plan the copies of every version; parameters that nothing is copied to never change."""
         self._copies = {}
         for copy in copies:
             self._copies.setdefault(copy.parameter, []).append(copy)

@@ -38,7 +38,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTrace:
-    """What one worker of an engine takes of a checkpoint."""
+    """The parts of a checkpoint that one worker of an engine takes."""
 
     regions: tuple[Region, ...]
     unfilled: tuple[str, ...]
@@ -74,7 +74,7 @@ class _CopyRecorder(TorchDispatchMode):
 def trace_load(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> LoadTrace:
-    """What ``model.load_weights`` would copy where, given tensors of these names and shapes.
+    """Find what ``model.load_weights`` would copy where, given tensors of these names and shapes.
 
     Values do not change; nothing may run the model meanwhile.
     """

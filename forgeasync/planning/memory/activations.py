@@ -1,4 +1,4 @@
-"""What a layer's forward pass keeps for its backward pass, by a count of the tensors that autograd saves.
+"""Counts what a layer's forward pass keeps for its backward pass, by the tensors that autograd saves.
 
 Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
 differ without an accelerator: norms are computed step by step and keep x / rms(x) too, and attention works on
@@ -22,9 +22,9 @@ class LayerActivations:
     """Bytes of one layer and one row on one rank."""
 
     whole: float
-    """Everything that autograd saves without checkpointing."""
+    """Bytes that autograd saves without checkpointing."""
     selective: float
-    """What TorchTitan's selective checkpointing saves; the rest is computed again."""
+    """Bytes that TorchTitan's selective checkpointing saves; the rest is computed again."""
     boundary: float
     """The layer's input: what full checkpointing saves."""
     backward: float
@@ -99,7 +99,7 @@ class _Count:
         self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
 
     def norm_extra(self, size: int, *, tokens: float | None = None) -> float:
-        """What a norm keeps besides its input and output. In float32, whatever the compute dtype."""
+        """Bytes that a norm keeps besides input and output: in float32, whatever the compute dtype."""
         copies = 0
         if self._on_cpus:
             # x / rms(x); of lower precision also x in float32.

@@ -1,4 +1,4 @@
-"""What one GPU (or CPU process) of a vLLM engine holds."""
+"""Computes the memory of one GPU (or CPU process) of a vLLM engine."""
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig

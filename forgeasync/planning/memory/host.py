@@ -1,4 +1,4 @@
-"""What lies in the shared memory of hosts: weights on their way, and rollouts that wait for training."""
+"""Computes the shared memory of hosts: weights being published, and rollouts that wait for training."""
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, longest_response
@@ -61,7 +61,7 @@ def groups_outstanding(config: RunConfig) -> int:
 
 
 def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """What the file of one group takes with responses as long as can be and kept sets as large as top-k.
+    """Return the bytes of one group's file, with the longest responses and kept sets as large as top-k.
 
     Unlike ``largest_group_payload_bytes``, which nothing may exceed, this counts the prompt's record once:
     rollouts of a group share it unless weights were swapped in between their first steps.

@@ -1,4 +1,4 @@
-"""What one trainer rank holds: what is always there, and the most there is of what comes and goes."""
+"""Memory of one trainer rank: what it always holds, and the most that it holds for a time."""
 
 import math
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ class RdmaTransport(Transport):
         )
 
     def connect(self, source: RankSource) -> None:
-        """Nothing is moved yet; the transfer of a segment is bounded by the lease."""
+        """Connect without moving bytes; the lease bounds the transfer of a segment."""
         assert isinstance(source.staging.address, tuple)
         self._segments: Segments = source.staging.address
         # RDMABuffer counts whole seconds.

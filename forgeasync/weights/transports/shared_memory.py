@@ -18,7 +18,7 @@ class SharedMemoryTransport(Transport):
     crosses_hosts = False
 
     async def open(self, staging: RankStaging) -> None:
-        """Nothing to do: the buffers are files of this host already."""
+        """Do nothing: the buffers are files of this host already."""
 
     def connect(self, source: RankSource) -> None:
         """Map the publisher's files."""

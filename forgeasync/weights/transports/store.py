@@ -116,7 +116,7 @@ class TorchstoreTransport(Transport):
         await torchstore.initialize(num_storage_volumes=1, mesh=spawn("weights"))
 
     async def open(self, staging: RankStaging) -> None:
-        """Nothing to do before there is a version."""
+        """Do nothing before there is a version."""
         self._rank, self._buffers = staging.rank, staging.buffers
 
     async def staged(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""How published weights get from the trainer's ranks into a generator's own memory."""
+"""Transports move published weights from the trainer's ranks into a generator's own memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ class RankStaging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingSource:
-    """How the staging buffers of one rank can be reached; travels to the generators."""
+    """How to reach the staging buffers of one rank; sent to the generators."""
 
     host_id: str
     paths: tuple[Path, ...]
     """Files of that host, by slot."""
     address: object = None
-    """What the transport's ``open`` has returned."""
+    """Address that the transport's ``open`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
