@@ -71,7 +71,7 @@ def _count_processes(launcher: ProcessLauncher | SshLauncher) -> int:
 
 
 def _commands(config: RunConfig, command: str, *, num_commands: int) -> list[str]:
-    """Return what the job passes to commands of this machine, in order: sbatch's input, or ssh's arguments."""
+    """Return what the job passes to commands of this machine, in order: sbatch's input or ssh's arguments."""
     assert not isinstance(config.launcher, LocalLauncher)
     with tempfile.TemporaryDirectory() as scratch:
         written, commands, logs = (Path(scratch) / name for name in ("written", "bin", "logs"))

@@ -255,5 +255,5 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 
 
 def test_a_tokenizer_without_the_template_asked_for_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.chat_template is true"):
+    with pytest.raises(ValueError, match=r"data\.chat_template = true"):
         MessageRenderer(make_tokenizer(None), chat_template=True)
