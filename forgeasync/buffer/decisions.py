@@ -14,8 +14,8 @@ class DropReason(StrEnum):
     STALE = "stale"
     """The group was older than max_off_policy_steps when the trainer could have taken it."""
     BAD_RECORD = "bad_record"
-    """Its log-probabilities are no numbers, or its routed experts or kept tokens contradict its tokens or the
-    model."""
+    """Log-probabilities are not finite, or routed experts or kept tokens contradict the tokens or the model.
+    """
     OVERSIZED = "oversized"
     """The group's arrays are larger than the memory reserved for them and the shared excess."""
     CANCELLED = "cancelled"

@@ -16,9 +16,9 @@ class Entry:
     sampled: Group | None = None
     """The group with all its rollouts; None until they are sampled."""
     group: Group | None = None
-    """With those that are trained on and their rewards, once it is complete."""
+    """The group with the rollouts that are trained on and their rewards; None until it is complete."""
     is_expired: bool = False
-    """In flight past its deadline: the trainer does not count on it."""
+    """Whether the group is in flight past its deadline: the trainer no longer waits for it."""
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

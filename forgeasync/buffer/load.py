@@ -1,8 +1,8 @@
 """Decides how many groups to have under way, so that neither the trainer nor the generators wait.
 
-Too few, and the trainer waits for batches; too many, and complete groups lie waiting and grow old. The rule
-is that of congestion control: up at once where the trainer waits and the bound is what holds generation back,
-down slowly where whole batches lie ready and the trainer did not wait.
+With too few, the trainer waits for batches; with too many, complete groups wait and grow old. The rule is
+that of congestion control: the bound rises at once if the trainer waits because of it, and falls slowly while
+whole batches are ready and the trainer does not wait.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TRAINER_WAITS_SHARE = 0.05
 
 
 CALM_STEPS = 3
-"""Steps in a row with a whole batch to spare before the bound goes down: one may be chance."""
+"""Steps in a row with a whole batch to spare before the bound falls: a single one may be chance."""
 
 
 class WaitingSide(StrEnum):

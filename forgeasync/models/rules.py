@@ -22,7 +22,7 @@ def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
             field="sampling.top_p",
             value=top_p,
             remedy=f"must be greater than 1 / {facts.vocab_size} (the vocabulary): otherwise only the most "
-            "likely token is ever kept, its probability is 1, and no gradient comes of it",
+            "likely token is ever kept, its probability is 1, and it gives no gradient",
         )
 
 
@@ -120,8 +120,8 @@ def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator
         yield Problem(
             field="trainer.parallel.sequence",
             value=parallel.sequence,
-            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
-            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
+            remedy="with tensor parallelism must be true if trainer.parallel.expert > 1 and false if it is "
+            f"1; it is {parallel.expert}, and TorchTitan's gradients would be wrong",
         )
 
 

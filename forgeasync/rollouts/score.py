@@ -8,11 +8,11 @@ from numbers import Real
 from forgeasync.config.data import PART_NAME_RULE, is_part_name
 
 LARGEST = 1e30
-"""Largest reward: what groups and batches make of rewards must fit into float32."""
+"""Largest reward: numbers that groups and batches compute from rewards must fit into float32."""
 
 
 MAX_PARTS = 64
-"""Every part is a metric of the run, and so is every penalty a number to keep."""
+"""Most parts and most penalties of a score: every part is a metric, and every penalty is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +48,18 @@ class Score:
     value: float
     """The reward that the response is trained with."""
     is_correct: bool
-    """Whether the response solves its task: what an evaluation counts."""
+    """Whether the response solves its task; evaluations count this."""
     _: KW_ONLY
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Parts of the value by name: logged as ``reward/<name>`` and used for nothing else."""
     steps: tuple[Step, ...] = ()
-    """Rewards of the response's steps, ends increasing; none: the value counts for all tokens alike."""
+    """Rewards of the response's steps, with increasing ends; if empty, the value counts for all tokens alike.
+    """
     penalties: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Faults besides the reward, by name and at least 0, such as the share of tool calls that failed; filter
-    ``resample_on_correct`` prefers responses with few. They change no reward."""
+    """Penalties by name, at least 0, such as the share of tool calls that failed. They change no reward;
+    filter ``resample_on_correct`` prefers responses with low ones."""
     has_answer: bool = True
-    """False where the response never states an answer: counted in ``response/no_answer_share``."""
+    """False if the response never states an answer; counted in ``response/no_answer_share``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _number(self.value, "a score"))

@@ -103,7 +103,8 @@ class WeightFetcher:
         if manifest.layout_digest != self._layout.digest:
             raise ValueError(
                 f"version {manifest.version} was published in layout {manifest.layout_digest}, "
-                f"this generator knows {self._layout.digest}: the trainer was started anew with another mesh"
+                f"this generator knows {self._layout.digest}; must be equal: the trainer was restarted with "
+                "another mesh"
             )
         start_s = time.perf_counter()
         reads = [

@@ -43,7 +43,7 @@ class SharedFile:
             if error.errno not in (errno.ENOSPC, errno.EFBIG):
                 raise
             raise ValueError(
-                f"weights ask for {num_bytes:,} bytes of shared memory, more than is left of {path.parent}; "
+                f"weights need {num_bytes:,} bytes of shared memory, more than is left in {path.parent}; "
                 "give the machine more (docker run --shm-size=...)"
             ) from error
         finally:
