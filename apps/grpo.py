@@ -1,16 +1,16 @@
-"""GRPO with rollouts and training side by side.
+"""GRPO with rollouts and training running concurrently.
 
     python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...] [--dry-run | --resume latest]
 
-Four loops share one replay buffer, and none waits for another beyond it:
+Four loops share one replay buffer, and wait for each other only through it:
 
     collect   has a generator sample a prompt whenever the buffer lets a group start         waits: bounds
     score     takes sampled groups, has the scorer reward them, completes them in the buffer waits: collect
     train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
     serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
 
-With an environment the collecting loop runs episodes, which come back sampled and scored: nothing is left for
-the scoring loop then. The serving loops are in forgeasync/controller/serving.py, resuming in resume.py there.
+With an environment the collecting loop runs episodes, which return sampled and scored: the scoring loop then
+has nothing to do. The serving loops are in forgeasync/controller/serving.py; resuming is in resume.py there.
 With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run
 one after the other. With k > 0 generation runs ahead by at most k versions.
 """
@@ -57,7 +57,7 @@ from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.advantage_spans import steps_problem
-from forgeasync.trainer.batch import deal_items, split_by_groups, training_items
+from forgeasync.trainer.batch import assign_rows, split_by_groups, training_items
 from forgeasync.trainer.step_result import SkipWatch
 
 
@@ -131,11 +131,11 @@ class GrpoRun:
                 groups.create_task(self.sample(start))
 
     async def submit(self, num_prompts: int) -> None:
-        """Hand the next prompts of the data's order in."""
+        """Submit the next prompts of the data's order."""
         await self.buffer.submit.call_one([self.order.next() for _ in range(num_prompts)])
 
     async def sample(self, start: Start) -> None:
-        """Have one group sampled, and keep it."""
+        """Have a group sampled; keep it, or give it up."""
         seed = sampling_seed(self.config.seed, start.draw_id)
         answer = await self.groups.sample(start.group_id, start.task, seed=seed)
         match answer:
@@ -153,8 +153,8 @@ class GrpoRun:
         )
         if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
             problem = (
-                f"group {group.group_id} takes {group.num_payload_bytes:,} bytes: more than is reserved "
-                "for a group and left besides; see payload.capacity_gib"
+                f"group {group.group_id} takes {group.num_payload_bytes:,} bytes, more than its reservation "
+                "and the rest of the shared excess; must be less, or payload.capacity_gib larger"
             )
             await self.drop(group, DropReason.OVERSIZED, problem)
             return
@@ -166,10 +166,10 @@ class GrpoRun:
             await self.accept(group, [result.score for result in sampled.results])
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
-        """A group will not come: the buffer says what takes its place. ``problem`` is what was wrong with it.
+        """Give up a group; the buffer decides what takes its place. ``problem`` says what was wrong with it.
 
         Raises:
-            NothingTrains: too many in a row were given up.
+            NothingTrains: too many groups in a row were given up.
         """
         if problem is not None:
             self.recorder.warn(problem)
@@ -183,7 +183,7 @@ class GrpoRun:
         await self.give_up(group.group_id, reason, problem)
 
     async def score(self) -> None:
-        """Have sampled groups scored side by side; the buffer bounds how many there are."""
+        """Have sampled groups scored concurrently; the buffer bounds how many there are."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 groups.create_task(self.complete(await self.sampled.get()))
@@ -229,7 +229,7 @@ class GrpoRun:
 
             items = training_items(batch.groups, batch.weights, config.algorithm)
             minibatches = [
-                deal_items(
+                assign_rows(
                     of_step,
                     tokens_per_row=config.trainer.tokens_per_row,
                     num_ranks=self.trainer.num_data_ranks,
@@ -276,12 +276,12 @@ class GrpoRun:
         await self.checkpoints.finish()
 
     def counters(self) -> dict[str, float]:
-        """What the loops have counted so far."""
+        """Return what the loops have counted so far, by metric name."""
         counted = (self.filtering, self.scorer, self.payloads, self.serving.ledger)
         return {name: value for one in counted for name, value in one.metrics().items()}
 
     async def commit(self, batch: Batch, *, trainer_wait_share: float) -> None:
-        """A batch was trained on: free it, and let go of what is too old now."""
+        """Free a batch that was trained on, and the groups that are too old now."""
         await self.free(batch.groups)
         committed = await self.buffer.committed.call_one(trainer_wait_share)
         self.version += 1
@@ -296,9 +296,9 @@ class GrpoRun:
             await self.payloads.release(group.group_id)
 
     async def evaluate(self, version: int) -> tuple[HeldOutScores, float]:
-        """Scores of ``version`` on problems that are not trained on, and the seconds it took.
+        """Score ``version`` on problems that are not trained on; also return the seconds it took.
 
-        Training stands still meanwhile.
+        Training waits meanwhile.
         """
         start_s = time.perf_counter()
         await self.serving.until_served(version)

@@ -68,7 +68,7 @@ class SimulatedRun:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of a run: weighted numbers of rollouts by source and length bucket, and where time went."""
+    """The outcome of a run: weighted numbers of rollouts by source and length bucket, and where time went."""
 
     submitted: Counter[tuple[str, int]] = field(default_factory=Counter)
     trained: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -153,7 +153,7 @@ class BufferSimulation:
         heapq.heappush(self._events, (self._now + delay, next(self._sequence), happen))
 
     def _proceed(self) -> None:
-        """Everything that needs no time."""
+        """Handle all events that take no time."""
         self._train()
         while True:
             for _ in range(self._buffer.num_wanted):
@@ -273,7 +273,7 @@ class BufferSimulation:
 def compare(
     run: SimulatedRun, variants: Mapping[str, tuple[BufferSection, AccountingSection]]
 ) -> dict[str, Outcome]:
-    """The same run with each of these buffers."""
+    """Simulate the run with each of these buffers."""
     return {
         name: BufferSimulation(run, buffer=buffer, accounting=accounting).simulate()
         for name, (buffer, accounting) in variants.items()

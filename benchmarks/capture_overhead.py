@@ -1,4 +1,4 @@
-"""What recording costs the sampler: generated tokens/s with records off, routing, kept sets, both.
+"""What recording costs the generator: generated tokens/s with records off, routing, kept sets, both.
 
     python benchmarks/capture_overhead.py [--model FOLDER] [--rounds R] [--out FILE.json]
 
@@ -44,10 +44,10 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
 
     from forgeasync.config.generator import GeneratorSection
     from forgeasync.config.weights import WeightsSection
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.rollouts.records import Records
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=model,
         generator=GeneratorSection(max_num_seqs=64, max_num_batched_tokens=2048, kv_cache_gib=0.25),
         max_context_length=PROMPT_TOKENS + RESPONSE_TOKENS,
@@ -119,7 +119,7 @@ def measure(model: Path, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="What recording costs the sampler.")
+    parser = argparse.ArgumentParser(description="What recording costs the generator.")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=RESULTS / "capture_overhead.json")

@@ -33,7 +33,7 @@ LOG_TAIL_CHARACTERS = 3000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What is known of a command that ended well."""
+    """The result of a command that ended well."""
 
     peak_memory_mib: float
     """Highest sampled sum, over the whole process tree, of the proportional set size (shared pages once)."""
@@ -121,7 +121,7 @@ def quantiles(values: Sequence[int]) -> dict[str, float]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine that the numbers were measured on."""
     return {
         "processor": _processor_name(),
         "usable_cores": len(os.sched_getaffinity(0)),
@@ -193,7 +193,7 @@ def measurement(contender: str, number: int, steps: Sequence[Step], finished: Fi
 
 
 def medians(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
-    """Of every contender's rounds, by contender and name of the value."""
+    """Return medians over each contender's rounds, by contender and name of the value."""
     runs: dict[str, list[Measurement]] = {}
     for one in measurements:
         runs.setdefault(one.contender, []).append(one)

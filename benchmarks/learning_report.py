@@ -25,7 +25,7 @@ LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What is reported of one run; None where its metrics do not have it."""
+    """The reported numbers of one run; None where its metrics lack them."""
 
     seed: int
     accuracy_by_step: dict[int, float]
@@ -98,7 +98,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantResult:
-    """All runs of a variant and what they come to."""
+    """All runs of a variant and their aggregated numbers."""
 
     name: str
     runs: list[RunResult]

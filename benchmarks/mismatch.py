@@ -1,4 +1,4 @@
-"""How far trainer and sampler are apart, with nothing replayed, routing, kept sets, both.
+"""How far trainer and generator are apart, with nothing replayed, routing, kept sets, both.
 
     python benchmarks/mismatch.py [--model FOLDER] [--groups N] [--out FILE.json]
 
@@ -6,16 +6,16 @@ A real vLLM engine samples groups (temperature 0.8, top-k 20, top-p 0.9) and the
 log-probabilities of the same tokens, four ways, in four settings:
 
 - same weights: what is left is rounding
-- bf16 sampler: the sampler's weights are rounded to bfloat16, the trainer's are not; a stand-in for the
+- bf16 generator: the generator's weights are rounded to bfloat16, the trainer's are not; a stand-in for the
   differences between real kernels
 - noisy choice: Gaussian noise on the probabilities by which the trainer's routers choose, token by token, as
   rounding in the gate has it; the experts' weights in the sum stay as they are
 - noisy gate: Gaussian noise on the trainer's router weights, which changes choices and weights in the sum;
   replay mends the choices
 
-Reported for each: mean and maximum of abs(trainer logprob - sampler logprob), the k3 estimate of
-KL(sampler || trainer), the share of routing decisions the trainer would have made otherwise, and the cosine
-between the policy gradient so computed and the sampler-consistent one: that of a trainer with the sampler's
+Reported for each: mean and maximum of abs(trainer logprob - generator logprob), the k3 estimate of
+KL(generator || trainer), the share of routing decisions the trainer would have made otherwise, and the cosine
+between the policy gradient so computed and the generator's: that of a trainer with the generator's
 own weights, experts and kept sets.
 """
 
@@ -113,10 +113,10 @@ def sample(folder: Path, num_groups: int) -> list[Rollout]:
 
 
 async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
 
     records = Records(routing=True, kept_tokens=True)
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=GeneratorSection(max_num_seqs=64, kv_cache_gib=0.25),
         max_context_length=MAX_CONTEXT,
@@ -180,7 +180,7 @@ def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
 
 
 def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) -> list[PackedRow]:
-    """The same rows with only some of their records."""
+    """Return the rows with only some of their records."""
     return [
         dataclasses.replace(
             row,
@@ -261,7 +261,7 @@ def measure(model: Path, num_groups: int) -> list[Row]:
         with context.Pool(1) as second:
             of_bf16 = second.apply(sample, (bf16, num_groups))
         lines += compare("same weights", of_model, model, model, facts)
-        lines += compare("bf16 sampler", of_bf16, model, bf16, facts)
+        lines += compare("bf16 generator", of_bf16, model, bf16, facts)
         lines += compare("noisy choice", of_model, model, model, facts, disturbed=True)
         lines += compare("noisy gate", of_model, noisy, model, facts)
     return lines
@@ -269,7 +269,7 @@ def measure(model: Path, num_groups: int) -> list[Row]:
 
 def results_table(lines: Sequence[Row]) -> Table:
     """One line a setting and replay."""
-    table = Table(title="abs(trainer logprob - sampler logprob)")
+    table = Table(title="abs(trainer logprob - generator logprob)")
     for column in ("setting", "replayed", "mean", "max", "KL", "other experts", "gradient cosine"):
         table.add_column(column, justify="left" if column in ("setting", "replayed") else "right")
     for line in lines:
@@ -289,7 +289,7 @@ def results_table(lines: Sequence[Row]) -> Table:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="How far trainer and sampler are apart.")
+    parser = argparse.ArgumentParser(description="How far trainer and generator are apart.")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULTS / "mismatch.json")

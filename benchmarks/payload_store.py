@@ -52,7 +52,7 @@ REMOTE_TIMEOUT_S = 60
 
 
 def make_payload(seed: int) -> dict[str, np.ndarray]:
-    """What one rollout records; T tokens, L layers, K experts a token."""
+    """Make the arrays that one rollout records; T tokens, L layers, K experts per token."""
     rng = np.random.default_rng(seed)
     num_kept_T = rng.integers(1, 2 * MEAN_KEPT, NUM_TOKENS)
     kept_offsets = np.concatenate([[0], np.cumsum(num_kept_T)]).astype(np.int64)

@@ -60,7 +60,7 @@ def make_rows(vocab_size: int) -> list[PackedRow]:
 
 
 def own_choices(trainer: PolicyTrainer, row: PackedRow) -> np.ndarray:
-    """What the routers choose by themselves: int16 [L, M, K]."""
+    """Return the experts that the routers choose by themselves: int16 [L, M, K]."""
     chosen: list[torch.Tensor] = []
     hooks = [
         router.register_forward_hook(lambda _, __, outputs: chosen.append(outputs[1][0]))

@@ -16,7 +16,7 @@ from forgeasync.trainer.packing import TrainingSequence
 RECORDED = REPOSITORY / "benchmarks" / "data" / "tiny_moe_lengths.json"
 LONG_TAIL = LengthModel(median=32.0, sigma=1.2, shortest=8, longest=512)
 PROMPT_TOKENS = 16
-"""Of sequences with lognormal responses."""
+"""Tokens of each prompt; responses have lognormal lengths."""
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 LEARNING_RATE = 1e-12
 """So small that every step of a benchmark is taken from the same weights."""

@@ -33,7 +33,7 @@ class PaddedTrainer:
         self._num_targets = sum(len(sequence.response_ids_T) for sequence in sequences)
 
     def implementations(self) -> str:
-        """What transformers has chosen."""
+        """Name the implementations that transformers has chosen."""
         config = self._model.config
         return f"attention {config._attn_implementation}, experts {config._experts_implementation}"
 

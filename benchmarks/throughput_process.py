@@ -23,14 +23,14 @@ PAIR, PAIR_COMPILED = "packed, FSDP2 + EP2", "packed, FSDP2 + EP2, compiled"
 
 
 class Trainer(Protocol):
-    """What is measured: a step at a size, returning loss and gradient norm."""
+    """The interface that is measured: a step at a size, returning loss and gradient norm."""
 
     def step(self, size: int) -> tuple[float, float]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a contender's process needs to be built, besides its rank."""
+    """Everything besides its rank that a contender's process is built from."""
 
     contender: str
     model: Path

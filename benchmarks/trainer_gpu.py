@@ -42,7 +42,7 @@ NUM_SEQUENCES = 128
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""
 STATE_SHARE = 0.6
-"""Of the GPU's memory; activations and gathered layers have the rest."""
+"""Share of GPU memory for weights and optimizer state; activations and gathered layers have the rest."""
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}
 """Dense bfloat16, by a part of the device's name; from NVIDIA's data sheets."""
 OPERATORS = {
@@ -129,7 +129,7 @@ def step_flops(facts: ModelFacts, sequences: Sequence[TrainingSequence]) -> floa
 
 
 def build_trainer(facts: ModelFacts) -> PolicyTrainer:
-    """Of a model with random weights."""
+    """Build a trainer of a model with random weights."""
     section = TrainerSection(
         dtype=Dtype.BFLOAT16,
         tokens_per_row=TOKENS_PER_ROW,
@@ -149,7 +149,7 @@ def build_trainer(facts: ModelFacts) -> PolicyTrainer:
 
 
 def time_shares(trainer: PolicyTrainer, rows: Sequence[PackedRow]) -> dict[str, float]:
-    """Of the device's time in one step, by kind of operator."""
+    """Return shares of the device's time in one step, by kind of operator."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         trainer.train_step(rows)
         torch.cuda.synchronize()

@@ -69,7 +69,7 @@ def free_port() -> int:
 
 
 def open_contenders(model: Path, sequences: list[TrainingSequence]) -> list[Contender]:
-    """All of them, ready; the baseline first."""
+    """Start all contenders; the baseline comes first."""
 
     def contender(name: str, sizes: Sequence[int], num_procs: int = 1) -> Contender:
         work = Work(contender=name, model=model, sequences=sequences, port=free_port())

@@ -82,7 +82,7 @@ class GymReward:
     __name__ = "reasoning_gym"
 
     def __init__(self, spec: Spec, log: StepLog) -> None:
-        # Of the data set only the verifier is used: every problem brings its own entry.
+        # Only the verifier of the data set is used: every problem has its own entry.
         self._verifier = reasoning_gym.create_dataset(spec.gym_task, seed=0, size=1, **spec.gym_options)
         self._prefix = spec.answer_prefix
         self._log = log

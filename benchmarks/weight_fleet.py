@@ -118,7 +118,7 @@ class Bench:
         )
 
     async def rounds(self, count: int) -> dict[str, list[Round]]:
-        """By transport; a first round warms up."""
+        """Time ``count`` rounds for each transport, after one warm-up round."""
         found: dict[str, list[Round]] = {transport: [] for transport in TRANSPORTS}
         for number in range(-1, count):
             first = number % len(TRANSPORTS)
@@ -129,7 +129,7 @@ class Bench:
         return found
 
     async def growth(self, transport: str, count: int) -> dict[str, float]:
-        """The same update ``count`` times."""
+        """Run the same update ``count`` times and measure what grows."""
         seconds: list[float] = []
         resident: list[float] = []
         for _ in range(count):
@@ -147,7 +147,7 @@ class Bench:
         }
 
     async def delta(self, transport: str) -> dict[str, dict[str, float]]:
-        """What a generator fetches that holds the version before, by what has changed."""
+        """Measure a generator's fetch when it holds the version before, by what has changed."""
         await self._generator.forget.call_one(transport, True)
         await self._generator.update.call_one(transport, await self.publish(transport))
         found = {}
@@ -187,7 +187,7 @@ class Bench:
         }
 
     async def modes(self, count: int) -> dict[str, list[dict[str, float]]]:
-        """What every mode of interruption generates around an update; the modes take turns."""
+        """Measure what every mode of interruption generates around an update; the modes take turns."""
         await self._generator.stop_decoding.call_one()
         found: dict[str, list[dict[str, float]]] = {mode.value: [] for mode in MODES}
         for _ in range(count):
@@ -221,13 +221,13 @@ def _training_row() -> PackedRow:
 
 
 def resident_mib() -> float:
-    """Of this process and all it has started; pages they share count once each."""
+    """Return the resident memory of this process and all it started, in MiB; shared pages count once each."""
     own = psutil.Process()
     return sum(process.memory_info().rss for process in [own, *own.children(recursive=True)]) / 2**20
 
 
 async def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one size."""
+    """Run all measurements of one model size."""
     size = SIZES[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"

@@ -32,10 +32,10 @@ class ModelSize:
     num_experts: int
     expert_hidden_size: int
     dtype: Dtype
-    """Of the generator; the trainer's master weights are float32."""
+    """Dtype of the generator; the trainer's master weights are float32."""
     num_sequences: int
     memory_gib: float
-    """That a run of it takes at most, in all procs."""
+    """Most memory that a run of the model takes in all procs, in GiB."""
 
 
 SIZES = {

@@ -17,13 +17,13 @@ from forgeasync.config.weights import Interruption, KvAfterSwap
 from forgeasync.weights.manifest import Manifest
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.weight_receiver import WeightReceiver
 
 MEAN_LENGTH, LONG_LENGTH = 32, 320
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
 RATE_S = 1.5
-"""For which tokens are counted after an update, to know the rate."""
+"""Seconds after an update in which tokens are counted for the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,13 @@ class ModeRun:
     num_tokens: int
     """Generated from the start of the update to its end."""
     tokens_per_s: float
-    """From the start of the update to ``RATE_S`` after its end."""
+    """Tokens per second from the start of the update to ``RATE_S`` after its end."""
 
 
 class Streams:
     """Sequences that follow each other in an engine, until they are stopped."""
 
-    def __init__(self, engine: "SamplerEngine", name: str) -> None:
+    def __init__(self, engine: "GeneratorEngine", name: str) -> None:
         self._engine = engine
         self._name = name
         self._number = itertools.count()
@@ -91,7 +91,7 @@ class Streams:
 
 
 async def run_mode(
-    engine: "SamplerEngine",
+    engine: "GeneratorEngine",
     clock: StepClock,
     receiver: "WeightReceiver",
     manifest: Manifest,

@@ -31,7 +31,7 @@ from forgeasync.weights.transports.build import build_transport, connect_transpo
 from forgeasync.weights.transports.transport import StagingSource
 
 MAX_ELEMENTS = 128 * 2**20
-"""Of the buffers behind a reference copy; longer copies go through them several times."""
+"""Size limit of the buffers behind a reference copy; longer copies use them several times."""
 
 
 class Memcpy:
@@ -53,7 +53,7 @@ class Memcpy:
 
 
 class Change(StrEnum):
-    """What is different in the next version."""
+    """The difference between the next version and the current one."""
 
     NOTHING = "nothing"
     ONE_TENSOR = "one tensor"
@@ -65,7 +65,7 @@ class PublishReference:
     """Copies of as many elements as a rank publishes, in seconds."""
 
     cast_s: float
-    """From the master weights' dtype to the generator's."""
+    """Copying from the master weights' dtype to the generator's."""
     same_s: float
     """Within the generator's dtype."""
 
@@ -75,7 +75,7 @@ class ProbedTrainer(TrainerActor):
 
     @endpoint
     async def prepare_reference(self, dtype: torch.dtype) -> None:
-        """Before the first ``publish_reference``; the generator's dtype."""
+        """Allocate buffers for ``publish_reference``; ``dtype`` is the generator's."""
         self._num_elements = sum(piece.num_elements for piece in self._publisher.layout.pieces)
         self._cast = Memcpy(self._num_elements, torch.float32, dtype)
         self._same = Memcpy(self._num_elements, dtype, dtype)
@@ -87,7 +87,7 @@ class ProbedTrainer(TrainerActor):
 
     @endpoint
     async def next_version(self, change: Change) -> None:
-        """What a train step does, as far as publishing can see."""
+        """Change weights and version as a train step does, as far as publishing can see."""
         weights = self._trainer.named_weights()
         changed = {Change.NOTHING: [], Change.ONE_TENSOR: weights[-1:], Change.EVERYTHING: weights}[change]
         with torch.no_grad():
@@ -133,7 +133,7 @@ class Update:
 
 
 class ProbedGenerator(GeneratorActor):
-    """A generator that can fetch by every transport into one landing, and knows when its tokens came."""
+    """A generator that fetches by every transport into one receive buffer, and knows when its tokens came."""
 
     @concurrent_endpoint
     async def connect_transports(
@@ -143,7 +143,7 @@ class ProbedGenerator(GeneratorActor):
         folder: Path,
         choices: Sequence[str],
     ) -> None:
-        """Plan once, for all transports: workers know one landing. ``sources`` are by rank."""
+        """Plan once, for all transports: workers know one receive buffer. ``sources`` are by rank."""
         from forgeasync.generator.weight_receiver import WeightReceiver
 
         self._layout = layout
@@ -160,7 +160,7 @@ class ProbedGenerator(GeneratorActor):
             self._engine,
             layout=layout,
             transports=self._transports[choices[0]],
-            landing=folder / "landing-0",
+            receive_buffer=folder / "receive-buffer-0",
             delta=False,
         )
         self._receiver_of: dict[str, WeightReceiver] = {}
@@ -177,7 +177,7 @@ class ProbedGenerator(GeneratorActor):
             layout=self._layout,
             needed=known._needed,
             num_bytes_needed=known._num_bytes_needed,
-            landing=known._landing,
+            receive_buffer=known._receive_buffer,
             transports=self._transports[choice],
             delta=is_delta,
         )

@@ -12,7 +12,7 @@ GOALS = (
 )
 
 Results = Mapping[str, Mapping[str, Any]]
-"""What ``weight_fleet.py`` wrote, by size."""
+"""Results that ``weight_fleet.py`` wrote, by size."""
 
 
 def _ms(seconds: float) -> str:

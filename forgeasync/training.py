@@ -28,7 +28,7 @@ Overrides = Mapping[str, object] | Sequence[str]
 command line."""
 
 INTERRUPT_S = 60.0
-"""How long a run that was interrupted may take to save its weights before it is killed."""
+"""Seconds that an interrupted run may take to save its weights before it is killed."""
 
 
 class TrainingFailed(RuntimeError):
@@ -37,7 +37,7 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a finished run left."""
+    """The results of a finished run."""
 
     run_dir: Path
     metrics: tuple[dict[str, float | None], ...]

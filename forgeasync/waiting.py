@@ -21,7 +21,7 @@ class Monitor(Generic[S]):
     def __init__(self, state: S) -> None:
         self.state = state
         self._waiting: list[asyncio.Future[None]] = []
-        """Who has waited longest comes first."""
+        """Waiters; the one that has waited longest comes first."""
 
     def change(self, act: Callable[[S], T]) -> T:
         """Call ``act``, and have everyone who waits look at the state again; returns what ``act`` does."""

@@ -23,7 +23,7 @@ from forgeasync.rollouts.task import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferReport:
-    """What the buffer counts."""
+    """The buffer's counts."""
 
     metrics: dict[str, float]
     num_dropped: Counter[DropReason]
@@ -63,7 +63,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def progressed(self, groups: Sequence[GroupProgress]) -> None:
-        """What a generator tells of its running groups at an update."""
+        """Take in what a generator reports about its running groups at an update."""
         await self._buffer.progressed(groups)
 
     @concurrent_endpoint
@@ -89,7 +89,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def set_served_version(self, version: int) -> None:
-        """All generators sample under ``version`` from now on."""
+        """Note that all generators sample under ``version`` from now on."""
         await self._buffer.set_served_version(version)
 
     @concurrent_endpoint
@@ -104,7 +104,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def snapshot(self) -> BufferSnapshot:
-        """What a buffer needs to continue from here."""
+        """Return the state that a buffer needs to continue from here."""
         return self._buffer.snapshot()
 
     @concurrent_endpoint

@@ -1,4 +1,4 @@
-"""Who died, and of what: told from what Monarch reports and from what the survivors complain about.
+"""Finds out which proc died and why, from Monarch's reports and from the errors of its peers.
 
 The ranks of a trainer that lose one of theirs fail at once, with an error of the collective that they were
 in; Monarch reports the death itself some seconds later.
@@ -19,11 +19,11 @@ from forgeasync.launch.hosts import Host
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 REPORT_S = 15.0
-"""For Monarch to report a death: it looks every few seconds."""
+"""Seconds within which Monarch reports a death: it checks every few seconds."""
 BETTER_REPORT_S = 5.0
-"""After a report that names no signal, for one that does."""
+"""Seconds to wait after a report without a signal for one that names the signal."""
 END_S = 1.0
-"""For a proc to be gone that its peers have lost: their error comes within milliseconds of its end."""
+"""Seconds for a proc to end that its peers have lost: their error comes within milliseconds of its end."""
 LOOK_S = 0.1
 WATCH_S = 2.0
 """Between two looks at procs that nobody complains about."""
@@ -58,7 +58,7 @@ class Proc:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """What one report of Monarch says."""
+    """The content of one of Monarch's reports."""
 
     text: str
     has_signal: bool

@@ -32,7 +32,7 @@ from forgeasync.waiting import deadline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSetup:
-    """What the episodes of a run are run with."""
+    """Everything that the environment of a run is started with."""
 
     environment: PythonCode
     model_path: Path
@@ -82,7 +82,7 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def connect(self, generators: GeneratorActor) -> None:
-        """Who samples the model's turns."""
+        """Set the generators that sample the model's turns."""
         self._generators = generators
 
     @concurrent_endpoint
@@ -135,10 +135,12 @@ class EnvironmentActor(Actor):
             group_id=group_id,
             num_episodes=num_episodes,
             max_turn_tokens=sampling.max_response_tokens,
-            sample=self._sampler(generator_rank, sampling, seed),
+            sample=self._sample_turns(generator_rank, sampling, seed),
         )
 
-    def _sampler(self, generator_rank: int, sampling: SamplingSection, seed: int | None) -> SampleEpisodeTurn:
+    def _sample_turns(
+        self, generator_rank: int, sampling: SamplingSection, seed: int | None
+    ) -> SampleEpisodeTurn:
         generator = self._generators.slice(procs=generator_rank)
         limit_s = self._setup.timeouts.generate_s
 

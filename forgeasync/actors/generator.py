@@ -42,12 +42,12 @@ from forgeasync.weights.transports.build import connect_transports
 from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSetup:
-    """What a generator is started with."""
+    """Everything that a generator is started with."""
 
     model_path: Path
     facts: ModelFacts
@@ -102,17 +102,17 @@ class GeneratorActor(Actor):
     """One engine in one proc."""
 
     def __init__(self, log_dir: Path) -> None:
-        # Of the whole mesh: within a call that went to one generator, current_rank() counts from there.
+        # The rank in the whole mesh: in a call to a slice of it, current_rank() counts within the slice.
         self._rank = current_rank().rank
         redirect_process_output(log_dir / f"generator-{self._rank}.log")
-        self._engine: SamplerEngine | None = None
+        self._engine: GeneratorEngine | None = None
         self._memory = MemoryWatch(with_descendants=True)
 
     @concurrent_endpoint
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
         """Load the model as policy version 0; returns the proc's id. The folder is of this proc's host."""
         # vLLM takes 10 s to import: only the procs that sample pay for it.
-        from forgeasync.generator.engine import SamplerEngine
+        from forgeasync.generator.engine import GeneratorEngine
         from forgeasync.generator.episodes import EngineEpisodes
         from forgeasync.generator.workarounds.served_adapters import AdapterSetup, can_serve
 
@@ -127,7 +127,7 @@ class GeneratorActor(Actor):
             )
         self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
-        self._engine = await SamplerEngine.start(
+        self._engine = await GeneratorEngine.start(
             model_path=setup.model_path,
             generator=setup.section,
             max_context_length=setup.max_context_length,
@@ -236,7 +236,7 @@ class GeneratorActor(Actor):
     async def connect_weights(
         self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
     ) -> None:
-        """Plan how versions get from the trainer's ranks into the engine; the landing goes into ``folder``.
+        """Plan how versions get from the trainer's ranks into the engine, by a receive buffer in ``folder``.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
@@ -250,7 +250,7 @@ class GeneratorActor(Actor):
             self._engine,
             layout=layout,
             transports=transports,
-            landing=folder / f"landing-{self._rank}",
+            receive_buffer=folder / f"receive-buffer-{self._rank}",
             delta=setup.weights.delta,
             base=None
             if setup.lora is None

@@ -1,4 +1,4 @@
-"""Has groups sampled. Single responses are here, the episodes of an environment in group_episodes.py."""
+"""Samples groups: single responses here, episodes of an environment in group_episodes.py."""
 
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from forgeasync.rollouts.task import Task
 
 
 class GroupSampler(Protocol):
-    """Has the rollouts of a task sampled, for training and for evaluation."""
+    """Samples the rollouts of a task, for training and for evaluation."""
 
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None

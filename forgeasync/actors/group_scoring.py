@@ -17,7 +17,7 @@ from forgeasync.waiting import deadline
 logger = logging.getLogger(__name__)
 
 RETRY_WAIT_S = 0.2
-"""Before the second attempt; doubles with every further one."""
+"""Seconds before the second attempt; the wait doubles with every further one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

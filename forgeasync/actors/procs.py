@@ -63,7 +63,7 @@ class Procs:
     log_dir: Path
     hosts: Hosts = field(default_factory=LocalHosts)
     payload_folders: list[Path] = field(default_factory=list)
-    """By generator, each on its own host."""
+    """Payload folder of each generator, on its own host; by generator."""
     _peers: list[Proc] = field(default_factory=list)
     """Procs whose death shows as an error of others."""
     _own_meshes: list[ProcMesh] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Procs:
             raise
 
     async def _death_of(self, ended: Proc) -> Exception:
-        """What Monarch reports within a bounded time, else what is known without it."""
+        """Return what Monarch reports within a bounded time, else what is known without its report."""
         await asyncio.wait([self._failure], timeout=REPORT_S)
         if self._failure.done() and (reported := self._failure.exception()) is not None:
             assert isinstance(reported, Exception)
@@ -184,9 +184,9 @@ class Procs:
         dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
         layout = await trainer.lay_out_weights(dtype)
         staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
-        landing = sum(rank.num_bytes for rank in layout.ranks)
+        receive_buffer = sum(rank.num_bytes for rank in layout.ranks)
         folders = await _make_folders(
-            [*trainer_hosts, *generator_hosts], [*staged, *[landing] * generators.num_replicas]
+            [*trainer_hosts, *generator_hosts], [*staged, *[receive_buffer] * generators.num_replicas]
         )
         sources = await trainer.open_staging(
             folders[: trainer.num_procs],
@@ -304,11 +304,11 @@ class Procs:
 
     async def _close(self) -> None:
         self._closing = True
-        # Whatever fails, the rest is still done, the last one pushed first.
+        # Callbacks run in reverse order, and all of them run even if one fails.
         async with contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(self.hosts.close)
             if self._watching is not None:
-                # Not before: a host that is not asked for too long ends itself.
+                # Keep polling until now: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
             ending.push_async_callback(_stop_all, self._own_meshes)
         if self._failure.done() and not self._failure.cancelled():

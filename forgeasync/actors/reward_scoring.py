@@ -156,7 +156,7 @@ class RunRewards:
 
     @property
     def counts(self) -> VerifierCounts:
-        """What could not be verified so far, in all."""
+        """Sum up the answers that could not be verified so far."""
         counts = (member.counts for member in self._by_setup.values())
         return functools.reduce(operator.add, counts, VerifierCounts())
 
@@ -175,7 +175,7 @@ class Scorer(Protocol[ItemT, ResultT]):
     """Judges what belongs to a task: the text of a response, a response, or all of a group. Thread-safe."""
 
     def score(self, task: Task, response: ItemT, /) -> ResultT:
-        """What ``response`` is worth. What it raises is no fault of the response."""
+        """Score ``response``; an exception is never the fault of the response."""
         ...
 
 

@@ -18,7 +18,7 @@ from forgeasync.rollouts.task import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredResponses:
-    """What the scorer answers."""
+    """The scorer's reply."""
 
     scores: tuple[Score, ...]
     counts: VerifierCounts

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from forgeasync.trainer.policy_trainer import PolicyTrainer
 
 PAYLOAD_TIMEOUT_S = 60
-"""For one payload of another host."""
+"""Seconds for reading one payload from another host."""
 
 
 class TrainerActor(Actor):
@@ -86,7 +86,7 @@ class TrainerActor(Actor):
 
     @endpoint
     async def connect(self, generators: GeneratorActor) -> None:
-        """Who is asked for payloads of other hosts."""
+        """Set the generators that are asked for payloads of other hosts."""
         self._generators = generators
 
     @endpoint
@@ -115,7 +115,7 @@ class TrainerActor(Actor):
         Their arrays are read here, once.
 
         Raises:
-            MismatchTooLarge: trainer and sampler do not compute the same distribution.
+            MismatchTooLarge: trainer and generator do not compute the same distribution.
         """
         assert self._trainer is not None
         trained_version = self._trainer.policy_version

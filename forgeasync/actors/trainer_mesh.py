@@ -1,4 +1,4 @@
-"""All ranks of the trainer as one trainer: every call goes to all of them, each gets only its own rows."""
+"""All ranks of the trainer as one trainer: every call goes to all ranks; each gets only its own rows."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,7 @@ from forgeasync.weights.transports.transport import StagingSource
 T = TypeVar("T")
 
 PEERS_S = 5.0
-"""For the other ranks to end their call once one has failed in it."""
+"""Seconds for the other ranks to end their call once one rank has failed in it."""
 
 
 class TrainerMesh:
@@ -52,7 +52,7 @@ class TrainerMesh:
     async def _on_every_rank(
         self, calls: Callable[[], Sequence[Awaitable[T]]], limit_s: float, *, call: str, key: str
     ) -> list[T]:
-        """What the ranks answer, in order, once the calls before this one have ended."""
+        """Return the ranks' replies by rank, once the calls before this one have ended."""
         await self._turn.acquire()
 
         async def answers() -> list[T]:
@@ -65,7 +65,7 @@ class TrainerMesh:
         return await asyncio.shield(work)
 
     async def _together(self, answers: Sequence[asyncio.Future[T]]) -> list[T]:
-        """All answers, or the first error once the other ranks have ended too or cannot."""
+        """Return all replies, or raise the first error once the other ranks have ended too or cannot."""
         try:
             return list(await asyncio.gather(*answers))
         except Exception:
@@ -92,7 +92,7 @@ class TrainerMesh:
         )
 
     async def pids(self) -> list[int]:
-        """By rank, of its proc on its host."""
+        """Return the process id of each rank's proc on its host, by rank."""
         return await self._on_every_rank(
             lambda: [rank.pid.call_one() for rank in self._ranks],
             self._timeouts.setup_s,
@@ -153,7 +153,7 @@ class TrainerMesh:
         return dataclasses.replace(results[0], memory=largest(result.memory for result in results))
 
     async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
-        """Who publishes what, and where it will lie."""
+        """Assign shards to the ranks that publish them, and lay out their staging buffers."""
         ranks = await self._on_every_rank(
             lambda: [rank.lay_out_weights.call_one(dtype) for rank in self._ranks],
             self._timeouts.setup_s,

@@ -1,4 +1,4 @@
-"""From rewards to advantages, in the dtype of the rewards.
+"""Computes advantages from rewards, in the dtype of the rewards.
 
 Shape suffixes: G rollouts of one group, N rollouts of a whole batch.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6
-"""Added to standard deviations, which can be 0."""
+"""Added to standard deviations before dividing by them, as they can be 0."""
 
 
 class Advantage(Section):
@@ -40,21 +40,21 @@ class Advantage(Section):
                 return self.scale * (rewards_G - rewards_G.median())
 
     With ``advantage: {kind: python, factory: my_losses.AgainstMedian, options: {scale: 2.0}}`` a run trains
-    with it. A function of ``rewards_G``, or a function that returns one, does as well. A class that compares
-    with the whole batch says ``over_batch: ClassVar[bool] = True``.
+    with it. A function of ``rewards_G``, or a function that returns one, works as well. A class that compares
+    with the whole batch declares ``over_batch: ClassVar[bool] = True``.
     """
 
     over_batch: ClassVar[bool] = False
     """Whether ``__call__`` takes the rewards of a whole batch at once instead of one group's."""
     smallest_group: ClassVar[int] = 2
-    """Rollouts of a group without which there is nothing to compare."""
+    """Fewest rollouts that a group must have for a comparison."""
 
     @abstractmethod
     def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
-        """An advantage for each of these rewards, float64 [G]; finite."""
+        """Compute an advantage for each of these rewards: float64 [G], finite."""
 
     def of_batch(self, rewards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The advantages for the rewards [G] of each group of a batch."""
+        """Compute the advantages for the rewards [G] of each group of a batch."""
         if not self.over_batch:
             return [self(rewards_G) for rewards_G in rewards]
         import torch
@@ -125,9 +125,9 @@ class GroupPassAtK(Advantage):
 
     which is G * s_i^(loo-1): the estimator s_i = sum over sets I of k rollouts with i in them of
     (max of r over I) / binomial(G, k), less a baseline that leaves i out of every I. The factor G makes up
-    for the mean over the group that an aggregation takes, and k = 1 is then ``Rloo``. The baseline knows
-    nothing of r_i, so that the gradient stays unbiased. k = G has no sets of k that leave i out and needs
-    none, as the baseline looks at k - 1: only a rollout better than all the others has an advantage then.
+    for the mean over the group that an aggregation takes, and k = 1 is then ``Rloo``. The baseline does not
+    depend on r_i, so the gradient stays unbiased. k = G needs no sets of k without i, because the baseline
+    uses sets of k - 1: only a rollout better than all others then has an advantage.
     With k > 1 no advantage is negative. Exactly 0 where all rewards are equal.
 
     Source: Walder and Karkhanis, "Pass@K Policy Optimization", 2025, equation 33, the one of lowest variance.
@@ -135,7 +135,7 @@ class GroupPassAtK(Advantage):
 
     kind: Literal["group_pass_at_k"] = "group_pass_at_k"
     pass_at_k: Count
-    """Samples of which the best counts; at most the rollouts of a group."""
+    """k: number of rollouts of which the best one counts; at most the rollouts of a group."""
 
     def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:
         """Raises ValueError: there is only one rollout, or fewer than ``pass_at_k``."""
@@ -148,8 +148,8 @@ class GroupPassAtK(Advantage):
             )
         if k == 1:
             return Rloo()(rewards_G)
-        # comb(j, k - 2) of all J have the j-th smallest reward as their best; i improves on those below its
-        # own.
+        # In comb(j, k - 2) of all J the j-th smallest reward is the best; i improves on those with less than
+        # its own.
         sorted_G = rewards_G.double().sort().values
         num_sets = math.comb(group_size - 1, k - 1)
         share_G = sorted_G.new_tensor([math.comb(j, k - 2) / num_sets for j in range(group_size)])
@@ -158,9 +158,9 @@ class GroupPassAtK(Advantage):
 
 
 class PythonAdvantage(PythonCode, Advantage):
-    """An advantage of your own: ``(rewards_G) -> advantages_G``; ``Advantage`` shows one.
+    """Your own advantage: ``(rewards_G) -> advantages_G``; ``Advantage`` has an example.
 
-    Raises ValueError where it gives anything else, or nan or infinity; says what.
+    Raises ValueError if it returns anything else, nan or infinity; says what it returned.
     """
 
     def __call__(self, rewards_G: torch.Tensor) -> torch.Tensor:

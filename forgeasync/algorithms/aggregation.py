@@ -1,9 +1,9 @@
-"""From losses of tokens to the loss of a batch.
+"""Aggregates the losses of tokens into the loss of a batch.
 
-A batch is usually in pieces: microbatches, and data-parallel ranks. Given as ``total`` the ``count`` of the
-whole batch, summed over the pieces, each piece's call gives its share of the batch's number, and the shares
-add up.
-Without ``total`` a piece is taken for the whole. Sequences without a token masked in do not count.
+A batch is usually split into pieces: microbatches and data-parallel ranks. If ``total`` is the ``count`` of
+the whole batch, summed over its pieces, then each piece's call returns its share of the batch's loss, and the
+shares add up.
+Without ``total`` a piece is taken for the whole batch. Sequences without a token masked in do not count.
 
 ``weights_T`` says how often each sequence counts, the same number for all of its tokens; None is 1 for all.
 Weights multiply values and the count alike, so that a batch's loss is the weighted mean, whatever they add up
@@ -56,13 +56,13 @@ class Aggregation(Section):
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
     ) -> torch.Tensor:
-        """The numerator: a scalar of the values where ``mask_T`` is True; elsewhere they may be nan."""
+        """Compute the numerator, a scalar, from the values where ``mask_T`` is True; others may be nan."""
 
     @abstractmethod
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What this piece adds to ``total``, the denominator: a scalar."""
+        """Compute what this piece adds to ``total``, the denominator: a scalar."""
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class Aggregation(Section):
         weights_T: torch.Tensor | None = None,
         total: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """A piece's share of the batch's number, a scalar with gradients by ``values_T``."""
+        """Compute a piece's share of the batch's loss: a scalar with gradients by ``values_T``."""
         import torch
 
         if total is None:
@@ -117,7 +117,7 @@ class SequenceMeanOfTokenMean(_SequenceAggregation):
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
     ) -> torch.Tensor:
-        # A sequence's mean, dealt out to its tokens in equal parts.
+        # The sequence's mean, split equally over its tokens.
         lengths_T = sequence_sums(values_T.new_ones(values_T.shape), mask_T, sequence_ids_T)
         return (values_T.where(mask_T, 0.0) / lengths_T.clamp(min=1.0)).sum()
 
@@ -141,7 +141,7 @@ class ConstantLength(_SequenceAggregation):
 
     kind: Literal["constant_length"] = "constant_length"
     length: Count
-    """In tokens; usually sampling.max_response_tokens."""
+    """The constant, in tokens; usually sampling.max_response_tokens."""
 
     def summed(
         self, values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor
@@ -150,9 +150,9 @@ class ConstantLength(_SequenceAggregation):
 
 
 class PythonAggregation(PythonCode, Aggregation):
-    """An aggregation of your own: a subclass of ``Aggregation``, which shows one.
+    """Your own aggregation: a subclass of ``Aggregation``, which has an example.
 
-    Raises ValueError where it is none, or gives no scalars.
+    Raises ValueError if it is no such subclass, or its methods do not return scalars.
     """
 
     def summed(

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 RatioLevel = Literal["token", "sequence", "geometric"]
-"""What an importance ratio is taken of: a token, a sequence, or a sequence per token."""
+"""Whether an importance ratio is of a token, of a sequence, or of a sequence per token."""
 
 
 def ratios(row: RowTokens, level: RatioLevel) -> torch.Tensor:
-    """Current over behavior policy at a level, for every token [T]; detached, from e^-20 to e^20."""
+    """Compute current over behavior policy at a level, for every token [T]; detached, from e^-20 to e^20."""
     log_ratio_T = row.log_ratios().detach()
     if level == "sequence":
         log_ratio_T = row.sequence_sums(log_ratio_T)
@@ -54,24 +54,24 @@ class Correction(Section):
                 return weights_T, {"correction/too_old_share": (row.mask_T & (weights_T == 0)).sum()}
 
     With ``corrections: [{kind: python, factory: my_losses.LinearAge, options: {per_version: 0.2}}]`` a run
-    trains with it. A function of ``row``, or a function that returns one, does as well.
+    trains with it. A function of ``row``, or a function that returns one, works as well.
     """
 
     @property
     def ratio_level(self) -> RatioLevel | None:
-        """At which level the weights are the importance ratio, bounded; None where they are no ratio."""
+        """Return the level of the importance ratio that the weights bound; None if they are no ratio."""
         return None
 
     @abstractmethod
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Weights [T], float32, detached, finite, 0 where masked out. Also sums over the masked tokens, by
-        the names of the metrics that they become once they are divided by the number of trained tokens."""
+        """Compute weights [T], float32, detached, finite, 0 where masked out, and sums over the masked tokens
+        by metric name; a metric is its sum divided by the number of trained tokens."""
 
 
 class TruncatedIs(Correction):
     """min(ratio, cap).
 
-    Source: Ionides, "Truncated Importance Sampling", 2008; for the mismatch of sampler and trainer: Yao et
+    Source: Ionides, "Truncated Importance Sampling", 2008; for the mismatch of generator and trainer: Yao et
     al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025.
     """
 
@@ -144,7 +144,7 @@ class OffPolicySequenceMask(Correction):
 
     kind: Literal["off_policy_sequence_mask"] = "off_policy_sequence_mask"
     threshold: Factor
-    """In nats per token."""
+    """Threshold in nats per token."""
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         gap_T = row.sequence_means(row.masked(row.behavior_logprobs_T - row.logprobs_T.detach()))
@@ -169,9 +169,9 @@ class AgeWeight(Correction):
 
 
 class PythonCorrection(PythonCode, Correction):
-    """A correction of your own: ``(row: RowTokens) -> (weights_T, sums)``; ``Correction`` shows one.
+    """Your own correction: ``(row: RowTokens) -> (weights_T, sums)``; ``Correction`` has an example.
 
-    Raises ValueError where it returns anything else, says what.
+    Raises ValueError if it returns anything else; says what it returned.
     """
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -187,7 +187,7 @@ AnyCorrection = Annotated[
 def product(
     corrections: Sequence[Correction], row: RowTokens
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """All of them at once: weights [T] multiply, sums are put together."""
+    """Apply several corrections: multiply their weights [T] and collect their sums."""
     weights_T = row.mask_T.to(row.logprobs_T.dtype)
     sums: dict[str, torch.Tensor] = {}
     for correction in corrections:

@@ -1,8 +1,8 @@
-"""Which rollouts of a scored group are trained on, and with which rewards.
+"""Filters decide which rollouts of a scored group are trained on, and with which rewards.
 
-A filter looks at the facts of one group and says what it keeps. Filters are pure: what they draw comes from
-the generator of random numbers that they are given. ``apply_filters`` applies several, one after the other,
-and their order counts: a penalty first and a comparison of rewards after it compares penalized rewards.
+A filter takes the facts of one group and returns what it keeps. Filters are pure: they draw only from the
+random number generator that they are given. ``apply_filters`` applies several in order, and the order
+matters: a comparison of rewards after a penalty compares penalized rewards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Filter(Section):
-    """What of a scored group is trained on.
+    """Decides which part of a scored group is trained on.
 
     A filter of your own is a class like those below:
 
@@ -40,17 +40,17 @@ class Filter(Section):
                 return facts.keep([i for i, length in enumerate(facts.lengths) if length <= self.max_length])
 
     With ``filters: [{kind: python, factory: my_filters.KeepShort, options: {max_length: 500}}]`` a run uses
-    it. A function of ``facts`` and ``rng``, or a function that returns one, does as well. Draws come from
-    ``rng`` alone, so that a resumed run draws the same again.
+    it. A function of ``facts`` and ``rng``, or a function that returns one, works as well. Draw from ``rng``
+    only, so that a resumed run makes the same draws.
     """
 
     @abstractmethod
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
-        """What is kept of the group; ``GroupFacts.keep`` and ``GroupFacts.drop`` make the answer."""
+        """Decide what is kept of the group; ``GroupFacts.keep`` and ``GroupFacts.drop`` build the result."""
 
 
 class DynamicSampling(Filter):
-    """Drops groups that teach nothing: all rewards equal or, if asked for, hardly different.
+    """Drops groups that teach nothing: those with equal rewards or, with ``min_std``, nearly equal ones.
 
     Source: Yu et al., "DAPO", 2025, equation 11, whose constraint on binary rewards is that neither none nor
     all are correct. ``min_std`` is ours.
@@ -78,9 +78,9 @@ class OverlongPenalty(Filter):
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
     max_length: Count
-    """Response tokens from which on the whole penalty of 1 is taken off."""
+    """Response length, in tokens, from which on the full penalty of 1 applies."""
     buffer_share: float = Field(default=0.2, gt=0.0, le=1.0)
-    """The last part of ``max_length``, over which the penalty grows from 0. DAPO's is 4,096 of 20,480."""
+    """Share of ``max_length``, at its end, over which the penalty grows from 0. DAPO: 4,096 of 20,480."""
 
     @property
     def buffer(self) -> int:
@@ -97,9 +97,9 @@ class OverlongPenalty(Filter):
 
 
 class OverlongFilter(Filter):
-    """Leaves truncated rollouts out, and drops a group of which fewer than two are left.
+    """Leaves truncated rollouts out, and drops a group if fewer than two rollouts are left.
 
-    Source: Yu et al., "DAPO", 2025, section 3.4, overlong filtering, which masks their loss: here they do not
+    Source: Yu et al., "DAPO", 2025, section 3.4, overlong filtering, which masks their loss. Here they do not
     count in the group's mean and standard deviation either.
     """
 
@@ -111,15 +111,15 @@ class OverlongFilter(Filter):
 
 
 class ResampleOnCorrect(Filter):
-    """Keeps ``num_kept`` rollouts of an oversampled group, of the correct ones rather those without faults.
+    """Keeps ``num_kept`` rollouts of an oversampled group, preferring correct ones with few penalties.
 
-    A rollout is positive where its reward is at least ``min_positive_reward``. Positives and negatives are
-    kept in proportion: of P positives in a group of G, P * num_kept / G, rounded to nearest (halves up), and
-    the rest are negatives; where both are there at least one of each is kept. Negatives are drawn uniformly,
-    to preserve the ways of failing. Positives are drawn one after the other without replacement, each time
-    with probabilities proportional to 1 / (penalty + smoothing): towards ``smoothing`` 0 those without
-    penalty come first, and with equal penalties the draw is uniform. A group of at most ``num_kept`` stays
-    as it is. A rollout's penalty is the sum of its score's ``penalties``.
+    A rollout is positive if its reward is at least ``min_positive_reward``. Positives and negatives are kept
+    in proportion: from P positives in a group of G, P * num_kept / G are kept, rounded to nearest (halves
+    up), and the rest are negatives; if the group has both, at least one of each is kept. Negatives are drawn
+    uniformly, to preserve the ways of failing. Positives are drawn one after the other without replacement,
+    each time with probabilities proportional to 1 / (penalty + smoothing): as ``smoothing`` approaches 0,
+    rollouts without penalty come first; with equal penalties the draw is uniform. A group of at most
+    ``num_kept`` rollouts stays as it is. A rollout's penalty is the sum of its score's ``penalties``.
 
     Source: Shang et al., "rStar2-Agent", 2025, GRPO-RoC, which samples twice the group and keeps half of the
     positives and half of the negatives. There a penalty is the share of failed tool calls plus one for a
@@ -128,14 +128,14 @@ class ResampleOnCorrect(Filter):
 
     kind: Literal["resample_on_correct"] = "resample_on_correct"
     num_kept: int = Field(ge=2, le=MAX_COUNT)
-    """Rollouts kept of a group; ``algorithm.group_size`` is what is sampled, usually twice as many."""
+    """Number of rollouts kept of each group; ``algorithm.group_size`` is usually twice as large."""
     min_positive_reward: float = Field(default=0.5, ge=-1e30, le=1e30)
     """A rollout with at least this reward is correct."""
     smoothing: Factor = 0.1
     """Correct rollouts are drawn in proportion to 1 / (penalty + smoothing)."""
 
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
-        # Reading a config takes no numpy.
+        # Imported here so that reading a config does not need numpy.
         import numpy as np
 
         if facts.size <= self.num_kept:
@@ -156,10 +156,10 @@ def _num_positives_kept(num_positives: int, size: int, num_kept: int) -> int:
 
 
 def _draw(indices: np.ndarray, weights: np.ndarray, num: int, rng: np.random.Generator) -> list[int]:
-    """``num`` of ``indices``, one after the other without replacement, in proportion to ``weights``.
+    """Draw ``num`` of ``indices``, one after the other without replacement, in proportion to ``weights``.
 
-    Source: Efraimidis and Spirakis, "Weighted Random Sampling with a Reservoir", 2006: those that come first
-    of exponential waiting times whose rates are the weights.
+    Source: Efraimidis and Spirakis, "Weighted Random Sampling with a Reservoir", 2006: the shortest of
+    exponential waiting times whose rates are the weights.
     """
     import numpy as np
 
@@ -168,9 +168,9 @@ def _draw(indices: np.ndarray, weights: np.ndarray, num: int, rng: np.random.Gen
 
 
 class PythonFilter(PythonCode, Filter):
-    """A filter of your own: ``(facts: GroupFacts, rng) -> Filtered``; ``Filter`` shows one.
+    """Your own filter: ``(facts: GroupFacts, rng) -> Filtered``; ``Filter`` has an example.
 
-    Raises ValueError where it gives anything else; says what.
+    Raises ValueError if it returns anything else; says what it returned.
     """
 
     def __call__(self, facts: GroupFacts, rng: np.random.Generator) -> Filtered:
@@ -184,9 +184,9 @@ AnyFilter = Annotated[
 
 
 def apply_filters(filters: Sequence[Filter], facts: GroupFacts, rng: np.random.Generator) -> Filtered:
-    """One filter after the other, each on what is left; the first that drops the group gives the reason.
+    """Apply filters in order, each to what is left; the first that drops the group gives the reason.
 
-    Indices are those of the original group. Without filters everything is kept.
+    Indices in the result are those of the original group. Without filters everything is kept.
     """
     kept, left = tuple(range(facts.size)), facts
     for one in filters:

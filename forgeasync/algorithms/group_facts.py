@@ -1,4 +1,4 @@
-"""What group filters know of a scored group, and what they answer."""
+"""The input and the result of group filters."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class FilterReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """What filters know of a group; one entry for each rollout."""
+    """Facts about a scored group that filters decide by; every tuple has one entry for each rollout."""
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Response tokens."""
+    """Number of response tokens."""
     is_truncated: tuple[bool, ...]
     penalties: tuple[float, ...] | None = None
-    """Faults of a rollout besides its reward, such as the share of its tool calls that failed; at least 0.
-    None is 0 for all."""
+    """Penalties that are not part of the reward, such as the share of tool calls that failed; at least 0.
+    None: 0 for all."""
 
     def __post_init__(self) -> None:
         num = len(self.rewards)
@@ -39,13 +39,13 @@ class GroupFacts:
 
     @property
     def size(self) -> int:
-        """Rollouts in the group."""
+        """Number of rollouts in the group."""
         return len(self.rewards)
 
     def keep(self, kept: Sequence[int], rewards: Sequence[float] | None = None) -> Filtered:
-        """These rollouts are kept, with these rewards; without rewards, those that they have.
+        """Keep these rollouts with these rewards; without ``rewards``, with the rewards that they have.
 
-        None of them left: the group is dropped for ``FilterReason.NONE_KEPT``.
+        If ``kept`` is empty, the group is dropped for ``FilterReason.NONE_KEPT``.
         """
         if len(kept) == 0:
             return self.drop(FilterReason.NONE_KEPT)
@@ -57,11 +57,11 @@ class GroupFacts:
         )
 
     def drop(self, reason: FilterReason) -> Filtered:
-        """The whole group is dropped."""
+        """Drop the whole group."""
         return Filtered(kept=(), rewards=(), reason=reason, num_dropped=self.size)
 
     def take(self, kept: Sequence[int], rewards: tuple[float, ...]) -> GroupFacts:
-        """The facts of the rollouts at these indices, with other rewards."""
+        """Return the facts of the rollouts at these indices, with other rewards."""
         return GroupFacts(
             rewards=rewards,
             lengths=tuple(self.lengths[index] for index in kept),
@@ -72,16 +72,16 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """What is left of a group. Raises ValueError where its parts contradict each other."""
+    """What a filter leaves of a group. Raises ValueError if its parts contradict each other."""
 
     kept: tuple[int, ...]
     """Indices of the rollouts to train on, increasing; empty: the whole group is dropped."""
     rewards: tuple[float, ...]
-    """Of the kept rollouts."""
+    """Rewards of the kept rollouts."""
     reason: FilterReason | None
-    """Why the whole group is dropped; None where any of it is kept."""
+    """Why the whole group is dropped; None if any rollout is kept."""
     num_dropped: int
-    """Rollouts left out; all of them where the group is dropped."""
+    """Number of rollouts left out; all of them if the group is dropped."""
 
     def __post_init__(self) -> None:
         if len(self.kept) != len(self.rewards):
@@ -89,4 +89,7 @@ class Filtered:
                 f"{len(self.rewards)} rewards for {len(self.kept)} kept rollouts; must be one each"
             )
         if (self.reason is None) != (len(self.kept) > 0):
-            raise ValueError(f"{len(self.kept)} rollouts are kept, with the reason to drop {self.reason}")
+            raise ValueError(
+                f"{len(self.kept)} rollouts are kept, and the reason to drop the group is {self.reason}; a "
+                "reason must be given exactly if none is kept"
+            )

@@ -1,7 +1,7 @@
-"""The penalty on moving away from the model that a run starts from, and its estimators.
+"""The KL penalty towards the model that a run starts from, and its estimators.
 
-Estimates are of KL(current || reference) from sampled tokens, in nats per token: unbiased where tokens are
-drawn from the current policy, with ``unbiased_k3`` also where they are not. Source of the names: Schulman,
+They estimate KL(current || reference) from sampled tokens, in nats per token: unbiased if tokens are drawn
+from the current policy, and with ``unbiased_k3`` also if they are not. Source of the names: Schulman,
 "Approximating KL Divergence", 2020. Ratios are at most e^20, in values and gradients.
 
 Shape suffix: T trained tokens of a row.
@@ -39,13 +39,13 @@ class KlEstimator(Section):
                 return row.masked(row.logprobs_T - row.ref_logprobs_T).abs()
 
     With ``kl: {estimator: {kind: python, factory: my_losses.Absolute}, coefficient: 0.01}`` a run trains with
-    it. A function of ``row``, or a function that returns one, does as well.
+    it. A function of ``row``, or a function that returns one, works as well.
     """
 
     @abstractmethod
     def __call__(self, row: RowTokens) -> torch.Tensor:
-        """Estimates [T], float32, with gradients by ``row.logprobs_T``; 0, without a gradient, where masked
-        out. ``row.ref_logprobs_T`` is given."""
+        """Estimate the KL for every token: float32 [T], with gradients by ``row.logprobs_T``; 0, without a
+        gradient, where masked out. ``row.ref_logprobs_T`` is given."""
 
 
 def _log_ratios(row: RowTokens) -> torch.Tensor:
@@ -64,7 +64,7 @@ class K1(KlEstimator):
 
 
 class K2(KlEstimator):
-    """Half the squared log ratio: biased, of low variance; its gradient is that of the KL in expectation."""
+    """Half the squared log ratio: biased, with low variance; its expected gradient is that of the KL."""
 
     kind: Literal["k2"] = "k2"
 
@@ -83,7 +83,7 @@ class K3(KlEstimator):
 
 
 class UnbiasedK3(KlEstimator):
-    """k3 weighted by current / behavior: unbiased for tokens that another policy sampled, gradient too.
+    """k3 weighted by current / behavior: value and gradient are unbiased for tokens of another policy too.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2", 2025, section on unbiased KL estimate.
     """
@@ -95,9 +95,9 @@ class UnbiasedK3(KlEstimator):
 
 
 class PythonKlEstimator(PythonCode, KlEstimator):
-    """An estimator of your own: ``(row: RowTokens) -> kl_T``; ``KlEstimator`` shows one.
+    """Your own estimator: ``(row: RowTokens) -> kl_T``; ``KlEstimator`` has an example.
 
-    Raises ValueError where it returns anything else, says what.
+    Raises ValueError if it returns anything else; says what it returned.
     """
 
     def __call__(self, row: RowTokens) -> torch.Tensor:
@@ -113,12 +113,11 @@ class KlPlace(StrEnum):
     LOSS = "loss"
     """Added to every token's loss, with its gradient."""
     REWARD = "reward"
-    """Taken off the reward of every token: its advantage is less by what it and the tokens after it add up
-    to."""
+    """Subtracted from the reward of every token: its advantage falls by the sum from this token on."""
 
 
 class KlPenalty(Section):
-    """The penalty on moving away from the model that the run starts from: coefficient * estimate."""
+    """The KL penalty towards the model that the run starts from: coefficient * estimate."""
 
     estimator: AnyKlEstimator
     coefficient: Factor
@@ -126,10 +125,10 @@ class KlPenalty(Section):
 
 
 def penalty_to_go(kl_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:
-    """For every token [T] the sum of its own and all later masked values of its sequence; detached.
+    """Sum, for every token [T], its own and all later masked values of its sequence; detached.
 
-    A penalty on the reward of every token lowers a token's return by this. The tokens of a sequence lie side
-    by side. Source: Hu, "REINFORCE++", 2025, its token-level penalty and advantage.
+    A penalty on the reward of every token lowers a token's return by this. The tokens of a sequence must be
+    contiguous. Source: Hu, "REINFORCE++", 2025, its token-level penalty and advantage.
     """
     # In float64: differences of sums over a whole row.
     masked_T = kl_T.detach().where(mask_T, 0.0).double()

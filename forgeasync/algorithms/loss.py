@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLoss:
-    """A row's share of the batch's loss; sums over its masked tokens; corrections' weights [T], if any."""
+    """A row's share of the batch's loss, sums over its masked tokens, and corrections' weights [T] if any."""
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]
@@ -35,38 +35,39 @@ class RowLoss:
 
 
 class Loss(Section):
-    """What a loss is made of, and the loss itself; it travels to the trainer's procs as it is."""
+    """The parts of a loss, and the loss as a function of rows; it is sent to the trainer's procs as it is."""
 
     objective: AnyObjective = PpoClip()
     """The loss of a token."""
     corrections: tuple[AnyCorrection, ...] = ()
-    """What it is multiplied by, for data that an older policy or another engine has sampled."""
+    """Off-policy corrections: factors of a token's loss, for data that an older policy or another engine
+    sampled."""
     aggregation: AnyAggregation = TokenMean()
     """How the losses of tokens become the loss of a batch."""
     kl: KlPenalty | None = None
-    """With it the trainer holds the model that the run starts from, too."""
+    """KL penalty; with it the trainer also holds the model that the run starts from. null: none."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether rows have to come with ``ref_logprobs_T``."""
+        """Whether rows need ``ref_logprobs_T``."""
         return self.kl is not None
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether rows have to come with ``proximal_logprobs_T`` once a batch makes several steps."""
+        """Whether rows need ``proximal_logprobs_T`` if a batch has several optimizer steps."""
         return self.objective.needs_proximal
 
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
     ) -> torch.Tensor:
-        """What a row adds to the count of its batch."""
+        """Compute what a row adds to the count of its batch."""
         return self.aggregation.count(mask_T, sequence_ids_T, sample_weights_T)
 
     def __call__(self, row: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
-        """A row's share of the loss of a batch whose ``count`` is ``total``.
+        """Compute a row's share of the loss of a batch whose ``count`` is ``total``.
 
         Raises:
-            ValueError: code of the user's own returned something else than it has to.
+            ValueError: the user's own code returned something that it must not.
         """
         sums: dict[str, torch.Tensor] = {}
         seen, added_T = row, None
@@ -83,7 +84,7 @@ class Loss(Section):
         sums |= objective_sums
         weights_T = None
         if self.corrections:
-            # By the sequence's own advantage: a penalty to go differs from token to token.
+            # With the sequence's own advantage: the penalty to go differs from token to token.
             weights_T, correction_sums = product(self.corrections, row)
             sums |= correction_sums
             losses_T = losses_T * weights_T

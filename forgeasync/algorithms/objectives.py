@@ -1,4 +1,4 @@
-"""Policy objectives: from log-probabilities and advantages to a loss per token.
+"""Policy objectives: a loss per token from log-probabilities and advantages.
 
 Ratios and their gradients are at most e^20 (``forgeasync.algorithms.row_tokens``).
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Objective(Section):
     """A loss for every token.
 
-    A loss of your own is a class like those below: its fields are its options, with bounds where they have
-    some, and ``__call__`` is the formula.
+    A loss of your own is a class like those below: its fields are its options, with their bounds, and
+    ``__call__`` is the formula.
 
         import forgeasync as fa
         import torch
@@ -43,31 +43,31 @@ class Objective(Section):
                 return -gate_T * row.advantages_T, sums
 
     With ``objective: {kind: python, factory: my_losses.SoftGate, options: {temperature: 2.0}}`` a run trains
-    on it. A function of ``row``, or a function that returns one, does as well.
+    on it. A function of ``row``, or a function that returns one, works as well.
     """
 
     ratio_inside: ClassVar[str | None] = None
-    """Where the formula has the importance ratio current / behavior in it; None: nowhere. A correction by the
-    ratio on top would count it twice and is refused with these words."""
+    """Where the formula contains the importance ratio current / behavior; None: nowhere. A correction by the
+    ratio would then count it twice; the error that refuses it quotes these words."""
     looks_at_sequences: ClassVar[bool] = False
     """Whether a token's loss depends on its whole sequence."""
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether rows have to come with ``proximal_logprobs_T`` once a batch makes several steps."""
+        """Whether rows need ``proximal_logprobs_T`` if a batch has several optimizer steps."""
         return False
 
     @abstractmethod
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Losses [T], floating point, with gradients by ``row.logprobs_T``; weighted, masked and aggregated
-        by the caller. Also sums over the masked tokens, by the names of the metrics that they become once
-        they are divided by the number of trained tokens."""
+        """Compute losses [T], floating point, with gradients by ``row.logprobs_T``, which the caller weights,
+        masks and aggregates, and sums over the masked tokens by metric name; a metric is its sum divided by
+        the number of trained tokens."""
 
 
 def _clipped_surrogate(
     ratio_T: torch.Tensor, row: RowTokens, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(ratio * A, clip(ratio) * A), and which masked tokens the clip holds back; both [T]."""
+    """Compute -min(ratio * A, clip(ratio) * A), and which masked tokens are clipped; both [T]."""
     plain_T = ratio_T * row.advantages_T
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * row.advantages_T
     return -plain_T.minimum(clipped_T), row.mask_T & (clipped_T < plain_T)
@@ -88,7 +88,7 @@ class PpoClip(Objective):
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     clip_high: Factor = 0.28
     dual_clip: float | None = Field(default=None, gt=1.0, le=1e30)
-    """Bounds the loss of a token of negative advantage to this many times the advantage; null does not."""
+    """Bound on the loss of a token of negative advantage, as a multiple of abs(A); null: no bound."""
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ratio_T = capped(row.log_ratios()).exp()
@@ -112,7 +112,7 @@ class Cispo(Objective):
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
-    """1 leaves small ratios as they are."""
+    """Lower clip: ratios below 1 - clip_low are raised to it; 1 leaves small ratios as they are."""
     clip_high: Factor
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -125,7 +125,7 @@ class Cispo(Objective):
 class Gspo(Objective):
     """The clipped surrogate over a sequence's ratio per token: exp(mean of its tokens' log ratios).
 
-    Every token of a sequence has the sequence's loss: to be aggregated by ``sequence_mean_of_token_mean``.
+    Every token has the loss of its whole sequence, so ``sequence_mean_of_token_mean`` must aggregate them.
     Source: Zheng et al., "Group Sequence Policy Optimization", 2025, equations 5 and 7.
     """
 
@@ -157,9 +157,9 @@ class Reinforce(Objective):
 class DecoupledPpo(Objective):
     """PPO clipped around a proximal policy, weighted by proximal / behavior; tokens above the cap weigh 0.
 
-    The proximal policy is the one at the start of the batch. In a batch's first step, and so always with
+    The proximal policy is the policy at the start of the batch. In a batch's first step, and so always with
     ``trainer.steps_per_batch: 1``, that is the current one. Source: Fu et al., "AReaL", 2025, equation 5; the
-    cap as in its implementation.
+    cap is that of its implementation.
     """
 
     ratio_inside: ClassVar[str | None] = "its behavior weight is that ratio already (behavior_cap bounds it)"
@@ -167,7 +167,7 @@ class DecoupledPpo(Objective):
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     behavior_cap: Factor = 5.0
-    """Tokens whose weight is above it are left out."""
+    """Cap on proximal / behavior; tokens with a larger weight are left out."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -206,9 +206,9 @@ class Topr(Objective):
 
 
 class Kimi15(Objective):
-    """-A * logprob + tau / 2 * (log ratio)^2 of whole sequences: the square holds the policy near behavior.
+    """-A * logprob + tau / 2 * (log ratio)^2 of whole sequences; the square keeps the policy near behavior.
 
-    A token's part of the square is its own log ratio times its sequence's, so that a sequence's parts add up.
+    A token's share of the square is its own log ratio times its sequence's, so a sequence's shares add up.
     Source: Kimi Team, "Kimi k1.5", 2025, section 2.3.2, the gradient of the surrogate loss.
     """
 
@@ -233,9 +233,9 @@ class Supervised(Objective):
 
 
 class PythonObjective(PythonCode, Objective):
-    """A loss of your own: ``(row: RowTokens) -> (losses_T, sums)``; ``Objective`` shows one.
+    """Your own loss: ``(row: RowTokens) -> (losses_T, sums)``; ``Objective`` has an example.
 
-    Raises ValueError where it returns anything else, says what.
+    Raises ValueError if it returns anything else; says what it returned.
     """
 
     @property
@@ -244,7 +244,7 @@ class PythonObjective(PythonCode, Objective):
         return isinstance(own, Objective) and own.needs_proximal
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        # Checked at every call: it can return another shape for other tokens than those it was tried on.
+        # Checked at every call: other tokens than those it was tried on can lead to another shape.
         return check_losses(build_code(self, ("row",))(row), like_T=row.logprobs_T)
 
 

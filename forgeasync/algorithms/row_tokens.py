@@ -1,8 +1,8 @@
-"""The tokens of a packed row as formulas see them, and how ratios of probabilities stay numbers.
+"""The tokens of a packed row as formulas see them, and ratios of probabilities that stay finite.
 
-Modules of this package use methods of tensors and import torch only for type checkers: a run's config is
-made of their classes, and processes that read it (the scoring workers among them) would pay seconds for
-torch.
+Modules of this package call methods of tensors and import torch only for type checkers: a run's config
+consists of their classes, and importing torch would cost seconds in every process that reads it, such as
+scoring workers.
 
 Shape suffix: T trained tokens (targets) of a row.
 """
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 MAX_LOG_RATIO = 20.0
-"""Largest exponent of a ratio: e^20 is beyond every sensible cap. float32 has no exp() of more than 88, and a
-product over thousands of tokens reaches that."""
+"""Largest exponent of a ratio: e^20 is beyond every sensible cap. In float32 exp() overflows above 88, which
+a product over thousands of tokens reaches."""
 
 
 def capped(log_ratio_T: torch.Tensor) -> torch.Tensor:
-    """min(log ratio, ``MAX_LOG_RATIO``), with the gradient of the log ratio itself.
+    """Compute min(log ratio, ``MAX_LOG_RATIO``), with the gradient of the log ratio itself.
 
-    exp() of it and that gradient are the ratio's own up to e^20 and e^20 beyond. Infinity would become NaN
-    wherever it meets a 0: an advantage of 0, or the gradient of what a clip holds back.
+    Its exp() and the gradient of that equal the ratio up to e^20, and e^20 beyond. Infinity would become NaN
+    when multiplied by 0: an advantage of 0, or the gradient of a clipped value.
     """
     excess_T = (log_ratio_T.detach() - MAX_LOG_RATIO).clamp(min=0.0)
     return log_ratio_T - excess_T
@@ -35,10 +35,10 @@ def capped(log_ratio_T: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTokens:
-    """The tokens of a packed row that a loss is made of, each of shape [T].
+    """The tokens of a packed row that a loss is computed from; every tensor has shape [T].
 
-    Tokens outside of ``mask_T`` may hold anything, also nan, except in ``logprobs_T``, which is always
-    finite. The tokens of a sequence lie side by side.
+    Values outside ``mask_T`` may be anything, even nan, except in ``logprobs_T``, which is always finite. The
+    tokens of a sequence are contiguous.
     """
 
     logprobs_T: torch.Tensor
@@ -57,17 +57,17 @@ class RowTokens:
     sample_weights_T: torch.Tensor
     """float32; how often the token's sequence counts in the batch (rollout accounting)."""
     ref_logprobs_T: torch.Tensor | None = None
-    """float32, under the model that the run started from; None where the loss has no KL penalty."""
+    """float32, under the model that the run started from; None if the loss has no KL penalty."""
     proximal_logprobs_T: torch.Tensor | None = None
-    """float32, under the policy at the start of the batch; None where that is the current policy or where the
-    objective does not ask for it (``Objective.needs_proximal``)."""
+    """float32, under the policy at the start of the batch; None if that is the current policy, or if the
+    objective does not need it (``Objective.needs_proximal``)."""
 
     def masked(self, values_T: torch.Tensor) -> torch.Tensor:
-        """The values, and 0 without a gradient where ``mask_T`` is False."""
+        """Return the values, and 0 without a gradient where ``mask_T`` is False."""
         return values_T.where(self.mask_T, 0.0)
 
     def log_ratios(self) -> torch.Tensor:
-        """log(current / behavior) of every token [T], with gradients; 0 where masked out."""
+        """Compute log(current / behavior) of every token [T], with gradients; 0 where masked out."""
         return self.masked(self.logprobs_T - self.behavior_logprobs_T)
 
     def sequence_sums(self, values_T: torch.Tensor) -> torch.Tensor:
@@ -98,16 +98,16 @@ def _sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ids_S, index_T = sequence_ids_T.unique(return_inverse=True)
     sums_S = values_T.new_zeros(len(ids_S))
-    # What is masked out may be anything, nan too.
+    # Masked-out values may be anything, even nan.
     return sums_S.index_add(0, index_T, values_T.where(mask_T, 0.0)), index_T
 
 
 def num_sequences(
     mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, weights_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """How many sequences have at least one token masked in; float32 scalar.
+    """Count the sequences with at least one token masked in; float32 scalar.
 
-    With ``weights_T`` [T], the same for all tokens of a sequence, each sequence counts that often.
+    With ``weights_T`` [T], the same for all tokens of a sequence, each sequence counts by its weight.
     """
     ids_S, index_N = sequence_ids_T[mask_T].unique(return_inverse=True)
     if weights_T is None:

@@ -1,4 +1,4 @@
-"""From rewards of steps to advantages of tokens (process supervision).
+"""Computes advantages of tokens from rewards of steps (process supervision).
 
 Shape suffixes: G rollouts of one group, J steps of one response, T tokens of one response.
 """
@@ -20,18 +20,18 @@ def from_step_rewards(
     step_ends_G: Sequence[torch.Tensor],
     lengths_G: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Advantages of tokens from rewards of steps: float32 [T] for each rollout of a group.
+    """Compute advantages of tokens from rewards of steps: float32 [T] for each rollout of a group.
 
-    ``step_rewards_G[i]`` and ``step_ends_G[i]`` [J] are the rewards of the steps of rollout i and the tokens,
-    exclusive and increasing, where they end in its response of ``lengths_G[i]``. Rewards are normalized by
-    mean and unbiased standard deviation (plus 1e-6) over all steps of the group; a token's advantage is
-    the sum over the steps that end at it or after it. Tokens after the last step have 0, and all have
-    exactly 0 where all steps have the same reward.
+    ``step_rewards_G[i]`` [J] has the rewards of the steps of rollout i, and ``step_ends_G[i]`` [J] the token
+    positions where they end in its response of ``lengths_G[i]`` tokens, exclusive and increasing. Rewards are
+    normalized by mean and unbiased standard deviation (plus 1e-6) over all steps of the group; a token's
+    advantage is the sum over the steps that end at it or after it. Tokens after the last step have 0. If all
+    steps have the same reward, all tokens have exactly 0.
 
     Source: Shao et al., "DeepSeekMath", 2024, section 4.1.3.
 
     Raises:
-        ValueError: the arguments are not of one length, or the ends do not fit their rewards or the response.
+        ValueError: the arguments differ in length, or the ends do not fit the rewards or the response.
     """
     if not len(step_rewards_G) == len(step_ends_G) == len(lengths_G):
         raise ValueError(
@@ -51,9 +51,9 @@ def from_step_rewards(
 
 
 def sums_of_later_steps(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For every step of each rollout [J] the sum of its own and all later rewards, normalized; float64.
+    """Sum, for every step of each rollout [J], its own and all later normalized rewards; float64.
 
-    Normalized is over all steps of the group. The source is that of ``from_step_rewards``.
+    Rewards are normalized over all steps of the group; the source is that of ``from_step_rewards``.
     """
     import torch
 
@@ -76,13 +76,13 @@ def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, leng
         raise ValueError(f"{where} has step_rewards {rewards_J.tolist()}; must be finite")
     ends = [0, *ends_J.tolist()]
     if any(end <= before for before, end in itertools.pairwise(ends)):
-        raise ValueError(f"{where} has step_ends {ends[1:]}; must increase, from 1 at least")
+        raise ValueError(f"{where} has step_ends {ends[1:]}; must increase and begin at 1 or later")
     if ends[-1] > length:
         raise ValueError(f"{where} has a step that ends at {ends[-1]}; must be within its {length} tokens")
 
 
 def _spread(sums_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> torch.Tensor:
-    """For every token [T] the value of the first step that ends after its position."""
+    """Give every token [T] the value of the first step that ends after its position."""
     advantages_T = sums_J.new_zeros(length)
     for total, (start, end) in zip(sums_J, itertools.pairwise([0, *ends_J.tolist()]), strict=True):
         advantages_T[start:end] = total

@@ -36,12 +36,12 @@ def length_bucket(num_tokens: int) -> int:
 
 
 def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
-    """Of a group by its responses' lengths in tokens."""
+    """Return the stratum of a group by the lengths of its responses, in tokens."""
     return Stratum(task.source, length_bucket(max(lengths)))
 
 
 class AccountingLedger:
-    """What became of the groups, and what the next ones weigh."""
+    """Counts what became of groups, and computes the weights of the next ones."""
 
     def __init__(self, section: AccountingSection) -> None:
         self._carries_deficits = (
@@ -77,7 +77,7 @@ class AccountingLedger:
 
     @property
     def deficits(self) -> tuple[Deficit, ...]:
-        """What is left to make up for."""
+        """Deficits that are still to be made up for."""
         return tuple(
             Deficit(source=stratum.source, length_bucket=stratum.length_bucket, weight=float(weight))
             for stratum, weight in self._deficits.items()
@@ -95,7 +95,7 @@ class AccountingLedger:
         self._num_censored = num_censored
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """Return metrics under their names in metrics.jsonl."""
         return self._composition.metrics() | {
             "accounting/outstanding_deficit": float(self._deficits.total()),
             "accounting/num_censored": self._num_censored,

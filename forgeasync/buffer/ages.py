@@ -1,4 +1,4 @@
-"""How old a group is: the version that its age counts from.
+"""Computes how old a group is: the version that its age counts from.
 
 A group whose reference version is r may be trained on up to optimizer step r + max_off_policy_steps, its
 deadline. While it is sampled only a lower bound of r is known; it rises and never falls.

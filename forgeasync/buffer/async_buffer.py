@@ -29,7 +29,7 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         return start, self.state.num_wanted
 
     async def progressed(self, groups: Sequence[GroupProgress]) -> None:
-        """What a generator tells of its running groups at an update."""
+        """Take in what a generator reports about its running groups at an update."""
         for progress in groups:
             self.change(lambda buffer, progress=progress: buffer.progressed(progress))
 
@@ -52,7 +52,7 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         self.change(lambda buffer: buffer.failed(group_id, reason))
 
     async def set_served_version(self, version: int) -> None:
-        """All generators sample under ``version`` from now on."""
+        """Note that all generators sample under ``version`` from now on."""
         self.change(lambda buffer: buffer.set_served_version(version))
 
     async def take(self) -> Batch:
@@ -64,5 +64,5 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         return self.change(lambda buffer: buffer.committed(trainer_wait_share=trainer_wait_share))
 
     def snapshot(self) -> BufferSnapshot:
-        """What a buffer needs to continue from here."""
+        """Return the state that a buffer needs to continue from here."""
         return self.state.snapshot()

@@ -1,4 +1,4 @@
-"""What the replay buffer decides, and why a group does not train."""
+"""The replay buffer's decisions, and the reasons why a group is not trained on."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,18 +12,18 @@ class DropReason(StrEnum):
     """Why a group did not train."""
 
     STALE = "stale"
-    """Older than max_off_policy_steps when the trainer could have taken it."""
+    """The group was older than max_off_policy_steps when the trainer could have taken it."""
     BAD_RECORD = "bad_record"
-    """Its log-probabilities are no numbers, or its routed experts or kept tokens contradict its tokens or the
-    model."""
+    """Log-probabilities are not finite, or routed experts or kept tokens contradict the tokens or the model.
+    """
     OVERSIZED = "oversized"
-    """Its arrays are larger than the memory reserved for them and what was left besides."""
+    """The group's arrays are larger than the memory reserved for them and the shared excess."""
     CANCELLED = "cancelled"
-    """Given up while it was sampled: finished, it would have been too old."""
+    """The group was given up while it was sampled, because it would have been too old at its end."""
     FILTERED = "filtered"
     """A group filter left nothing of it to learn from."""
     UNSCORED = "unscored"
-    """Its scoring failed ``scorer.max_attempts`` times."""
+    """Scoring of the group failed ``scorer.max_attempts`` times."""
     EPISODE_FAILED = "episode_failed"
     """An episode of the environment raised, took longer than ``timeouts.episode_s`` or gave no score."""
 
@@ -37,7 +37,7 @@ class Start:
 
     group_id: int
     draw_id: int
-    """As of the ``Group`` that comes of it."""
+    """``draw_id`` of the ``Group`` that this prompt becomes."""
     task: Task
 
 
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What follows from a step."""
+    """The consequences of a committed step."""
 
     cancelled: tuple[int, ...]
     """Decision: groups in flight that can be given up."""
@@ -78,9 +78,9 @@ class BufferSnapshot:
     """Position in the data's order: submitted prompts are its first ones."""
     next_group_id: int
     started: tuple[Submission, ...]
-    """Of groups being sampled or scored, in the order in which they started."""
+    """Submissions of groups that are being sampled or scored, in the order in which they started."""
     complete: tuple[Submission, ...]
-    """Of groups that waited for training; what was sampled for them is lost."""
+    """Submissions of groups that waited for training; their samples are lost."""
     pending: tuple[Submission, ...]
     num_reissued: int
     num_restarted: int

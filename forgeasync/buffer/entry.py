@@ -8,21 +8,21 @@ from forgeasync.rollouts.rollout import Group
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """What the buffer knows of a group."""
+    """A group's state in the buffer."""
 
     submission: Submission
     deadline: int
     """Last optimizer step that may train on it, as far as is known; rises with progress."""
     sampled: Group | None = None
-    """With all its rollouts, once they are sampled."""
+    """The group with all its rollouts; None until they are sampled."""
     group: Group | None = None
-    """With those that are trained on and their rewards, once it is complete."""
+    """The group with the rollouts that are trained on and their rewards; None until it is complete."""
     is_expired: bool = False
-    """In flight past its deadline: the trainer does not count on it."""
+    """Whether the group is in flight past its deadline: the trainer no longer waits for it."""
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
-        """Sampled tokens of all its rollouts, once they are there."""
+        """Numbers of sampled tokens of all its rollouts; None until they are sampled."""
         if self.sampled is None:
             return None
         return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)

@@ -1,19 +1,19 @@
-"""How many groups to have under way, so that neither the trainer nor the generators wait.
+"""Decides how many groups to have under way, so that neither the trainer nor the generators wait.
 
-Too few, and the trainer waits for batches; too many, and complete groups lie waiting and grow old. The rule
-is that of congestion control: up at once where the trainer waits and the bound is what holds generation back,
-down slowly where whole batches lie ready and the trainer did not wait.
+With too few, the trainer waits for batches; with too many, complete groups wait and grow old. The rule is
+that of congestion control: the bound rises at once if the trainer waits because of it, and falls slowly while
+whole batches are ready and the trainer does not wait.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 TRAINER_WAITS_SHARE = 0.05
-"""Of a step spent waiting for its batch; less is within the noise of one slow group."""
+"""Share of a step spent waiting for its batch; smaller shares are within the noise of one slow group."""
 
 
 CALM_STEPS = 3
-"""Steps in a row with a whole batch to spare before the bound goes down: one may be chance."""
+"""Steps in a row with a whole batch to spare before the bound falls: a single one may be chance."""
 
 
 class WaitingSide(StrEnum):
@@ -24,10 +24,10 @@ class WaitingSide(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """What a step of the training loop saw."""
+    """The load that a step of the training loop saw."""
 
     trainer_wait_share: float
-    """Of the step, spent waiting for its batch."""
+    """Share of the step spent waiting for its batch."""
     num_ready: int
     """Complete groups left after the batch was taken."""
     is_bound: bool

@@ -21,7 +21,7 @@ class ReadyGroups(Protocol):
 
 
 class EarliestDeadlineFirst:
-    """Of the same deadline, the group that started first."""
+    """Groups by deadline; among equal deadlines, the group that started first."""
 
     def __init__(self) -> None:
         # Deadlines are versions, at most max_off_policy_steps + 1 different ones at a time. Removed ids

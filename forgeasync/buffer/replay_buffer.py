@@ -46,7 +46,7 @@ from forgeasync.rollouts.task import Task
 
 
 def _steps(scores: Sequence[Score] | None) -> tuple[tuple[Step, ...], ...] | None:
-    """None where no rollout has rewards of steps."""
+    """Return the steps of all rollouts; None if no rollout has any."""
     steps = tuple(score.steps for score in scores or ())
     return steps if any(steps) else None
 
@@ -64,7 +64,7 @@ class ReplayBuffer:
         section: BufferSection,
         accounting: AccountingSection,
     ) -> None:
-        """``num_groups_in_run`` are started in all, lost ones not counted."""
+        """The run starts ``num_groups_in_run`` groups in all, not counting lost ones."""
         self._groups_per_step = groups_per_step
         self._group_size = group_size
         self._max_off_policy_steps = max_off_policy_steps
@@ -88,7 +88,7 @@ class ReplayBuffer:
         self._num_admitted = 0
         self._entries: dict[int, Entry] = {}
         self._num_in_flight = 0
-        # Of what the trainer can still count on.
+        # Deadlines of the groups that can still be trained on.
         self._due = Deadlines()
         self._batch: list[Entry] = []
         self._deficits_before_batch: tuple[Deficit, ...] = ()
@@ -102,11 +102,11 @@ class ReplayBuffer:
     # ---- events
 
     def submit(self, task: Task) -> None:
-        """A prompt is handed in."""
+        """Take in a prompt."""
         self._submissions.submit(task)
 
     def progressed(self, progress: GroupProgress) -> None:
-        """A generator tells how far a group is; groups that it has finished meanwhile are no news."""
+        """Take in a generator's report on a group; reports on groups that have ended are ignored."""
         entry = self._entries.get(progress.group_id)
         if entry is None or entry.sampled is not None:
             return
@@ -114,7 +114,7 @@ class ReplayBuffer:
         self._move_deadline(progress.group_id, entry, reference + self._max_off_policy_steps)
 
     def finished(self, group: Group) -> None:
-        """All rollouts of a group are sampled; it still has to be scored."""
+        """Take in a group whose rollouts are all sampled; it still has to be scored."""
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
         entry.sampled = group
@@ -132,7 +132,7 @@ class ReplayBuffer:
         kept: Sequence[int],
         scores: Sequence[Score] | None = None,
     ) -> tuple[Group, ...]:
-        """A group is complete: the rollouts at ``kept`` train, with these rewards.
+        """Complete a group: the rollouts at ``kept`` train, with these rewards.
 
         ``scores`` are what the reward said of them. Returns the group if it is too old by now: its arrays
         can be freed.
@@ -155,17 +155,17 @@ class ReplayBuffer:
         return ()
 
     def failed(self, group_id: int, reason: DropReason) -> None:
-        """A group in flight will not come."""
+        """Give up a group in flight."""
         self._num_in_flight -= 1
         self._lose(group_id, reason)
 
     def set_served_version(self, version: int) -> None:
-        """All generators sample under ``version`` (or a later one) from now on."""
+        """Note that all generators sample under ``version`` (or a later one) from now on."""
         assert version >= self._served_version
         self._served_version = version
 
     def committed(self, *, trainer_wait_share: float) -> Committed:
-        """The batch was trained on."""
+        """Note that the batch was trained on; return what follows from it."""
         assert self._batch, "a batch was taken"
         self.num_trained += len(self._batch)
         self._batch.clear()
@@ -183,7 +183,7 @@ class ReplayBuffer:
     # ---- decisions
 
     def start(self) -> Start | None:
-        """The prompt to sample now; None while a bound, the run's end or a lack of prompts forbids it."""
+        """Choose the prompt to sample now; None while a bound, the run's end or a lack of prompts forbids."""
         if not len(self._submissions) or self._is_bound():
             return None
         submission = self._submissions.pop()
@@ -199,18 +199,18 @@ class ReplayBuffer:
 
     @property
     def num_wanted(self) -> int:
-        """Prompts that should be submitted, so that a cohort can be looked over."""
+        """Number of prompts to submit so that a whole cohort can be ordered."""
         return max(0, self._groups_per_step - len(self._submissions))
 
     def take(self) -> Batch | None:
-        """The groups of the next optimizer step, by their prompts' places in the data's order; None while
-        not ready.
+        """Take the groups of the next optimizer step, ordered by their prompts' places in the data's order;
+        None while not ready.
         """
         assert not self._batch, "the batch before it was committed"
         if len(self._ready) < self._groups_per_step or not self._leaves_rest_feasible():
             return None
         self._was_bound = self._is_bound()
-        # The sums of a step depend on the order, down to their last bits: it must not depend on timing.
+        # The order changes the last bits of a step's sums, so it must not depend on timing.
         ids = self._ready.pop(self._groups_per_step)
         ids.sort(key=lambda group_id: self._entries[group_id].submission.draw_id)
         self._batch = [self._entries[group_id] for group_id in ids]
@@ -233,7 +233,7 @@ class ReplayBuffer:
     # ---- a run that is resumed
 
     def snapshot(self) -> BufferSnapshot:
-        """What a buffer needs to continue from here.
+        """Return the state that a buffer needs to continue from here.
 
         A batch that was taken and not committed counts as complete: as far as is known it did not train.
         """
@@ -289,7 +289,7 @@ class ReplayBuffer:
         return self._submissions.num_submitted
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """Return metrics under their names in metrics.jsonl."""
         return self._ledger.metrics() | {
             "buffer/num_in_flight": self.num_in_flight,
             "buffer/num_complete": self.num_complete,
@@ -311,7 +311,7 @@ class ReplayBuffer:
         return len(self._entries) >= self._load.bound
 
     def _leaves_rest_feasible(self) -> bool:
-        """Whether every group left can still be taken by its deadline, groups_per_step a step."""
+        """Whether every group left can still be taken by its deadline, groups_per_step groups per step."""
         if self._section.stale_groups is StaleGroups.DROP:
             return True
         assert isinstance(self._ready, EarliestDeadlineFirst), "what the proof is about"
@@ -334,7 +334,7 @@ class ReplayBuffer:
                 self._window.come_back(group_id)
 
     def _expire(self) -> Committed:
-        """Complete groups past their deadline are lost, those in flight no longer counted on."""
+        """Drop complete groups past their deadline; groups in flight past theirs no longer count."""
         cancelled: list[int] = []
         lost: list[Group] = []
         for deadline, group_ids in self._due.before(self._trainer_version):
@@ -352,7 +352,7 @@ class ReplayBuffer:
         return Committed(cancelled=tuple(cancelled), lost=tuple(lost))
 
     def _lose(self, group_id: int, reason: DropReason) -> tuple[Group, ...]:
-        """A group does not train. Its place is free, and so is its prompt if it comes again."""
+        """Drop a group: its place is free, and its prompt may be submitted again."""
         entry = self._entries[group_id]
         if entry.group is not None and not entry.is_expired and group_id in self._window:
             self._ready.remove(group_id, entry.deadline)

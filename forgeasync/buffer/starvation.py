@@ -1,4 +1,4 @@
-"""Notices that a run starves because group after group is given up before it could train."""
+"""Detects that a run starves because group after group is given up before it could train."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from forgeasync.buffer.decisions import AGE_REASONS, DropReason
 
 
 class NothingTrains(RuntimeError):
-    """Every group of a long row was given up: the run would generate for ever without a step."""
+    """Too many groups in a row were given up: the run would generate for ever without a step."""
 
 
 class StarvationWatch:
@@ -18,21 +18,21 @@ class StarvationWatch:
     """
 
     def __init__(self, limit: int) -> None:
-        """``limit`` groups in a row are too many (``buffer.max_given_up_in_a_row``)."""
+        """``limit`` is the number of groups in a row that is too many (``buffer.max_given_up_in_a_row``)."""
         assert limit > 0
         self._limit = limit
         self._by_reason: Counter[DropReason] = Counter()
         self._first_problem = ""
 
     def came_through(self) -> None:
-        """A group was sampled, scored and kept."""
+        """Note that a group was sampled, scored and kept."""
         self._by_reason.clear()
 
     def given_up(self, reason: DropReason, problem: str) -> None:
-        """A group will not train; ``problem`` says why in words.
+        """Note that a group was given up; ``problem`` says why.
 
         Raises:
-            NothingTrains: it is one too many in a row.
+            NothingTrains: this group is one too many in a row.
         """
         if reason in AGE_REASONS or reason is DropReason.FILTERED:
             return

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from forgeasync.rollouts.task import Task
 
 HISTORY_DECAY = 0.5
-"""Share of the newest length in an expected one: policies change their lengths as they learn."""
+"""Weight of the newest length in the expected length: policies change their lengths as they learn."""
 
 MAX_PROMPTS_IN_HISTORY = 200_000
-"""Of the prompts measured last; a prompt takes about 200 bytes."""
+"""Most prompts whose lengths are remembered, the last measured ones; each takes about 200 bytes."""
 
 FIRST = -1
-"""Cohort of what is submitted again: it starts before everything else."""
+"""Cohort of prompts that are submitted again: they start before all others."""
 
 ATTEMPT_STRIDE = 10**9
 """Draw ids of one attempt lie between two multiples of this: no run submits as many prompts."""
@@ -29,7 +29,7 @@ class LengthHistory:
         self._of_source: dict[str, float] = {}
 
     def measure(self, task: Task, length: float) -> None:
-        """The longest response to a prompt had this many tokens."""
+        """Take in the number of tokens of the longest response to a prompt."""
         key = (task.source, task.task_id)
         known = self._of_prompt.pop(key, length)
         # Measured last goes to the end; what was measured first is forgotten.
@@ -40,25 +40,25 @@ class LengthHistory:
         self._of_source[task.source] = known + HISTORY_DECAY * (length - known)
 
     def expected(self, task: Task) -> float:
-        """In tokens."""
+        """Return the expected length in tokens."""
         of_source = self._of_source.get(task.source, 0.0)
         return self._of_prompt.get((task.source, task.task_id), of_source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A prompt handed in for training; ``attempt`` counts how often it was started before."""
+    """A prompt submitted for training; ``attempt`` counts how often it was started before."""
 
     submission_id: int
     task: Task
     attempt: int = 0
     first_lengths: tuple[int, ...] | None = None
-    """Of the responses of the first lost attempt that was sampled to its end: what was submitted, as far as
-    lengths go, whatever comes of it."""
+    """Lengths of the responses of the first lost attempt that was sampled to its end: they stand for what was
+    submitted."""
 
     @property
     def draw_id(self) -> int:
-        """What random draws for the prompt's group follow from; the same in a run that is resumed."""
+        """The number that determines the group's random draws; the same in a run that is resumed."""
         return self.attempt * ATTEMPT_STRIDE + self.submission_id
 
 
@@ -80,17 +80,17 @@ class Submissions:
 
     @property
     def num_submitted(self) -> int:
-        """So far, not counting what came again."""
+        """Number of prompts submitted so far, not counting repeated submissions."""
         return self._num_submitted
 
     def submit(self, task: Task) -> None:
-        """A new prompt."""
+        """Add a new prompt."""
         submission = Submission(submission_id=self._num_submitted, task=task)
         self._push(submission, cohort=self._num_submitted // self._cohort_size)
         self._num_submitted += 1
 
     def reissue(self, submission: Submission, lengths: tuple[int, ...] | None) -> None:
-        """A prompt whose group was lost; the lengths of its responses, if they are known."""
+        """Submit again a prompt whose group was lost; ``lengths`` of its responses, if they are known."""
         again = dataclasses.replace(
             submission,
             attempt=submission.attempt + 1,
@@ -111,7 +111,7 @@ class Submissions:
         self._num_submitted = num_submitted
 
     def pending(self) -> tuple[Submission, ...]:
-        """What waits to be started, in the data's order."""
+        """List the prompts that wait to be started, in the data's order."""
         waiting = (entry[-1] for entry in self._heap)
         return tuple(sorted(waiting, key=lambda submission: submission.draw_id))
 

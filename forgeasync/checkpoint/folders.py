@@ -23,7 +23,7 @@ FINAL = "final"
 LAST = "last"
 """The newest weights of a run that has not."""
 LAST_PUBLISHED = "last-published"
-"""What becomes ``LAST`` where the trainer cannot write it."""
+"""Name of the folder that becomes ``LAST`` if the trainer cannot write it."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -57,7 +57,7 @@ def sweep_partial(parent: Path) -> list[str]:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a checkpoint is while it is written."""
+    """Return the folder of a checkpoint while it is being written."""
     return folder.with_name(folder.name + PARTIAL_SUFFIX)
 
 

@@ -1,4 +1,4 @@
-"""How large checkpoints and the exported model are, and whether the disk has room for them."""
+"""Computes the sizes of checkpoints and the exported model, and checks that the disk has room for them."""
 
 import math
 import shutil
@@ -22,7 +22,7 @@ EXPORT_OVERHEAD_BYTES = 1024
 """Bytes of one exported tensor's name in header and index, generously."""
 
 OVERHEAD_BYTES = 8192
-"""Of one tensor of the model, generously: names, headers and the step counts of its optimizer."""
+"""Generous bound on one tensor's overhead: names, headers and the step counts of its optimizer."""
 
 
 def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -41,7 +41,7 @@ def export_bytes(config: RunConfig, facts: ModelFacts) -> int:
     overhead = EXPORT_OVERHEAD_BYTES * len(shapes)
     if config.lora is None:
         return FLOAT32_BYTES * sum(math.prod(shape) for shape in shapes.values()) + overhead
-    # Of experts all three projections are written.
+    # For experts, all three projections are written.
     targets = set(config.lora.targets)
     if targets & set(EXPERT_TARGETS):
         targets |= set(EXPERT_TARGETS)

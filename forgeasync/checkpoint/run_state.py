@@ -1,4 +1,4 @@
-"""What the controller of a run has to know to go on from a checkpoint, and whether it may.
+"""The controller's state in a checkpoint, and the check whether a run may be resumed from it.
 
 Of the config only what the past of the run follows from must stay as it was: the data and their order, random
 seeds, the model's shape and its adapters. Everything else may change on resuming: rewards, parallel layout
@@ -33,12 +33,12 @@ class RunState:
     """Steps made; the version of the policy too."""
     elapsed_s: float
     model: dict[str, object]
-    """Of ``model_shape``."""
+    """The model's shape, by ``model_shape``."""
     config: dict[str, object]
     buffer: BufferSnapshot
 
     def encode(self) -> bytes:
-        """As the text of ``run.json``."""
+        """Encode the state as the text of ``run.json``."""
         return msgspec.json.format(msgspec.json.encode(self))
 
 
@@ -60,7 +60,7 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """What keeps a run with this config and model from going on from the checkpoint."""
+    """Find what prevents a run with this config and model from being resumed from the checkpoint."""
     for field, saved, now in differences(state.model, model_shape(facts)):
         yield Problem(
             field="--resume",
@@ -84,7 +84,7 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
 
 
 def _without_rewards(data: object) -> object:
-    """What of the section the place in the data's order follows from: another reward may go on."""
+    """Return the section without rewards: they may change on resuming and do not affect the data's order."""
     if isinstance(data, Mapping):
         return {key: _without_rewards(value) for key, value in data.items() if key != "reward"}
     return [_without_rewards(one) for one in data] if isinstance(data, list) else data

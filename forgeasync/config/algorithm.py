@@ -1,7 +1,7 @@
 """The ``algorithm`` section: how rewards become gradients.
 
-Its parts are the classes of ``forgeasync.algorithms``; ``forgeasync.config.algorithm_rules`` says what goes
-together.
+Its parts are the classes of ``forgeasync.algorithms``; ``forgeasync.config.algorithm_rules`` checks which of
+them can be combined.
 """
 
 from typing import Any
@@ -15,28 +15,29 @@ from forgeasync.schema.section import Count
 
 
 class AlgorithmSection(Loss):
-    """How rewards become gradients: from rewards to advantages, and the loss."""
+    """How rewards become gradients: filters, advantages and the loss."""
 
     advantage: AnyAdvantage = Grpo()
-    """How a rollout compares with others; a kind without other keys can be given by its name alone."""
+    """How rewards become advantages. A kind without other keys can be given by its name alone."""
     pass_at_k: Count | None = None
-    """Given beside ``advantage: group_pass_at_k`` it becomes a key of that section, and null here."""
+    """k of ``advantage: group_pass_at_k``; after reading, it is a key of that section and null here."""
     group_size: Count
     """Rollouts per prompt."""
     groups_per_step: Count
     """Prompts per batch."""
     filters: tuple[AnyFilter, ...] = ()
-    """Applied to every scored group, one after the other; what they drop is counted."""
+    """Filters for every scored group, applied in this order; what they drop is counted."""
     max_filtered_in_a_row: Count = 512
-    """The run ends with an error once filters have dropped this many groups with none kept between."""
+    """The run ends with an error once filters have dropped this many groups in a row."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_pass_at_k(cls, values: Any) -> Any:
-        """``pass_at_k`` beside ``advantage: group_pass_at_k`` is that advantage's."""
+        """Move ``pass_at_k`` beside ``advantage: group_pass_at_k`` into that section."""
         if not isinstance(values, dict):
             return values
-        # Values that a validator has seen count as Python's, and strict validation wants tuples of those.
+        # After this validator pydantic treats the values as Python objects, and its strict mode then wants
+        # tuples instead of lists.
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         advantage = values.get("advantage")
         kind = advantage["kind"] if isinstance(advantage, dict) and "kind" in advantage else advantage

@@ -1,7 +1,7 @@
-"""Rules of the ``algorithm`` section: which of its parts go together, and with the rest of a run.
+"""Rules of the ``algorithm`` section: which of its parts can be combined, with each other and with the run.
 
-The first question is how often the importance ratio current / behavior is in the product. Twice is an error,
-not a stronger correction: the expectation is then that of another policy.
+The main rule is that a token's loss contains the importance ratio current / behavior at most once. A second
+factor is no stronger correction but an error: the expectation is then that of another policy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from forgeasync.schema.python_code import PythonCode
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Problem]:
-    """Everything that cannot go together; code of the user's own is tried on made-up input."""
+    """Find every combination that cannot work; the user's own code is tried on made-up input."""
     algorithm = config.algorithm
     yield from _check_objective(algorithm)
     yield from _check_corrections(algorithm)
@@ -40,7 +40,7 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
         max_response_tokens=longest_response(config),
     )
     if _has_own_code(algorithm):
-        # Only here, as it takes torch, which other configs are checked without.
+        # Imported here because it needs torch; configs without the user's own code are checked without it.
         from forgeasync.config.trial_call import check_own_code
 
         yield from check_own_code(algorithm)
@@ -58,8 +58,8 @@ def _check_objective(algorithm: AlgorithmSection) -> Iterator[Problem]:
         yield Problem(
             field="algorithm.objective.kind",
             value=algorithm.objective.kind,
-            remedy="ignores rewards: it would train on wrong answers as on right ones. Use 'reinforce' or "
-            "another objective that weighs tokens by their advantage",
+            remedy="ignores rewards: it would train on wrong answers as much as on right ones. Use "
+            "'reinforce' or another objective that weighs tokens by their advantage",
         )
 
 
@@ -70,7 +70,7 @@ def _check_corrections(algorithm: AlgorithmSection) -> Iterator[Problem]:
     for index, correction in enumerate(corrections):
         field, kind = f"algorithm.corrections.{index}", correction.kind
         if kind in kinds[:index] and not isinstance(correction, PythonCode):
-            yield Problem(field=field, value=kind, remedy="is there twice; must be there once")
+            yield Problem(field=field, value=kind, remedy="is listed twice; must be listed once")
             continue
         if correction.ratio_level is None:
             continue
@@ -89,15 +89,15 @@ def _check_corrections(algorithm: AlgorithmSection) -> Iterator[Problem]:
             yield Problem(
                 field=field,
                 value=kind,
-                remedy=f"weighs each token by itself, but objective {objective.kind!r} looks at sequences "
-                "whole; use 'truncated_is' or 'masked_is' with level 'sequence' or 'geometric'",
+                remedy=f"weighs each token by itself, but objective {objective.kind!r} is defined on whole "
+                "sequences; use 'truncated_is' or 'masked_is' with level 'sequence' or 'geometric'",
             )
         elif first_ratio is not None:
             yield Problem(
                 field=field,
                 value=kind,
-                remedy=f"would count the importance ratio twice: {first_ratio!r} is the same ratio, "
-                "bounded in another way; keep one of them",
+                remedy=f"would count the importance ratio twice: {first_ratio!r} is the same ratio with "
+                "other bounds; keep one of them",
             )
         first_ratio = first_ratio or kind
 
@@ -109,8 +109,8 @@ def _check_aggregation(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="algorithm.aggregation.kind",
             value=aggregation.kind,
-            remedy="with objective 'gspo' must be 'sequence_mean_of_token_mean': every token has its "
-            "sequence's whole loss, so that any other would weigh sequences by their length",
+            remedy="must be 'sequence_mean_of_token_mean' with objective 'gspo': every token has the whole "
+            "loss of its sequence, so any other aggregation would weigh sequences by their length",
         )
     if isinstance(aggregation, ConstantLength) and aggregation.length < longest:
         is_single_turn = config.environment is None
@@ -130,21 +130,21 @@ def _check_kl(algorithm: AlgorithmSection) -> Iterator[Problem]:
         yield Problem(
             field="algorithm.kl.estimator",
             value=kl.estimator.kind,
-            remedy="has a gradient of mean zero: in the loss it adds noise and no pull to the reference. "
-            "Use 'k2', 'k3' or 'unbiased_k3', or where: reward",
+            remedy="has a gradient of mean zero: in the loss it adds noise and does not keep the policy near "
+            "the reference. Use 'k2', 'k3' or 'unbiased_k3', or where: reward",
         )
     if kl.where is KlPlace.REWARD and isinstance(kl.estimator, UnbiasedK3):
         yield Problem(
             field="algorithm.kl.estimator",
             value=kl.estimator.kind,
-            remedy="carries the importance ratio for its own gradient; a reward has none, and the objective "
-            "weighs by the ratio again. Use 'k1', 'k2' or 'k3', or where: loss",
+            remedy="contains the importance ratio for the sake of its gradient; a reward has no gradient, "
+            "and the objective would apply the ratio again. Use 'k1', 'k2' or 'k3', or where: loss",
         )
     if kl.where is KlPlace.REWARD and objective.looks_at_sequences:
         yield Problem(
             field="algorithm.kl.where",
             value=kl.where.value,
-            remedy=f"gives every token an advantage of its own, but objective {objective.kind!r} has one a "
+            remedy=f"gives every token its own advantage, but objective {objective.kind!r} takes one per "
             "sequence; use where: loss",
         )
 
@@ -155,8 +155,8 @@ def _check_advantage(algorithm: AlgorithmSection) -> Iterator[Problem]:
         yield Problem(
             field="algorithm.group_size",
             value=algorithm.group_size,
-            remedy=f"must be at least {advantage.smallest_group}: advantage {advantage.kind!r} compares a "
-            "group's rollouts",
+            remedy=f"must be at least {advantage.smallest_group}: advantage {advantage.kind!r} compares the "
+            "rollouts of a group",
         )
     if not isinstance(advantage, GroupPassAtK):
         if algorithm.pass_at_k is not None:
@@ -173,8 +173,8 @@ def _check_advantage(algorithm: AlgorithmSection) -> Iterator[Problem]:
             yield Problem(
                 field="algorithm.advantage",
                 value=advantage.kind,
-                remedy=f"needs {advantage.pass_at_k} rollouts of every group, and a filter of your own may "
-                "leave fewer; use another advantage or the filters that are there",
+                remedy=f"needs {advantage.pass_at_k} rollouts in every group, and a filter of your own may "
+                "leave fewer; use another advantage or built-in filters only",
             )
         elif isinstance(one, OverlongFilter):
             smallest = min(smallest, 2)
@@ -192,7 +192,7 @@ def _check_advantage(algorithm: AlgorithmSection) -> Iterator[Problem]:
 def check_filters(
     filters: Sequence[AnyFilter], *, field: str, group_size: int, max_response_tokens: int
 ) -> Iterator[Problem]:
-    """Filters that cannot work or never do anything; ``field`` is where their list stands in the config."""
+    """Find filters that cannot work or never do anything; ``field`` is the dotted path of their list."""
     for index, one in enumerate(filters):
         match one:
             case OverlongPenalty():
@@ -208,7 +208,8 @@ def check_filters(
                 yield Problem(
                     field=f"{field}.{index}.num_kept",
                     value=one.num_kept,
-                    remedy=f"must be less than algorithm.group_size ({group_size}), or nothing is left out",
+                    remedy=f"must be less than algorithm.group_size = {group_size}; otherwise the filter "
+                    "leaves nothing out",
                 )
 
 
@@ -218,7 +219,7 @@ def _check_penalty(penalty: OverlongPenalty, field: str, max_response_tokens: in
         yield Problem(
             field=f"{field}.max_length",
             value=penalty.max_length,
-            remedy=f"the penalty starts after {start} tokens, but responses have at most "
+            remedy=f"the penalty would start after {start} tokens, but responses have at most "
             f"{max_response_tokens} (sampling.max_response_tokens; with an environment "
-            "model.max_context_length); max_length * (1 - buffer_share) must be less",
+            "model.max_context_length); max_length * (1 - buffer_share) must be less than that",
         )

@@ -1,4 +1,4 @@
-"""How a run's config describes the replay buffer: age and order, accounting, and where payloads wait."""
+"""The sections on the replay buffer: age and order of groups, rollout accounting, and memory for payloads."""
 
 from enum import StrEnum
 
@@ -9,9 +9,9 @@ from forgeasync.schema.section import Count, Gibibytes, Section
 
 class StaleGroups(StrEnum):
     WAIT = "wait"
-    """The trainer waits for a straggling group before it becomes too old: nothing is dropped."""
+    """The trainer waits for a slow group before that group becomes too old: nothing is dropped."""
     DROP = "drop"
-    """The trainer goes on; a group that comes too late is dropped and counted."""
+    """The trainer does not wait; a group that completes too late is dropped and counted."""
 
 
 class AgeOf(StrEnum):
@@ -22,17 +22,17 @@ class AgeOf(StrEnum):
     MEAN = "mean"
     """The mean over a rollout's tokens."""
     TOKEN = "token"
-    """Each token's own: a group trains as long as one token is young enough, and the trainer leaves out
-    those that are not."""
+    """Each token by itself: a group is trained on as long as one of its tokens is young enough, and the
+    trainer leaves out the tokens that are too old."""
 
 
 class BatchOrder(StrEnum):
     """Which of the complete groups a batch takes first."""
 
     DEADLINE = "deadline"
-    """Those that become too old first."""
+    """The groups that will be too old soonest."""
     COMPLETION = "completion"
-    """Those that were complete first."""
+    """The groups that were complete first."""
 
 
 class BufferSection(Section):
@@ -42,41 +42,40 @@ class BufferSection(Section):
     age_of: AgeOf = AgeOf.OLDEST_TOKEN
     order: BatchOrder = BatchOrder.DEADLINE
     max_groups: Count | None = None
-    """Depth bound: most groups started and not yet trained on; null leaves it to max_off_policy_steps, which
-    allows (max_off_policy_steps + 1) * groups_per_step. Where generation is the faster side, fewer mean
-    fresher data at the same speed."""
+    """Depth bound: most groups started and not yet trained on. null: only max_off_policy_steps bounds them,
+    to (max_off_policy_steps + 1) * groups_per_step. If generation is faster than training, a lower bound
+    gives fresher data at the same speed."""
     max_in_flight: Count | None = None
-    """In-flight bound: most groups being sampled or scored; null: as many as the depth bound allows."""
+    """In-flight bound: most groups being sampled or scored. null: as many as the depth bound allows."""
     adapt_load: bool = True
-    """Move the number of groups in flight between one batch and these bounds, so that neither side starves
-    and nothing waits for training longer than it must."""
+    """Adapt the number of groups in flight, from one batch up to these bounds: enough that neither generators
+    nor trainer run idle, and no more, so that groups do not wait longer for training than necessary."""
     longest_first: bool = True
-    """Within a batch's worth of prompts, start those first whose responses took longest before."""
+    """Among the prompts for one batch, start those first whose responses took longest before."""
     max_attempts: Count = 3
-    """A prompt whose groups fail this many times is dropped."""
+    """Attempts at a prompt; a prompt whose groups fail this many times is dropped."""
     max_given_up_in_a_row: Count = 64
-    """The run ends with an error once this many groups in a row were refused or could not be scored, with
-    none kept between."""
+    """The run ends with an error once this many groups in a row were refused or could not be scored."""
 
 
 class AccountingPolicy(StrEnum):
-    """How the trained rollouts are kept at the composition of the submitted ones."""
+    """How trained rollouts keep the composition (sources, lengths) of the submitted ones."""
 
     NONE = "none"
-    """Groups too old are gone."""
+    """Dropped groups are not made up for."""
     WINDOWED_FIFO = "windowed_fifo"
-    """Batches take groups out of the oldest ``window_groups`` started ones only."""
+    """Batches take groups from the ``window_groups`` groups that were started first only."""
     EXACT = "exact"
-    """What is dropped leaves a deficit, which ``replacement`` makes up for."""
+    """Every dropped group leaves a deficit, which ``replacement`` makes up for."""
 
 
 class Replacement(StrEnum):
     """What makes up for a dropped group under exact accounting."""
 
     REISSUE = "reissue"
-    """Its prompt is submitted again, before all others."""
+    """The group's prompt is submitted again, before all others."""
     WEIGHT = "weight"
-    """The next groups of its source and length weigh more: inverse inclusion probability."""
+    """The next groups of the same source and length weigh more: inverse inclusion probability."""
 
 
 class AccountingSection(Section):
@@ -84,17 +83,17 @@ class AccountingSection(Section):
 
     policy: AccountingPolicy = AccountingPolicy.EXACT
     window_groups: Count | None = None
-    """Of windowed_fifo."""
+    """Window size in groups; used with policy ``windowed_fifo``."""
     replacement: Replacement = Replacement.REISSUE
     max_weight: float = Field(default=4.0, gt=1.0, le=1e6)
-    """Most that one group weighs with replacement ``weight``; what is left over waits for later groups."""
+    """Largest weight of one group with replacement ``weight``; the rest of a deficit goes to later groups."""
     metric_groups: Count = 1000
-    """Trailing window of the composition metrics."""
+    """Length of the trailing window of the composition metrics, in groups."""
 
 
 class PayloadSection(Section):
     """Where rollouts' arrays wait between sampling and training: shared memory of their host."""
 
     capacity_gib: Gibibytes = 1.0
-    """Bound on the payloads of all generators together, wherever they lie: every generator host has room for
-    as many. A group starts only when its largest possible payload fits in."""
+    """Bound on the payloads of all generators together; every generator host has room for that much. A group
+    starts only when its largest possible payload fits."""

@@ -1,4 +1,4 @@
-"""Rules between the replay buffer's policies: what can never fill a batch, or would never act."""
+"""Rules between the replay buffer's policies: settings that can never fill a batch or have no effect."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from forgeasync.schema.problems import Problem
 
 
 def check_buffer(config: RunConfig) -> Iterator[Problem]:
-    """Depth, order and age."""
+    """Check depth, order and age."""
     buffer, num_per_step = config.buffer, config.algorithm.groups_per_step
     if buffer.max_groups is not None and buffer.max_groups < num_per_step:
         yield Problem(
@@ -35,12 +35,13 @@ def check_buffer(config: RunConfig) -> Iterator[Problem]:
             field="buffer.age_of",
             value=buffer.age_of.value,
             remedy=f"must be {AgeOf.OLDEST_TOKEN.value!r} with weights.interruption = "
-            f"{Interruption.CANCEL_STALE.value!r}: by the others a group can still become young enough",
+            f"{Interruption.CANCEL_STALE.value!r}: measured otherwise, a group that is too old can still "
+            "become young enough",
         )
 
 
 def check_accounting(config: RunConfig) -> Iterator[Problem]:
-    """Windows and replacements."""
+    """Check windows and replacements."""
     accounting, num_per_step = config.accounting, config.algorithm.groups_per_step
     if accounting.policy is AccountingPolicy.WINDOWED_FIFO:
         yield from _check_window(config)
@@ -58,8 +59,9 @@ def check_accounting(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="accounting.replacement",
             value=accounting.replacement.value,
-            remedy=f"does not go with weights.interruption = {Interruption.CANCEL_STALE.value!r}: nobody "
-            f"knows how long the cancelled responses would have been; use {Replacement.REISSUE.value!r}",
+            remedy=f"cannot be used with weights.interruption = {Interruption.CANCEL_STALE.value!r}: the "
+            "lengths that cancelled responses would have had are unknown; use "
+            f"{Replacement.REISSUE.value!r}",
         )
     if accounting.metric_groups < num_per_step:
         yield Problem(
@@ -77,8 +79,8 @@ def _check_window(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="accounting.window_groups",
             value=window,
-            remedy=f"must be at least algorithm.groups_per_step = {num_per_step}: a batch takes its groups "
-            "out of the window",
+            remedy=f"must be at least algorithm.groups_per_step = {num_per_step}: a batch takes all its "
+            "groups from the window",
         )
     elif window > bound:
         yield Problem(
@@ -86,7 +88,7 @@ def _check_window(config: RunConfig) -> Iterator[Problem]:
             value=window,
             remedy=f"must be at most {bound}, the most groups that are ever under way "
             f"((max_off_policy_steps + 1) * groups_per_step = {age_bound}, buffer.max_groups = "
-            f"{config.buffer.max_groups}): it would never hold anything back",
+            f"{config.buffer.max_groups}); a larger window never holds anything back",
         )
     if config.buffer.stale_groups is StaleGroups.WAIT and config.buffer.age_of is not AgeOf.OLDEST_TOKEN:
         yield Problem(
@@ -94,5 +96,5 @@ def _check_window(config: RunConfig) -> Iterator[Problem]:
             value=config.buffer.age_of.value,
             remedy=f"must be {AgeOf.OLDEST_TOKEN.value!r} with accounting.policy = "
             f"{AccountingPolicy.WINDOWED_FIFO.value!r} and buffer.stale_groups = {StaleGroups.WAIT.value!r}: "
-            "by the others a group outside the window can be the most urgent one",
+            "measured otherwise, a group outside the window can be the most urgent one",
         )

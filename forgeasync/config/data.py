@@ -1,4 +1,4 @@
-"""The sections on data: where problems come from, how they become prompts, and what scores the responses."""
+"""The sections on data: sources of problems, how problems become prompts, and what scores responses."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from forgeasync.schema.python_code import PythonCode
 from forgeasync.schema.section import Seconds, Section
 
 RESERVED_PARTS = frozenset({"mean", "std", "scored_mean"})
-"""Metrics ``reward/<...>`` that no part can be."""
+"""Names that no part of a score may have, because other metrics are called ``reward/<name>`` already."""
 
 
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)
@@ -33,11 +33,11 @@ _Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class ReasoningGymReward(Section):
-    """The verifier of the reasoning-gym data set that the problem is of."""
+    """The verifier of the reasoning-gym data set that the problem comes from."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     weight: _Weight = 1.0
-    """The score counts so many times."""
+    """Factor for this score in the sum over a list of rewards."""
     name: str | None = None
     """The score's name among several (``reward/<name>``); null: the kind."""
 
@@ -47,7 +47,7 @@ class MathReward(Section):
 
     kind: Literal["math"] = "math"
     weight: _Weight = 1.0
-    """The score counts so many times."""
+    """Factor for this score in the sum over a list of rewards."""
     name: str | None = None
     """The score's name among several (``reward/<name>``); null: the kind."""
 
@@ -61,16 +61,19 @@ class ScoredUnit(StrEnum):
 
 
 class PythonReward(PythonCode):
-    """A reward of your own: ``(task, response) -> float | Score``, a function or a class, sync or async."""
+    """Your own reward: ``(task, response) -> float | Score``, a function or a class, sync or async."""
 
     scores: ScoredUnit = ScoredUnit.RESPONSE
-    """With ``group`` it is called as ``(task, responses)`` and returns one float or Score for each."""
+    """What one call scores. With ``group`` it is called as ``(task, responses)`` and returns a list with one
+    float or Score for each response."""
     limit_s: Seconds = 20.0
-    """Wall time for one call; past it the call has failed, and a process that it blocks is killed."""
+    """Wall time for one call, in seconds. A call that takes longer fails, and a process that it blocks is
+    killed."""
     weight: _Weight = 1.0
-    """The score counts so many times."""
+    """Factor for this score in the sum over a list of rewards."""
     name: str | None = None
-    """Its name in errors, and among several in ``reward/<name>``; null: the last part of ``factory``."""
+    """The reward's name in errors and, in a list, in the metric ``reward/<name>``; null: the last part of
+    ``factory``."""
 
 
 RewardSection = Annotated[ReasoningGymReward | MathReward | PythonReward, Field(discriminator="kind")]
@@ -88,22 +91,23 @@ Rewards = Annotated[
 
 
 def name_of(reward: RewardSection) -> str:
-    """What a reward is called in metrics and errors."""
+    """Return the name of a reward in metrics and errors."""
     if reward.name is not None:
         return reward.name
     return reward.factory.rpartition(".")[2] if isinstance(reward, PythonReward) else reward.kind
 
 
 MAX_TASKS = 10_000_000
-"""All problems of a run are held in the controller's memory, with all columns of their records."""
+"""Most problems of a run; the controller holds all of them in memory, with all columns of their records."""
 
 
 class AnswerPart(StrEnum):
-    """What of a response is its answer."""
+    """Which part of a response is its answer."""
 
     ALL = "all"
     LAST_NUMBER = "last_number"
-    """For models that answer in sentences: ``17`` of "The sum of 8 and 9 is 17."; without commas."""
+    """The last number, without commas: ``17`` in "The sum of 8 and 9 is 17.". For models that answer in
+    sentences."""
 
 
 class ReasoningGymSource(Section):
@@ -113,12 +117,12 @@ class ReasoningGymSource(Section):
     task: str
     """Name of a registered reasoning-gym data set, such as ``chain_sum``."""
     options: dict[str, int | float | bool | str] = Field(default_factory=dict)
-    """Options of that data set's config (without seed and size)."""
+    """Options of that data set's config, except seed and size."""
     answer_prefix: str = ""
-    """The answer is what follows the last occurrence of this text in the response; empty: the
-    whole response."""
+    """The answer is the text after the last occurrence of this prefix in the response; empty: the whole
+    response."""
     answer_part: AnswerPart = AnswerPart.ALL
-    """Of what follows the prefix."""
+    """Which part of the text after ``answer_prefix`` is the answer."""
 
 
 class HuggingFaceSource(Section):
@@ -126,22 +130,22 @@ class HuggingFaceSource(Section):
 
     kind: Literal["huggingface"]
     path: str
-    """Hub id, folder or .json/.jsonl/.parquet/.csv file."""
+    """Hub id, folder, or .json, .jsonl, .parquet or .csv file."""
     split: str = "train"
     question_field: str
     """Dotted path of the problem text in a record, such as ``problem`` or ``prompt.0.content``."""
     answer_field: str
-    """Dotted path of the reference answer, such as ``answer`` or ``reward_model.ground_truth``; text or a
-    number, which becomes text in decimals."""
+    """Dotted path of the reference answer, such as ``answer`` or ``reward_model.ground_truth``. The answer is
+    text or a number; a number is written out in decimals."""
     instruction: str = ""
-    """Text appended to every question (for instance to ask for a boxed answer)."""
+    """Text appended to every question, for instance a request for a boxed answer."""
 
 
 class PythonSource(PythonCode):
-    """Problems of your own: ``(split, seed)`` gives records with ``question``, ``answer`` and any other keys.
+    """Your own problems: ``(split, seed)`` returns records with ``question``, ``answer`` and any other keys.
 
-    ``split`` is "train" or "held_out"; the same seed has to give the same records. By default math-verify
-    scores them.
+    ``split`` is "train" or "held_out"; the same seed must give the same records. By default math-verify
+    scores the responses.
     """
 
 
@@ -149,7 +153,7 @@ SourceSection = Annotated[ReasoningGymSource | HuggingFaceSource | PythonSource,
 
 
 def default_name(source: SourceSection) -> str:
-    """What a source is called where nothing else is said."""
+    """Return the name of a source that the config does not name."""
     match source:
         case ReasoningGymSource():
             return source.task
@@ -160,7 +164,7 @@ def default_name(source: SourceSection) -> str:
 
 
 def own_reward(source: SourceSection) -> RewardSection:
-    """What scores the problems of a source where nothing else is said."""
+    """Return the reward of a source for which the config names none."""
     return ReasoningGymReward() if isinstance(source, ReasoningGymSource) else MathReward()
 
 
@@ -168,46 +172,47 @@ NumTasks = Annotated[int, Field(gt=0, le=MAX_TASKS)]
 
 
 class WeightedSource(Section):
-    """One of several sources."""
+    """One of several sources, with its weight."""
 
     source: SourceSection
     weight: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Prompts are drawn from the sources in proportion to their weights."""
     name: str | None = None
-    """What it is called in metrics; null: the task, path or factory of the source."""
+    """The source's name in metrics; null: its task, path or factory."""
     reward: Rewards | None = None
-    """What scores the responses to its problems; null: as ``data.reward``."""
+    """Rewards for responses to this source's problems; null: ``data.reward``."""
     num_train: NumTasks | None = None
-    """Number of its training problems; null: as ``data.num_train``."""
+    """Number of training problems from this source; null: ``data.num_train``."""
     num_held_out: NumTasks | None = None
-    """Number of its held-out problems; null: as ``data.num_held_out``."""
+    """Number of held-out problems from this source; null: ``data.num_held_out``."""
 
 
 class DataSection(Section):
     """Where prompts come from and what scores the responses."""
 
     source: SourceSection | None = None
-    """The one source of problems, unless ``sources`` has several."""
+    """The only source of problems; give either this or ``sources``."""
     sources: tuple[WeightedSource, ...] | None = None
     """Several sources with weights."""
     reward: Rewards | None = None
-    """One reward, or a list with weights whose sum counts; null: what belongs to the source, which is the
-    verifier of the data set for reasoning_gym and math-verify for the others."""
+    """One reward, or a list whose weighted sum is the score; null: the source's own reward, which is the
+    data set's verifier for reasoning_gym and math-verify for the others."""
     num_train: NumTasks
-    """Number of training problems (of each source), all in memory; passes are shuffled, seeded."""
+    """Number of training problems from each source. All are held in memory; every pass over them is shuffled
+    by the run's seed."""
     num_held_out: NumTasks
-    """Number of held-out problems (of each source); none of them is ever trained on."""
+    """Number of held-out problems from each source; none of them is ever trained on."""
     chat_template: bool = False
-    """Render each prompt through the tokenizer's chat template; otherwise its text is used as is."""
+    """Render each prompt by the tokenizer's chat template; false: use its text as it is."""
     system_prompt: str | None = None
-    """Text of a system message before every prompt; needs ``chat_template``."""
+    """Text of a system message before every prompt; needs ``chat_template: true``."""
     template_arguments: dict[str, int | float | bool | str] | None = None
     """Further variables of the chat template, such as ``enable_thinking``."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
         if (self.source is None) == (self.sources is None) or self.sources == ():
-            what = "is required" if self.source is None else "does not go with data.sources"
+            what = "is required" if self.source is None else "cannot be given beside data.sources"
             raise PydanticCustomError(
                 "key_of_section",
                 "{what}: give data.source, or data.sources with a list of sources and their weights",
@@ -218,10 +223,10 @@ class DataSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSource:
-    """A source of a run's problems, with all that its section or the sections above say of it."""
+    """A source of a run's problems, with everything that the config says about it, defaults filled in."""
 
     name: str
-    """In metrics, and of its tasks."""
+    """The source's name in metrics and in its tasks."""
     source: SourceSection
     weight: float
     rewards: tuple[RewardSection, ...]
@@ -229,25 +234,25 @@ class NamedSource:
     """0 in an evaluation set."""
     num_held_out: int
     field: str
-    """Its place in the config, such as ``data.sources.1.source``."""
+    """Dotted path of the source in the config, such as ``data.sources.1.source``."""
     reward_field: str
-    """The place of its reward, such as ``data.reward``."""
+    """Dotted path of its rewards in the config, such as ``data.reward``."""
     num_held_out_field: str
 
     def field_of_reward(self, index: int) -> str:
-        """The place of one of its rewards."""
+        """Return the dotted path of one of its rewards."""
         return self.reward_field if len(self.rewards) == 1 else f"{self.reward_field}.{index}"
 
 
 def rewards_of(rewards: Rewards | None, source: SourceSection) -> tuple[RewardSection, ...]:
-    """The rewards of a section, or what belongs to its source."""
+    """Return the rewards of a section; without any, the source's own."""
     if rewards is None:
         return (own_reward(source),)
     return rewards if isinstance(rewards, tuple) else (rewards,)
 
 
 def named_sources(data: DataSection) -> tuple[NamedSource, ...]:
-    """The sources of training and held-out problems, in the order of the config."""
+    """List the sources of training and held-out problems, in the order of the config."""
     if data.source is not None:
         return (
             NamedSource(

@@ -1,4 +1,4 @@
-"""Rules on data, rewards and evaluation sets that no section can decide alone."""
+"""Rules on data, rewards and evaluation sets that concern several sections."""
 
 import re
 from collections import Counter
@@ -20,7 +20,7 @@ from forgeasync.config.run import RunConfig
 from forgeasync.schema.problems import Problem
 
 RESERVED_SETS = frozenset({"accuracy", "score_mean", "num_unscored", "reward"})
-"""Metrics ``eval/<...>`` that no set can be called like."""
+"""Names that no set may have, because other metrics are called ``eval/<name>`` already."""
 
 
 _SET_NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}", re.ASCII)
@@ -45,14 +45,14 @@ OWN_ARGUMENTS = frozenset(
         "truncation",
     }
 )
-"""What a chat template is rendered with by a run itself, and what changes the form of the result."""
+"""Arguments that a run itself passes to the chat template, and those that change the form of its result."""
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """Sources, their rewards and how prompts are rendered."""
+    """Check sources, their rewards and how prompts are rendered."""
     sources = named_sources(config.data)
     yield from _check_names(sources)
-    # A reward of all sources is looked at with each of them, and named once.
+    # A reward that all sources share is checked with each of them; its problems are reported once.
     found = [
         problem
         for source in (*sources, *named_sets(config.evaluation))
@@ -69,13 +69,13 @@ def _check_names(sources: tuple[NamedSource, ...]) -> Iterator[Problem]:
             yield Problem(
                 field=f"data.sources.{index}.name",
                 value=source.name,
-                remedy="is the name of another source too; give each one of its own, by which it is counted",
+                remedy="is the name of another source too; metrics are kept by name, so give each its own",
             )
 
 
 def _check_rewards(source: NamedSource, score_s: float) -> Iterator[Problem]:
     if not source.rewards:
-        remedy = "must have at least one reward, or be left away for the source's own"
+        remedy = "must have at least one reward; leave the key out to use the source's own reward"
         yield Problem(field=source.reward_field, value=[], remedy=remedy)
     counts = Counter(map(name_of, source.rewards))
     for index, reward in enumerate(source.rewards):
@@ -84,17 +84,17 @@ def _check_rewards(source: NamedSource, score_s: float) -> Iterator[Problem]:
             yield Problem(
                 field=f"{field}.kind",
                 value=reward.kind,
-                remedy="needs a source of kind reasoning_gym, whose verifier it is; "
+                remedy="needs a source of kind 'reasoning_gym', whose verifier it is; "
                 f"{source.field} is of kind {source.source.kind!r}; use 'math' or 'python'",
             )
         if counts[name] > 1:
-            remedy = "is the name of another reward of the list too; give each a name of its own"
+            remedy = "is the name of another reward in the list too; give each its own name"
             yield Problem(field=f"{field}.name", value=name, remedy=remedy)
         if not is_part_name(name):
             yield Problem(
                 field=f"{field}.name",
                 value=name,
-                remedy=f"becomes the metric reward/<name>: must be {PART_NAME_RULE}",
+                remedy=f"becomes the metric reward/<name>; must be {PART_NAME_RULE}",
             )
         if isinstance(reward, PythonReward) and reward.limit_s >= score_s:
             yield Problem(
@@ -112,16 +112,16 @@ def _check_template(config: RunConfig) -> Iterator[Problem]:
             ("template_arguments", data.template_arguments),
         ):
             if value is not None:
-                remedy = "is rendered by the chat template: needs data.chat_template = true"
+                remedy = "is used by the chat template only; needs data.chat_template = true"
                 yield Problem(field=f"data.{key}", value=value, remedy=remedy)
     for name, value in (data.template_arguments or {}).items():
         if name in OWN_ARGUMENTS:
-            remedy = "is set by the run itself, or would change what rendering returns; leave it away"
+            remedy = "is set by the run itself, or would change what rendering returns; leave it out"
             yield Problem(field=f"data.template_arguments.{name}", value=value, remedy=remedy)
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    """Held-out problems and sets."""
+    """Check held-out problems and evaluation sets."""
     num_held_out = sum(source.num_held_out for source in named_sources(config.data))
     if config.evaluation.num_problems > num_held_out:
         yield Problem(
@@ -139,7 +139,7 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 field=f"{field}.name",
                 value=one.name,
-                remedy="becomes part of the metrics eval/<name>/...: must be up to 100 letters, digits, '_', "
+                remedy="becomes part of the metrics eval/<name>/...; must be up to 100 letters, digits, '_', "
                 f"'-' or '.', and none of {', '.join(sorted(RESERVED_SETS))}",
             )
         if one.sampling is not None:
@@ -147,11 +147,11 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_response_length(config: RunConfig, sampling: SamplingSection, field: str) -> Iterator[Problem]:
-    """Whether a response leaves room for its prompt."""
+    """Check that the longest response leaves room for its prompt."""
     context = config.model.max_context_length
     if sampling.max_response_tokens >= context:
         yield Problem(
             field=f"{field}.max_response_tokens",
             value=sampling.max_response_tokens,
-            remedy=f"must be less than model.max_context_length = {context}, which counts the prompt too",
+            remedy=f"must be less than model.max_context_length = {context}, which includes the prompt",
         )

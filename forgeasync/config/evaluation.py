@@ -1,4 +1,4 @@
-"""The sections on sampling and on evaluation, whose sets can be sampled in ways of their own."""
+"""The section on evaluation: held-out problems, and further sets with their own sampling and rewards."""
 
 from forgeasync.config.data import NamedSource, NumTasks, Rewards, SourceSection, rewards_of
 from forgeasync.config.generator import SamplingSection
@@ -6,35 +6,35 @@ from forgeasync.schema.section import Count, Section
 
 
 class EvaluationSet(Section):
-    """Problems that are only evaluated on."""
+    """A set of problems that are evaluated on and never trained on."""
 
     name: str
-    """Part of its metrics' names, ``eval/<name>/accuracy``."""
+    """The set's name in metrics, such as ``eval/<name>/accuracy``."""
     source: SourceSection
     num_problems: NumTasks
-    """Drawn from the source as held-out problems are, the same for every run; none is ever trained on."""
+    """Number of problems, drawn from the source as held-out problems are: the same ones in every run."""
     sampling: SamplingSection | None = None
-    """How its responses are sampled; null: as in training."""
+    """How responses to these problems are sampled; null: as in training."""
     reward: Rewards | None = None
-    """What scores them; null: what belongs to the source, see ``data.reward``."""
+    """Rewards for these responses; null: the source's own, see ``data.reward``."""
 
 
 class EvaluationSection(Section):
-    """Accuracy on held-out problems, sampled as in training, and on sets of other problems."""
+    """Accuracy on held-out problems, sampled as in training, and on further sets of problems."""
 
     every_steps: Count = 20
-    """Evaluated before the first step, after every this many steps and after the last."""
+    """Steps between two evaluations; there is one before the first step and one after the last, too."""
     num_problems: Count
-    """Of the held-out problems."""
+    """Number of held-out problems that are evaluated; at most ``data.num_held_out``."""
     sets: tuple[EvaluationSet, ...] = ()
-    """Further problems, evaluated at the same steps."""
+    """Further sets of problems, evaluated at the same steps."""
 
 
 def named_sets(evaluation: EvaluationSection) -> tuple[NamedSource, ...]:
-    """The sources of all evaluation sets, in the order of the config."""
+    """List the sources of all evaluation sets, in the order of the config."""
     return tuple(
         NamedSource(
-            # No set is taken for a source of training problems by what counts and scores by source.
+            # The prefix keeps a set apart from sources of training problems in counts and rewards by name.
             name=f"eval/{one.name}",
             source=one.source,
             weight=1.0,

@@ -1,4 +1,4 @@
-"""Pydantic's validation errors as problems: dotted field, value found, what would be right."""
+"""Turns pydantic's validation errors into problems: dotted field, value found, what would be right."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _BOUNDS = {
 
 
 def explain(error: ValidationError, values: object) -> list[Problem]:
-    """One problem per field of a ``RunConfig`` that failed on ``values``."""
+    """Return one problem for every field of ``RunConfig`` that failed on ``values``."""
     by_field: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_field.setdefault(_without_tags(details, values), []).append(details)
@@ -50,7 +50,7 @@ def explain(error: ValidationError, values: object) -> list[Problem]:
 
 
 def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...]:
-    """The location of an error in the file: pydantic also lists which member of a union it tried."""
+    """Return the location of an error in the file, without the union members that pydantic adds to it."""
     location: list[str | int] = []
     node = values
     last = len(details["loc"]) - 1
@@ -60,7 +60,7 @@ def _without_tags(details: ErrorDetails, values: object) -> tuple[str | int, ...
         elif isinstance(node, Sequence) and isinstance(part, int) and part < len(node):
             node = node[part]
         elif isinstance(node, str) and depth and details["loc"][depth - 1] == node:
-            # A key of a section that is given by its kind alone: pydantic names the kind before it.
+            # A key of a section that is given by its kind alone; pydantic puts the kind before the key.
             pass
         elif not (depth == last and details["type"] == "missing"):
             continue
@@ -95,7 +95,7 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
                 return Problem(field=field, value=context["tag"], remedy=remedy)
             return Problem(field=f"{field}.kind", value=context["tag"], remedy=remedy)
         case "key_of_section":
-            # A rule between the keys of one section: it names the key to change.
+            # A rule between the keys of one section; the error's context names the key to change.
             return Problem(field=f"{field}.{context['key']}", remedy=details["msg"])
         case "finite_number":
             return Problem(field=field, value=value, remedy="must be a finite number")
@@ -104,7 +104,7 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
         case "enum" | "literal_error":
             return Problem(field=field, value=value, remedy=f"expected {context['expected']}")
         case kind if kind in _EXPECTED:
-            # Each member of a union of plain types complains by itself; together they are one problem.
+            # Each member of a union of plain types reports its own error; together they are one problem.
             expected = " or ".join(_EXPECTED[error["type"]] for error in errors if error["type"] in _EXPECTED)
             return Problem(field=field, value=value, remedy=f"expected {expected}, got {_FOUND[type(value)]}")
         case kind if kind in _BOUNDS:
@@ -115,17 +115,17 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
 
 
 def _shown_location(location: tuple[str | int, ...], values: object) -> tuple[str | int, ...]:
-    """Where a key stands in the file: beside its section where that is given by its kind alone."""
+    """Return where a key belongs in the file: beside its section if that is given by its kind alone."""
     return (*location[:-2], location[-1]) if _is_kind_alone(location[:-1], values) else location
 
 
 def _is_kind_alone(location: tuple[str | int, ...], values: object) -> bool:
-    """Whether the file has a text at a location, which is that of a section."""
+    """Whether the file gives only a text (a kind) where a section is expected."""
     return isinstance(_value(location, values), str)
 
 
 def _value(location: tuple[str | int, ...], values: object) -> object:
-    """What the file has at a location; None where there is nothing."""
+    """Return the file's value at a location; None where there is none."""
     node = values
     for part in location:
         is_there = (isinstance(node, Mapping) and part in node) or isinstance(node, list)
@@ -138,7 +138,7 @@ def _dotted(location: tuple[str | int, ...]) -> str:
 
 
 def _kinds(location: tuple[str | int, ...], values: object) -> str:
-    """The kinds that a section at a location can be of."""
+    """List the kinds that a section at a location can have."""
     candidates = _candidates(location, values)
     return ", ".join(
         repr(kind) for member in candidates for kind in get_args(member.model_fields["kind"].annotation)
@@ -146,7 +146,7 @@ def _kinds(location: tuple[str | int, ...], values: object) -> str:
 
 
 def _members(annotation: object) -> list[type[BaseModel]]:
-    """The sections that a field may hold, by itself or as entries of a list."""
+    """List the sections that a field may hold, alone or as entries of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     found = [member for part in get_args(annotation) for member in _members(part)]
@@ -155,7 +155,7 @@ def _members(annotation: object) -> list[type[BaseModel]]:
 
 
 def _candidates(location: tuple[str | int, ...], values: object) -> list[type[BaseModel]]:
-    """The section classes that a location allows; the one that the file names first."""
+    """List the section classes that a location allows, beginning with the one that the file names."""
     candidates: list[type[BaseModel]] = [RunConfig]
     node = values
     for part in location:
@@ -170,7 +170,7 @@ def _candidates(location: tuple[str | int, ...], values: object) -> list[type[Ba
 
 
 def _section(location: tuple[str | int, ...], values: object) -> type[BaseModel]:
-    """The section class at a location; of several kinds, the one that the file names."""
+    """Return the section class at a location; if several kinds are allowed, the one that the file names."""
     candidates = _candidates(location, values)
     text = _value(location, values)
     if isinstance(text, str) and len(candidates) > 1:
@@ -187,7 +187,7 @@ def _unknown_key(location: tuple[str | int, ...], values: object) -> str:
 
 
 def _meaning(location: tuple[str | int, ...], values: object) -> str:
-    """The field's docstring in the schema; of an entry of a list that of the list."""
+    """Return the field's docstring from the schema in parentheses; for an entry of a list, the list's."""
     while isinstance(location[-1], int):
         location = location[:-1]
     description = _section(location[:-1], values).model_fields[str(location[-1])].description

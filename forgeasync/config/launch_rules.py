@@ -1,4 +1,4 @@
-"""Rules between the launcher and what is spread over its hosts."""
+"""Rules between the launcher and the procs that are spread over its hosts."""
 
 import importlib.util
 from collections import Counter
@@ -20,7 +20,7 @@ from forgeasync.schema.problems import Problem
 
 
 def check_launcher(config: RunConfig) -> Iterator[Problem]:
-    """Whether roles divide over their hosts and fit them."""
+    """Check that the procs of each role divide evenly over its hosts and fit on them."""
     launcher = config.launcher
     if isinstance(launcher, LocalLauncher):
         return
@@ -46,7 +46,7 @@ def _check_division(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 field=f"launcher.hosts.{role}",
                 value=hosts,
-                remedy=f"must divide {field} = {count}: every host has equally many",
+                remedy=f"must divide {field} = {count}: every host gets the same number",
             )
 
 
@@ -82,14 +82,14 @@ def _check_gpus(config: RunConfig) -> Iterator[Problem]:
             field="launcher.gpus_per_host",
             value=gpus,
             remedy=f"trainer.parallel.num_procs = {config.trainer.parallel.num_procs} on "
-            f"launcher.hosts.trainer = {counts.trainer} needs {trainer} GPUs a host; give "
+            f"launcher.hosts.trainer = {counts.trainer} needs {trainer} GPUs per host; give "
             "the trainer more hosts or fewer procs",
         )
     if generator.tensor_parallel > gpus:
         yield Problem(
             field="generator.tensor_parallel",
             value=generator.tensor_parallel,
-            remedy=f"must be at most launcher.gpus_per_host = {gpus}: an engine's GPUs lie on one host",
+            remedy=f"must be at most launcher.gpus_per_host = {gpus}: all GPUs of an engine are on one host",
         )
         return
     replicas = generator.num_replicas // counts.generators
@@ -99,7 +99,7 @@ def _check_gpus(config: RunConfig) -> Iterator[Problem]:
             value=gpus,
             remedy=f"generator.num_replicas = {generator.num_replicas} on launcher.hosts.generators = "
             f"{counts.generators} needs {replicas} x {generator.tensor_parallel} (tensor_parallel) = "
-            f"{replicas * generator.tensor_parallel} GPUs a host; give the generators more hosts or fewer "
+            f"{replicas * generator.tensor_parallel} GPUs per host; give the generators more hosts or fewer "
             "replicas",
         )
 
@@ -114,7 +114,11 @@ def _check_host_names(launcher: SshLauncher) -> Iterator[Problem]:
                 remedy=f"is named {count} times; a host has one role, and its worker one port",
             )
         if not name or name.startswith("-"):
-            yield Problem(field="launcher.hosts", value=name, remedy="is no host's name")
+            yield Problem(
+                field="launcher.hosts",
+                value=name,
+                remedy="is no host name; must not be empty or begin with -",
+            )
 
 
 def _check_slurm_args(launcher: SlurmLauncher) -> Iterator[Problem]:
@@ -132,13 +136,13 @@ def _check_kubernetes(launcher: KubernetesLauncher) -> Iterator[Problem]:
         yield Problem(
             field=f"launcher.resources.{RESERVED_GPU_RESOURCE}",
             value=launcher.resources[RESERVED_GPU_RESOURCE],
-            remedy="give launcher.gpus_per_host instead",
+            remedy="is set by the run itself; give launcher.gpus_per_host instead",
         )
     if launcher.kubeconfig is not None and not Path(launcher.kubeconfig).expanduser().is_file():
         yield Problem(
             field="launcher.kubeconfig",
             value=launcher.kubeconfig,
-            remedy="there is no such file; leave it out where the controller runs in the cluster",
+            remedy="is no file; must be a kubeconfig file, or left out if the controller runs in the cluster",
         )
     if importlib.util.find_spec("kubernetes") is None:
         yield Problem(

@@ -1,7 +1,7 @@
-"""From YAML files and ``key.path=value`` overrides to a validated ``RunConfig``, and back.
+"""Reads YAML files and ``key.path=value`` overrides into a validated ``RunConfig``, and writes it back.
 
-A later file is merged over the earlier ones, and overrides over all files. Where a section is of another
-``kind`` than before, it replaces the earlier one whole: keys of one kind mean nothing to another.
+Each file is merged over the earlier ones, and overrides are merged over all files. A section of another
+``kind`` replaces the earlier section whole: keys of one kind mean nothing to another.
 
 Reading is omegaconf's: numbers such as 1e-4 are numbers, ``${other.key}`` refers to another key and ``\\${``
 is a literal. Validation is pydantic's, in its strict JSON mode: "3" is text, never the number 3.
@@ -23,7 +23,7 @@ from forgeasync.config.run import RunConfig
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 
 _MISSING = "???"
-"""How omegaconf marks a value that is still to be given."""
+"""omegaconf's mark for a value that is still to be given."""
 
 _KEY_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
@@ -32,17 +32,18 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
     """Read a run's YAML file, or several in order, apply overrides in order and validate the result.
 
     Raises:
-        ConfigError: lists every problem found; cross-field rules are ``checks.check_config``'s.
+        ConfigError: lists every problem found. Rules across sections are checked later, by
+            ``forgeasync.models.rules.check_config``.
     """
     problems: list[Problem] = []
     config = _read_files([paths] if isinstance(paths, str | Path) else paths, problems)
-    # A kind comes before the keys that it decides about.
+    # Kinds first: a section's kind decides which other keys it has.
     for override in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
         config = _apply_override(config, override, problems)
     if config is None:
         raise ConfigError(problems)
     values = _resolve(config, problems)
-    # Through JSON: in strict mode pydantic still takes enums, tuples and whole-number floats from it.
+    # Validated as JSON: from JSON, pydantic's strict mode accepts enums, tuples and whole numbers for floats.
     text = json.dumps(values, default=str)
     try:
         validated = RunConfig.model_validate_json(text, strict=True)
@@ -54,12 +55,12 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML text; ``load_config`` reads it back to an equal object."""
+    """Write the resolved config as YAML text; ``load_config`` reads it back to an equal object."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
 
 
 def _read_files(paths: Sequence[str | Path], problems: list[Problem]) -> DictConfig | None:
-    """All files merged; None, with problems added, if one of them cannot be read."""
+    """Merge all files; return None, with problems added, if one of them cannot be read."""
     files = [_read_file(Path(path), problems) for path in paths]
     readable = [file for file in files if file is not None]
     if len(readable) < len(files):
@@ -72,7 +73,7 @@ def _read_files(paths: Sequence[str | Path], problems: list[Problem]) -> DictCon
 
 
 def _merge(earlier: DictConfig, later: DictConfig) -> DictConfig:
-    """``later`` over ``earlier``; sections of another kind are replaced."""
+    """Merge ``later`` over ``earlier``; sections of another kind are replaced."""
     kept = OmegaConf.to_container(earlier, resolve=False)
     _drop_other_kinds(kept, OmegaConf.to_container(later, resolve=False))
     return OmegaConf.merge(OmegaConf.create(kept), later)
@@ -89,7 +90,7 @@ def _drop_other_kinds(earlier: object, later: object) -> None:
 
 
 def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
-    """The parsed file; None, with a problem added, if it cannot be read."""
+    """Parse a file; return None, with a problem added, if it cannot be read."""
     remedy = "must be a readable YAML file"
     try:
         loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
@@ -103,7 +104,7 @@ def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
         problems.append(_interpolation_problem(error))
         return None
     else:
-        # Text that is no mapping at all, such as "hello", parses to {"hello": None}.
+        # omegaconf parses a text that is no mapping, such as "hello", to {"hello": None}.
         if isinstance(loaded, DictConfig):
             return loaded
         remedy = "must hold a mapping of keys such as 'name: my_run'"
@@ -112,14 +113,14 @@ def _read_file(path: Path, problems: list[Problem]) -> DictConfig | None:
 
 
 def _apply_override(config: DictConfig | None, override: str, problems: list[Problem]) -> DictConfig | None:
-    """``config`` with one override merged; unchanged, with a problem added, if it cannot be."""
+    """Merge one override; return ``config`` unchanged, with a problem added, if that fails."""
     key, equals, text = override.partition("=")
     if not equals or not _KEY_PATH.fullmatch(key):
         remedy = "must read key.path=value, such as algorithm.group_size=8"
         problems.append(Problem(field="override", value=override, remedy=remedy))
         return config
     if text == _MISSING:
-        # Merging would keep the file's value without a word.
+        # Merging would silently keep the file's value.
         problems.append(Problem(field=key, value=text, remedy="give it a value"))
         return config
     try:
@@ -131,7 +132,7 @@ def _apply_override(config: DictConfig | None, override: str, problems: list[Pro
     except OmegaConfBaseException as error:
         problems.append(_interpolation_problem(error))
     except TypeError:
-        remedy = "has a key path that leads into a list; give the whole list, such as key.path=[1,2]"
+        remedy = "leads into a list; give the whole list, such as key.path=[1,2]"
         problems.append(Problem(field="override", value=override, remedy=remedy))
     return config
 
@@ -150,7 +151,7 @@ def _resolve(config: DictConfig, problems: list[Problem]) -> object:
 
 
 def _yaml_error(error: yaml.YAMLError) -> str:
-    """One line out of the several that YAML errors have."""
+    """Return a YAML error, which has several lines, as one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     what = " ".join(part for part in (error.context, error.problem) if part)
@@ -165,7 +166,7 @@ def _interpolation_problem(error: OmegaConfBaseException) -> Problem:
 
 
 def _escape(value: object) -> object:
-    r"""Values with ``${`` in their texts written as omegaconf's literal ``\${``."""
+    r"""Return values with every ``${`` in their texts escaped as omegaconf's literal ``\${``."""
     if isinstance(value, dict):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):

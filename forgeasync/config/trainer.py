@@ -1,4 +1,4 @@
-"""The trainer mesh: layout, optimizer, and what it replays."""
+"""The sections on the trainer mesh: parallel layout, optimizer, and what is replayed."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,26 +9,27 @@ from forgeasync.config.model import MAX_ROW_TOKENS, Dtype
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
 ROW_ALIGNMENT = 64
-"""Packed rows are padded to a multiple of this; tensor-parallel ranks get equal parts of it."""
+"""Packed rows are padded to a multiple of this, so that tensor-parallel ranks get equal parts."""
 
 
 class ParallelSection(Section):
-    """The trainer's mesh. The data-parallel shard degree is what num_procs leaves over."""
+    """The trainer's mesh. The data-parallel shard degree follows: num_procs divided by the other degrees."""
 
     num_procs: Procs = 1
-    """Trainer procs, one per GPU (or CPU process)."""
+    """Number of trainer procs, one per GPU or CPU process."""
     data_replicate: Procs = 1
     """HSDP replicas of the sharded model."""
     tensor: Procs = 1
     sequence: bool = True
-    """With tensor parallelism, split what lies between its matrix products along the sequence too."""
+    """Sequence parallelism: with tensor parallelism, split activations between its matrix products along the
+    sequence."""
     context: Procs = 1
     expert: Procs = 1
-    """Expert parallel degree; borrows ranks of the other dimensions."""
+    """Expert-parallel degree: experts are split over data_shard, tensor and context ranks."""
 
     @property
     def data_shard(self) -> int:
-        """FSDP shard degree: the procs that replicas, tensor and context parallelism leave over."""
+        """FSDP shard degree: num_procs divided by the replicate, tensor and context degrees."""
         return self.num_procs // (self.data_replicate * self.tensor * self.context)
 
 
@@ -42,38 +43,39 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerSection(Section):
-    """AdamW with a linear warm-up to the learning rate and, if asked for, a linear decay to zero."""
+    """AdamW with a linear warm-up to the learning rate and, with ``decay_steps``, a linear decay to zero."""
 
     learning_rate: float = Field(ge=1e-12, le=1.0)
-    """About how far one step moves every parameter."""
+    """Learning rate after the warm-up: about how far one step moves every parameter."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """How much of the moments is kept at every step: 1 would never take a gradient in."""
+    """Share of the first and the second moment that is kept at every step."""
     eps: float = Field(default=1e-8, ge=1e-20, le=1.0)
     """Added to the root of the second moment, which is 0 in float32 for gradients below 1e-22."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1e12)
-    """A step takes off learning_rate * weight_decay of every parameter."""
+    """Decoupled weight decay: a step removes learning_rate * weight_decay of every parameter."""
     warmup_steps: CountOrZero = 0
     decay_steps: tuple[CountOrZero, CountOrZero] | None = None
-    """The learning rate falls linearly to zero from the first of these steps to the second; null keeps it."""
+    """The learning rate falls linearly to zero from the first of these steps to the second. null: never."""
     max_grad_norm: float = Field(default=1.0, ge=1e-6, le=1e30)
-    """Larger gradients are scaled down to this norm; much smaller ones than the default vanish in eps."""
+    """Largest gradient norm; larger gradients are scaled down to it. With norms far below the default, eps
+    outweighs the root of the second moment."""
 
 
 class RoutingReplay(StrEnum):
-    """Which tokens' experts the trainer takes from the sampler's record (Keep Routing)."""
+    """Which tokens' experts the trainer takes from the generator's record (Keep Routing)."""
 
     OFF = "off"
     RESPONSE = "response"
-    """Response tokens; prompts are routed by the trainer's own gate."""
+    """Response tokens only; the trainer's own gate routes prompts."""
     ALL = "all"
 
 
 class RouterBias(StrEnum):
-    """What happens in training to the biases that correct a router's choice (DeepSeek-V3)."""
+    """What training does with the biases that DeepSeek-V3's router adds to scores to choose experts."""
 
     FROZEN = "frozen"
     UPDATED = "updated"
-    """Moved after every step so that experts get equally many tokens, and published with the weights."""
+    """Biases are moved after every step so that experts get equally many tokens, and published."""
 
 
 class TrainerSection(Section):
@@ -83,31 +85,32 @@ class TrainerSection(Section):
     dtype: Dtype = Dtype.FLOAT32
     """Compute dtype; master weights and optimizer state are float32."""
     tokens_per_row: int = Field(gt=0, le=MAX_ROW_TOKENS)
-    """Length of a packed row; every microbatch is one row per data-parallel rank."""
+    """Length of a packed row in tokens; every microbatch is one row per data-parallel rank."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
-    """torch.compile of every layer."""
+    """Use torch.compile for every layer."""
     cpu_offload: bool = False
-    """Keep the shards of parameters, gradients and optimizer state in host memory, and step there: more room
-    on a GPU at the price of copies in every microbatch. Without a GPU they are there anyway."""
+    """Keep the shards of parameters, gradients and optimizer state in host memory and step the optimizer
+    there. Saves GPU memory and costs copies in every microbatch; no effect without a GPU."""
     routing_replay: RoutingReplay = RoutingReplay.ALL
     router_bias: RouterBias = RouterBias.FROZEN
     router_bias_speed: float = Field(default=1e-3, ge=1e-12, le=1.0)
-    """How far a step moves a bias that is updated; the scores that it is added to are from 0 to 1."""
+    """How far a step moves a bias with ``router_bias: updated``; it is added to scores from 0 to 1."""
     keep_sampling_mask: bool = True
-    """The softmax runs over the tokens that the sampler kept (top-k, top-p, min-p), and only over them."""
+    """Compute the softmax over only the tokens that the generator kept (top-k, top-p, min-p)."""
     replay_probe_share: float = Field(default=0.02, ge=0.0, le=1.0)
-    """Share of the rows on which the mismatch without routing replay is measured too, at the price of one
-    more forward pass over them."""
+    """Share of the rows on which the mismatch without routing replay is measured too; costs one more forward
+    pass over them."""
     steps_per_batch: Count = 1
-    """Optimizer steps that a batch makes, each on as many whole groups; must divide
-    algorithm.groups_per_step. One batch is one policy version, however many steps it makes."""
+    """Optimizer steps per batch, each on the same number of whole groups; must divide
+    algorithm.groups_per_step. One batch is one policy version, however many optimizer steps it has."""
     max_skipped_steps: Count = 3
-    """An optimizer step whose loss or gradient is not finite is skipped and counted; after this many batches
+    """An optimizer step whose loss or gradient is not finite is skipped and counted. After this many batches
     in a row with a skipped step the run ends with an error."""
     max_fresh_mismatch: float = Field(default=0.5, gt=0.0, le=1e6)
-    """The run ends with an error before a step whose tokens, sampled under the very weights that train, have
-    log-probabilities that differ from the sampler's by more than this on average, in nats."""
+    """Largest mean difference, in nats, between the trainer's and the generator's log-probabilities of tokens
+    of age 0, which the very weights that train have sampled. If it is larger, the run ends with an error
+    before the step."""
     optimizer: OptimizerSection
 
     @field_validator("routing_replay", mode="before")

@@ -1,4 +1,4 @@
-"""Tries the code of a user's own on made-up input: what is wrong with it shows before a run starts.
+"""Tries the user's own code on made-up input, so that its errors show before a run starts.
 
 Shape suffixes: T tokens, G rollouts of a group.
 """
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 def check_own_code(algorithm: AlgorithmSection) -> Iterator[Problem]:
-    """What would end or silently spoil a run with the user's code: at most one problem for each part.
+    """Find what would end or silently spoil a run with the user's code: at most one problem for each part.
 
-    Every part is built with its options and called as a run calls it: parts of a loss on 8 tokens of 4
+    Every part is built with its options and called as a run calls it. Parts of a loss get 8 tokens of 4
     sequences (ratios around 1, advantages of both signs, one token masked out, where sampled values are nan)
-    and on a row without tokens, which ranks with less to do than others get; advantages and filters on
-    groups with different and with equal rewards. Imports and runs the user's code.
+    and a row without tokens, as ranks get that have less to do than others. Advantages and filters get groups
+    with different and with equal rewards. Imports and runs the user's code.
     """
     parts: list[tuple[str, object]] = [
         ("objective", algorithm.objective),
@@ -86,7 +86,7 @@ def _build(part: PythonCode) -> None:
 
 
 def _call(call: Callable[..., T], *arguments: object, where: str) -> T:
-    """What the user's code gives; whatever it raises is a ValueError that says ``where``."""
+    """Call the user's code; whatever it raises becomes a ValueError that says ``where``."""
     try:
         return call(*arguments)
     except WrongResult as error:
@@ -97,13 +97,13 @@ def _call(call: Callable[..., T], *arguments: object, where: str) -> T:
 
 
 def _rows() -> Iterator[tuple[RowTokens, torch.Tensor, str]]:
-    """Rows as a run makes them, the leaf that gradients arrive at, and words for each."""
+    """Yield rows as a run makes them, with the leaf that receives gradients and a description."""
     behavior_T = torch.tensor([-0.7, -1.2, -0.1, -2.3, -0.9, -0.4, -1.6, torch.nan])
     # The first sequence has the ratio 1.
     drift_T = torch.tensor([0.0, 0.0, 0.02, -0.01, -0.03, 0.01, 0.05, 0.0])
     leaf_T = (behavior_T.nan_to_num(-3.0) + drift_T).requires_grad_()
     row = RowTokens(
-        # In a run log-probabilities are computed: no leaf of the graph.
+        # In a run log-probabilities are computed values, never leaves of the graph.
         logprobs_T=leaf_T * 1.0,
         behavior_logprobs_T=behavior_T,
         advantages_T=torch.tensor([1.0, 1.0, -0.5, -0.5, 0.8, 0.8, -1.3, -1.3]),
@@ -166,8 +166,7 @@ def _try_aggregation(aggregation: PythonAggregation) -> None:
 
 
 def _try_advantage(advantage: PythonAdvantage, group_size: int) -> None:
-    # As many different rewards as a group has rollouts; and a group of equal ones, from which nothing
-    # follows.
+    # One group with as many different rewards as rollouts, and one of equal rewards, which teaches nothing.
     different_G = torch.arange(group_size, dtype=torch.float64) / max(1, group_size - 1)
     equal_G = torch.ones(group_size, dtype=torch.float64)
     where = f"groups of {group_size} rollouts, of different and of equal rewards"

@@ -1,4 +1,4 @@
-"""How a run's config describes the way of new weights to the generators."""
+"""The section on weights: how new weights get from the trainer to the generators."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -15,7 +15,7 @@ BUILT_IN_TRANSPORTS = {
     "rdma": "forgeasync.weights.transports.rdma.RdmaTransport",
     "torchstore": "forgeasync.weights.transports.store.TorchstoreTransport",
 }
-"""Names of ``weights.transport`` and the class behind each, which is imported only where a run uses it."""
+"""The class behind each name of ``weights.transport``; it is imported only if a run uses it."""
 
 
 def _built_in(name: str) -> str:
@@ -29,18 +29,18 @@ TransportChoice = Annotated[
     Annotated[str, AfterValidator(_built_in), Tag("name")] | Annotated[PythonCode, Tag("python")],
     Discriminator(lambda value: "python" if isinstance(value, dict | PythonCode) else "name"),
 ]
-"""How published weights reach a generator: the name of a built-in transport, or a class of the user's own."""
+"""How published weights reach a generator: by a built-in transport or by the user's own class."""
 
 
 class Interruption(StrEnum):
     """What happens to running sequences when new weights arrive."""
 
     IN_FLIGHT = "in_flight"
-    """They go on: the swap happens between two decode steps."""
+    """Running sequences continue: the swap happens between two decode steps."""
     DRAIN = "drain"
-    """No new sequence starts; the swap waits until all running ones have ended."""
+    """No new sequence starts, and the swap waits until all running ones have ended."""
     ABORT_AND_RESUME = "abort_and_resume"
-    """They end; what they have is the prefix of new requests under the new weights."""
+    """Running requests end; their tokens become the prefix of new requests under the new weights."""
     CANCEL_STALE = "cancel_stale"
     """As in_flight, but groups that would be too old to train on are cancelled and their prompts reissued."""
     BLOCKING = "blocking"
@@ -52,22 +52,22 @@ class KvAfterSwap(StrEnum):
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
-    """Computed again under the new weights."""
+    """The KV cache is computed again under the new weights."""
 
 
 class WeightsSection(Section):
     """How new weights travel from the trainer to the generators."""
 
     transport: TransportChoice = "auto"
-    """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (ibverbs where there is the
-    hardware, TCP elsewhere), torchstore, or {kind: python, factory: package.module.MyTransport}: a class of
-    your own (forgeasync/weights/transports/transport.py says how)."""
+    """auto (shared memory on one host, RDMA between hosts), shared_memory, rdma (by ibverbs if the hardware
+    has it, else by TCP), torchstore, or {kind: python, factory: package.module.MyTransport} for your own
+    class (forgeasync/weights/transports/transport.py shows how to write one)."""
     interruption: Interruption = Interruption.IN_FLIGHT
     kv_cache: KvAfterSwap = KvAfterSwap.KEEP
     prefix_cache_across_versions: bool = False
-    """Serve prefixes that were computed under old weights to new requests."""
+    """Let new requests use cached prefixes that were computed under old weights."""
     delta: bool = False
-    """Move only the blocks that changed since the version a generator holds."""
+    """Fetch only the blocks that changed since the version that a generator holds."""
     lease_timeout_s: float = Field(default=60.0, ge=1.0, le=MAX_SECONDS)
-    """A generator that takes longer over a fetch loses its claim on the buffer that it reads. RDMA counts
-    whole seconds."""
+    """Time that a generator has for a fetch, in seconds (with RDMA, whole seconds). After that the trainer
+    may overwrite the staging buffer that it reads."""

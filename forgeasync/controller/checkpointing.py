@@ -11,7 +11,7 @@ from forgeasync.controller.recorder import RunRecorder
 
 
 class RunCheckpoints:
-    """Has checkpoints of a run written to a folder."""
+    """Writes checkpoints of a run to a folder."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from forgeasync.observability.failures import failure_line, root_cause
 from forgeasync.schema.problems import EXIT_REFUSED, ConfigError
 
 _closing_words: list[str] = []
-"""What the last line says besides the reason."""
+"""Text of the last line besides the reason."""
 
 EXIT_FAILED = 1
 

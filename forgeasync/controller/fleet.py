@@ -33,7 +33,7 @@ from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, deal_items, training_items
+from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
@@ -150,7 +150,7 @@ class Fleet:
         return await self.scorer.score(f"group {group_id}", task, responses)
 
     def items(self, groups: Sequence[Group]) -> list[TrainingItem]:
-        """What trains of groups, with the advantages of ``algorithm.advantage``."""
+        """Turn groups into training items, with the advantages of ``algorithm.advantage``."""
         return training_items(groups, [1.0] * len(groups), self.config.algorithm)
 
     def imitate(self, rollouts: Iterable[StoredRollout]) -> list[TrainingItem]:
@@ -167,7 +167,7 @@ class Fleet:
         """
         if not items:
             raise ValueError("an optimizer step needs at least one item")
-        rows = deal_items(
+        rows = assign_rows(
             items,
             tokens_per_row=self.config.trainer.tokens_per_row,
             num_ranks=self.trainer.num_data_ranks,

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run's input, found out before any process starts."""
+"""Finds everything that can be wrong with a run's input before any process starts."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ from forgeasync.scoring.reward_trial import try_rewards
 from forgeasync.weights.transports.build import check_transport
 
 MADE_MODEL = "models/tiny_moe"
-"""What ``make model`` builds."""
+"""The model that ``make model`` builds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Prepared:
     """A checked run: its settings, its model's shape and folder, its prompts and its problems."""
 
     config: RunConfig
-    """As the run uses it."""
+    """The config as the run uses it."""
     facts: ModelFacts
     model_path: Path
     prompts: PromptEncoder
@@ -126,7 +126,7 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
 
 def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
-        # Not this machine's: every host checks its own when its folders are made.
+        # The payloads are not on this machine: every host checks its memory when its folders are made.
         return []
     # What dead runs hold is as good as free.
     sweep_stale_folders()

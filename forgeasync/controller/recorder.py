@@ -1,4 +1,4 @@
-"""What is known of an optimizer step once it is done."""
+"""Records the facts of an optimizer step once it is done."""
 
 import json
 import time
@@ -25,7 +25,7 @@ from forgeasync.weights.fetcher import FetchReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the wall time of a step of the training loop went, in seconds."""
+    """Wall time of a step of the training loop by what it was spent on, in seconds."""
 
     step_s: float
     wait_for_batch_s: float
@@ -34,7 +34,7 @@ class StepTimes:
     eval_s: float
 
     def longest(self) -> str:
-        """What the loop waited for most, for the console."""
+        """What the loop spent the longest time on, for the console."""
         parts = {
             "batch": self.wait_for_batch_s,
             "train": self.train_s,
@@ -54,10 +54,10 @@ class StepRecord:
     result: StepResult
     times: StepTimes
     engines: tuple[EngineStats, ...]
-    """By generator, since each started."""
+    """Statistics of each generator since it started, by generator."""
     buffer: BufferReport
     counters: Mapping[str, float]
-    """What else is counted since the run began or holds now, under the names in metrics.jsonl."""
+    """Other counts since the run began, and current values, under their names in metrics.jsonl."""
     held_out: HeldOutScores | None
     """None: there was no evaluation after this step."""
 
@@ -101,7 +101,7 @@ class RunRecorder:
 
     @property
     def elapsed_s(self) -> float:
-        """On the run's clock."""
+        """Seconds on the run's clock."""
         return time.perf_counter() - self._start_s
 
     def record_checkpoint(self, checkpoint_s: float) -> None:
@@ -194,7 +194,7 @@ class RunRecorder:
         self._swaps.clear()
 
     def _record_skipped(self, step: int, batch: Batch, reason: str) -> None:
-        """All rollouts of the batch go into a file, beside the rows that the trainer's ranks write there."""
+        """Write all rollouts of the batch to a file, beside the rows that the trainer's ranks write there."""
         self._num_skipped_steps += 1
         file = self._skipped_steps / f"step-{step:08d}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ class RunRecorder:
         self.console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
 
     def _episode_metrics(self) -> dict[str, float]:
-        """What became of the episodes that ended since the last step; nothing without an environment."""
+        """Return metrics of the episodes that ended since the last step; none without an environment."""
         if self._num_truncated_episodes is None:
             return {}
         metrics: dict[str, float] = {"environment/num_truncated": self._num_truncated_episodes}
@@ -229,7 +229,7 @@ class RunRecorder:
         }
 
     def _weight_metrics(self) -> dict[str, float]:
-        """How versions travelled since the last step."""
+        """Return metrics of the versions that were published and fetched since the last step."""
         return {
             "generator/max_pause_s": max((swap.pause_s for swap in self._swaps), default=0.0),
             "generator/max_swap_wait_s": max((swap.waited_s for swap in self._swaps), default=0.0),

@@ -1,4 +1,4 @@
-"""What is saved of a run that ends before its last step, whatever ends it.
+"""Saves the weights of a run that ends before its last step, whatever ends it.
 
 The newest good weights go to ``checkpoints/last``: from the trainer, if it still answers, else from the
 version that it published last, which lies in shared memory. A run that is told to stop by SIGTERM first
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescue:
-    """Where a run's newest weights can be had from, and where they go."""
+    """The source of a run's newest weights, and the folder to save them to."""
 
     folder: Path
-    """Is not there yet."""
+    """Folder for the weights, which does not exist yet."""
     checkpoints: Path
     source: Path
     """The model that the run started from."""
@@ -47,9 +47,9 @@ class Rescue:
     lora: LoraSection | None
     timeouts: TimeoutSection
     export: Callable[[Path], Awaitable[int]]
-    """Has the trainer write a folder; the version that it wrote."""
+    """Lets the trainer write a folder; returns the version that it wrote."""
     checkpoint: Callable[[], Awaitable[int]]
-    """Has the trainer write a checkpoint; the step that it is of."""
+    """Lets the trainer write a checkpoint; returns the step that it is of."""
     staged: StagedWeights | None
     """The version published last; None before the first."""
 
@@ -96,7 +96,7 @@ class Rescue:
             return [f"no checkpoint could be written ({last_words(error)})"]
 
     def _remove_partial(self) -> None:
-        """What was begun and will not be finished takes room that the next way may need."""
+        """Remove unfinished files, whose room the next attempt may need."""
         for name in (LAST, LAST_PUBLISHED):
             shutil.rmtree(self.folder.with_name(f"{name}.partial"), ignore_errors=True)
 
@@ -128,7 +128,7 @@ class Rescue:
 
 
 class RescuedRun(Protocol):
-    """What a run has that can be saved."""
+    """The parts of a run that can be saved."""
 
     config: RunConfig
     prepared: Prepared

@@ -44,7 +44,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Where a run writes; ``messages`` say what was done to files that were there before."""
+    """The files that a run writes; ``messages`` say what was done to files of an earlier run."""
 
     run_dir: RunDir
     checkpoints: Path
@@ -52,14 +52,14 @@ class RunFiles:
 
 
 def planned_folder(config: RunConfig) -> Path:
-    """Where checkpoints will lie, or a folder above it where the run's folder has no name yet."""
+    """Return the folder for checkpoints, or a folder above it if the run's folder has no name yet."""
     if config.checkpoint.folder is not None:
         return Path(config.checkpoint.folder)
     return planned_export(config)
 
 
 def planned_export(config: RunConfig) -> Path:
-    """Where the trained model will lie, or a folder above it."""
+    """Return the folder for the trained model, or a folder above it."""
     return RUNS_FOLDER if config.run_dir is None else RunDir(path=Path(config.run_dir)).checkpoints
 
 

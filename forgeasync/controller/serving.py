@@ -20,7 +20,7 @@ MAX_FAILED_FETCHES = 5
 
 
 class WeightServing:
-    """Who serves which version. Generators start under version 0, the model that they have loaded."""
+    """Serves new versions to the generators, which start under version 0, the model that they have loaded."""
 
     def __init__(
         self,
@@ -35,22 +35,22 @@ class WeightServing:
         self._generators = generators
         self._buffer = buffer
         self._recorder = recorder
-        self._board = WeightExchange(WeightLedger(lease_timeout_s=section.lease_timeout_s))
+        self._exchange = WeightExchange(WeightLedger(lease_timeout_s=section.lease_timeout_s))
         self._served = Monitor([0] * generators.num_replicas)
         """The version of every generator."""
 
     @property
     def ledger(self) -> WeightLedger:
-        return self._board.state
+        return self._exchange.state
 
     def loops(self) -> list[Coroutine[None, None, None]]:
-        """To be run side by side for as long as the run lasts."""
+        """Return the loops that must run concurrently for as long as the run lasts."""
         replicas = range(self._generators.num_replicas)
         return [*(self._serve(replica) for replica in replicas), self._catch_up()]
 
     async def publish(self) -> None:
         """Have the trainer's current weights staged for the generators."""
-        await self._board.publish(self._trainer.stage_weights)
+        await self._exchange.publish(self._trainer.stage_weights)
 
     async def until_served(self, version: int) -> None:
         """Wait until every generator samples under ``version``."""
@@ -60,7 +60,7 @@ class WeightServing:
         """Have one generator fetch the newest weights and swap them in, whenever there are newer ones."""
         num_failed = 0
         while num_failed < MAX_FAILED_FETCHES:
-            newest = self._board.lease(replica, newer_than=self._served.state[replica])
+            newest = self._exchange.lease(replica, newer_than=self._served.state[replica])
             async with newest as manifest:
                 fetched = await self._generators.begin_update(replica, manifest)
             # The generator has a copy of its own now: the trainer may write over the one it has read.
@@ -88,5 +88,5 @@ class WeightServing:
     async def _catch_up(self) -> None:
         """Publish what had to be skipped while generators were reading both staging buffers."""
         while True:
-            await self._board.until_owed()
+            await self._exchange.until_owed()
             await self.publish()

@@ -22,7 +22,7 @@ from forgeasync.trainer.setup import TrainerSetup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """Who does what in a run."""
+    """The roles of a run, each with the object that fills it."""
 
     trainer: TrainerMesh
     generators: GeneratorRouter
@@ -83,7 +83,7 @@ async def connect_groups(
     generators: GeneratorRouter,
     scorer: GroupScoring,
 ) -> GroupSampler:
-    """Who samples the run's groups: its environment, or the generators alone where it has none."""
+    """Build the sampler of the run's groups: by its environment, or by the generators alone."""
     config = prepared.config
     if environment is not None:
         return await fleet.connect_environment(config, environment, generators)
@@ -97,7 +97,7 @@ async def connect_groups(
 
 
 def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
-    """What the trainer of a new run is started with."""
+    """Return everything that the trainer of a new run is started with."""
     config = prepared.config
     return TrainerSetup(
         section=config.trainer,

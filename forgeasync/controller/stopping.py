@@ -27,12 +27,12 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 @dataclass(slots=True)
 class _Stop:
-    """What this process was told, and whom it tells."""
+    """The signal that this process received, and the task that it tells."""
 
     received: signal.Signals | None = None
     received_s: float = 0.0
     main: asyncio.Task[None] | None = None
-    """What is cancelled; None: no coroutine runs."""
+    """Task that is cancelled; None if no coroutine runs."""
     listeners: list[Callable[[signal.Signals], None]] = field(default_factory=list)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -44,7 +44,7 @@ class _Stop:
         self.received, self.received_s = signal.Signals(number), now_s
         if self.main is None:
             raise KeyboardInterrupt
-        # Not from here: the handler may have interrupted a print of the same stream.
+        # The handler must not print: it may have interrupted a print to the same stream.
         self.main.get_loop().call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
@@ -66,7 +66,7 @@ def received_signal() -> signal.Signals | None:
 
 
 def install_handlers() -> None:
-    """From now on both signals are as this module says, whatever the parent process had set."""
+    """Handle both signals as this module says from now on, whatever the parent process had set."""
     for number in STOPPING:
         signal.signal(number, _stop.on_signal)
 

@@ -9,16 +9,16 @@ from forgeasync.environments.environment import ContextFull, Message, Turn
 from forgeasync.rollouts.turns import SampledTurn
 
 SampleTurn = Callable[[np.ndarray, int], Awaitable[SampledTurn | None]]
-"""Appends token ids to the episode's trajectory and samples up to so many tokens; None: the group of the
-episode was given up."""
+"""Appends token ids to the episode's trajectory and samples at most this many tokens. Returns None if the
+episode's group was given up."""
 
 
 class EpisodeOver(RuntimeError):
-    """The episode has ended or was given up: there is no model any more that would answer."""
+    """The episode has ended or was given up: no further turn is sampled."""
 
 
 class EpisodeAgent:
-    """An ``Agent`` whose trajectory lies with a generator."""
+    """An ``Agent`` whose trajectory is kept by a generator."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class EpisodeAgent:
 
     @property
     def num_turns(self) -> int:
-        """Turns of the model so far."""
+        """Number of turns that the model has taken."""
         return len(self._conversation.turns)
 
     def close(self) -> None:
-        """No turn is sampled any more."""
+        """Refuse further turns."""
         self._is_closed = True
 
     async def respond(self, messages: str | Sequence[Message]) -> Turn:
@@ -57,10 +57,10 @@ class EpisodeAgent:
             EpisodeOver: the episode has ended.
         """
         if self._is_closed:
-            raise EpisodeOver("the episode is over")
+            raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
         if self._is_responding:
             raise ValueError(
-                "respond was called while a turn is being sampled: an episode has one turn after the other"
+                "respond was called while a turn is being sampled; await each turn before the next call"
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -68,7 +68,7 @@ class EpisodeAgent:
         given_ids = self._renderer.added_ids(self._conversation, continued)
         num_before = self._num_tokens + len(given_ids)
         if not num_before:
-            raise ValueError(f"messages[{len(continued) - 1}] has no tokens; a prompt needs at least one")
+            raise ValueError(f"messages[{len(continued) - 1}] has no tokens; a prompt must have at least one")
         if num_before >= self._max_context_length:
             raise ContextFull(
                 f"the conversation has {num_before} tokens before turn {self.num_turns + 1} of the model; "

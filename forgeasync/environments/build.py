@@ -1,4 +1,4 @@
-"""From the ``environment`` section of a config to the environment."""
+"""Builds the environment that the ``environment`` section of a config describes."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,13 +11,13 @@ from forgeasync.schema.problems import Problem
 from forgeasync.schema.python_code import PythonCode, build_code
 
 PARAMETERS = ("task", "agent")
-"""What a rollout is called with."""
+"""Names of the arguments of a rollout."""
 
 RolloutFunction = Callable[[Task, Agent], Awaitable[Score]]
 
 
 class _FunctionEnvironment(Environment):
-    """An environment that is no more than its rollout."""
+    """An environment that consists of one rollout function."""
 
     def __init__(self, function: RolloutFunction) -> None:
         self._function = function
@@ -27,10 +27,10 @@ class _FunctionEnvironment(Environment):
 
 
 def build_environment(section: PythonCode) -> Environment:
-    """The environment that a section stands for; imports and runs the user's code.
+    """Build the environment of a section; imports and runs the user's code.
 
     Raises:
-        ValueError: there is no such thing, it cannot be built, or its rollout is not asynchronous.
+        ValueError: it does not exist, cannot be built, or its rollout is not asynchronous.
     """
     try:
         built = build_code(section, PARAMETERS)
@@ -65,7 +65,7 @@ def _check_parameters(rollout: Callable[..., object]) -> None:
 
 
 def check_environment(section: PythonCode) -> Iterator[Problem]:
-    """What would end every episode of this environment before it begins: at most one problem."""
+    """Find what would end every episode of this environment before it begins: at most one problem."""
     try:
         build_environment(section)
     except ValueError as error:

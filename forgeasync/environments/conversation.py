@@ -1,15 +1,15 @@
-"""From messages to the tokens that an episode grows by. Text of the model is never tokenized again.
+"""Turns messages into the tokens that are appended to an episode. The model's text is never tokenized again.
 
 With a chat template the whole conversation is rendered with a mark in place of each turn of the model, and
-what follows the last mark is tokenized. Everything before it is in the trajectory already, so the template
-has to render it as it did then: one that takes back or rewrites something is refused. White space at the
+the text after the last mark is tokenized. Everything before it is in the trajectory already, so the template
+must render it as it did then: a template that removes or rewrites something is refused. White space at the
 edges of a turn may differ, since many templates strip it: the trajectory keeps what was sampled.
 
 A turn ends with a token that the model samples, unless the turn is cut. Templates write it after every turn,
 so it is left out where the model has sampled it already.
 
-Without a template a message is its text, whatever its role: the first one as it is, each later one after a
-newline if the tokenizer has one.
+Without a template only the text of a message counts, not its role: the first one is taken as it is, each
+later one after a newline if the tokenizer has one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 ASSISTANT = "assistant"
 
 MAX_SHOWN = 80
-"""Characters of a message that an error repeats."""
+"""Most characters of a message that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages whose tokens are in a trajectory; the last one is the model's, unless there is none yet."""
+    """Messages whose tokens are in a trajectory; the last one is the model's, unless there are none yet."""
 
     messages: tuple[Message, ...] = ()
     turns: Mapping[int, SampledTurn]
-    """The model's own, by their places among the messages."""
+    """The model's turns, by their indices among the messages."""
 
     def continued(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Copies of ``messages``, which begin with this conversation and go on.
+        """Check that ``messages`` continue this conversation, and return copies of them.
 
         Raises:
-            ValueError: a message is malformed or differs from what was said, or there is nothing to answer;
-                names the message.
+            ValueError: a message is malformed or differs from the conversation, or there is nothing to
+                answer; names the message.
         """
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list of messages or a string, not {_show(messages)}")
@@ -54,7 +54,7 @@ class Conversation:
             if said != found:
                 raise ValueError(
                     f"messages[{index}] is {_show(found)}, but the conversation so far has {_show(said)} "
-                    "there; what was said cannot be changed: add messages at its end"
+                    "there; earlier messages must stay as they are: add messages at the end"
                 )
         if len(copies) <= len(self.messages):
             raise ValueError(
@@ -69,7 +69,7 @@ class Conversation:
         return copies
 
     def answered(self, messages: tuple[Message, ...], turn: SampledTurn) -> "Conversation":
-        """The conversation after the model has answered to ``messages``, a continuation of this one."""
+        """Return the conversation after the model has answered ``messages``, a continuation of this one."""
         return Conversation(
             messages=(*messages, {"role": ASSISTANT, "content": turn.text}),
             turns={**self.turns, len(messages): turn},
@@ -79,21 +79,22 @@ class Conversation:
 class MessageRenderer:
     """Renders messages for one tokenizer.
 
-    Raises ValueError if ``chat_template`` is asked for and the tokenizer has none.
+    Raises ValueError if ``chat_template`` is true and the tokenizer has no template.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool) -> None:
         if chat_template and tokenizer.chat_template is None:
             raise ValueError(
-                f"data.chat_template is true, but the tokenizer of {tokenizer.name_or_path!r} has no template"
+                f"data.chat_template = true: the tokenizer of {tokenizer.name_or_path!r} has no template; "
+                "must be false, or the model folder must have a chat template"
             )
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._newline = "\n" if _has_newline(tokenizer) else ""
 
     def added_ids(self, conversation: Conversation, messages: tuple[Message, ...]) -> np.ndarray:
-        """Token ids, int32, to append to the trajectory of ``conversation`` so that it ends where the model
-        answers to ``messages``, a continuation of it.
+        """Return the token ids, int32, to append to the trajectory of ``conversation`` so that it ends where
+        the model answers ``messages``, a continuation of it.
 
         Raises:
             ValueError: the chat template fails, or does not only append.
@@ -147,7 +148,7 @@ class MessageRenderer:
         return tail
 
     def _without_sampled_end(self, ids: list[int], last_turn: SampledTurn) -> list[int]:
-        """Token ids after a turn, less the end of that turn if the model has sampled it itself."""
+        """Return the token ids after a turn, without the end of that turn if the model has sampled it."""
         if last_turn.finish_reason is not FinishReason.STOP:
             return ids
         for position, token in enumerate(ids):
@@ -189,7 +190,7 @@ def _show(value: object) -> str:
 
 
 def _from_difference(text: str, other: str) -> str:
-    """``text`` from shortly before the first character in which it differs from ``other``."""
+    """Return ``text`` from shortly before the first character in which it differs from ``other``."""
     index = next(
         (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))
     )

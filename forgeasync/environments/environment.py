@@ -1,4 +1,4 @@
-"""What an environment of your own is made of: one async method, and an agent in its hand."""
+"""The base class of environments of your own, and the agent that their one method talks to."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 
 Message = Mapping[str, str]
-"""``{"role": "user", "content": "2 + 2 ="}``, as chat endpoints take it."""
+"""A message in the format of chat endpoints: ``{"role": "user", "content": "2 + 2 ="}``."""
 
 
 class ContextFull(RuntimeError):
@@ -19,10 +19,10 @@ class ContextFull(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model answered."""
+    """One turn of the model."""
 
     text: str
-    """Without special tokens."""
+    """The turn's text, without special tokens."""
     num_tokens: int
     finish_reason: FinishReason
     """``stop``: the model ended its turn; ``length``: it was cut at ``sampling.max_response_tokens`` or at
@@ -30,7 +30,7 @@ class Turn:
 
     @property
     def message(self) -> dict[str, str]:
-        """The turn as a message, to go on with."""
+        """The turn as a message, to continue the conversation with."""
         return {"role": "assistant", "content": self.text}
 
 
@@ -38,11 +38,11 @@ class Agent(Protocol):
     """The model that is trained, as an environment sees it."""
 
     async def respond(self, messages: str | Sequence[Message]) -> Turn:
-        """The model's next turn.
+        """Sample the model's next turn.
 
-        ``messages`` are the whole conversation so far: what was given before, each turn of the model
-        unchanged, and at the end at least one new message. A string is short for one user message, which
-        begins a conversation.
+        ``messages`` are the whole conversation so far: all earlier messages, each turn of the model
+        unchanged, and at least one new message at the end. A string stands for one user message that begins
+        a conversation.
 
         Raises:
             ContextFull: there is no room for another turn.
@@ -52,9 +52,9 @@ class Agent(Protocol):
 
 
 class Environment(ABC):
-    """Has the model work on a task, and scores how it went. Derive from it and write ``rollout``.
+    """Lets the model work on a task and scores the episode. Derive from it and write ``rollout``.
 
-    A complete one of two turns. It tells a model whose answer is wrong to try again:
+    A complete example with two turns tells a model whose answer is wrong to try again:
 
         from forgeasync.environments.environment import Agent, Environment
         from forgeasync.rollouts.score import Score
@@ -73,27 +73,27 @@ class Environment(ABC):
                 is_correct = turn.text.strip() == task.answer
                 return Score(value=self.second_chance * is_correct, is_correct=is_correct)
 
-    and its section in the config; ``options`` are the arguments of ``__init__``:
+    Its section in the config follows; ``options`` are the arguments of ``__init__``:
 
         environment:
           kind: python
           factory: my_package.my_module.TryAgain
           options: {second_chance: 0.25}
 
-    ``rollout`` is called once for every rollout, many times at once on one object: keep what belongs to an
-    episode in local variables. All episodes share one event loop, which a call that blocks would stop for
-    all of them: await instead, with ``asyncio.to_thread`` where there is nothing to await. Nothing that the
-    model wrote may be evaluated here.
+    ``rollout`` is called once for every rollout, many times concurrently on one object: keep the state of an
+    episode in local variables. All episodes share one event loop, and a blocking call would stop all of them:
+    await instead, and run blocking functions by ``asyncio.to_thread``. Never evaluate here what the model
+    wrote.
 
-    An episode that does not end within ``timeouts.episode_s`` or raises is not scored: its whole group is
-    given up (``dropped/episode_failed``) and its task comes again. A ``ContextFull`` that ``rollout`` lets
-    through is no failure: the episode counts as truncated, with score 0.
+    An episode that raises, or does not end within ``timeouts.episode_s``, is not scored: its whole group is
+    given up (``dropped/episode_failed``) and its task is sampled again. A ``ContextFull`` that ``rollout``
+    does not catch is no failure: the episode counts as truncated, with score 0.
     """
 
     @abstractmethod
     async def rollout(self, task: Task, agent: Agent) -> Score:
-        """One episode: talk to the agent, at least one turn, and return the score of the whole."""
+        """Run one episode: have the agent take at least one turn, and return the score of the episode."""
 
     async def __call__(self, task: Task, agent: Agent) -> Score:
-        """The same as ``rollout``."""
+        """Call ``rollout``."""
         return await self.rollout(task, agent)

@@ -1,4 +1,4 @@
-"""Groups of episodes of one environment, side by side, each under a deadline.
+"""Runs groups of episodes of one environment concurrently, each episode under a deadline.
 
 Plain asyncio, no Monarch: the environment actor is a thin shell around this class.
 """
@@ -22,28 +22,28 @@ from forgeasync.rollouts.turns import EpisodeId, SampledTurn
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S = 5.0
-"""For episodes that are ended from outside; whatever goes on after that is left to itself."""
+"""Time for cancelled episodes to clean up, in seconds; after that they are no longer waited for."""
 
 SampleEpisodeTurn = Callable[[EpisodeId, np.ndarray, int], Awaitable[SampledTurn | None]]
-"""As ``SampleTurn``, of any episode."""
+"""``SampleTurn`` with the id of the episode."""
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode has no score; names environment, task and rollout, and says why."""
+    """An episode has no score; the message names environment, task and rollout, and says why."""
 
 
 class EpisodesCancelled(Exception):
-    """The group was given up while an episode was sampled: finished, it would have been too old."""
+    """The group was given up during an episode, because it would have been too old at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeResult:
-    """How one episode went."""
+    """The outcome of one episode."""
 
     score: Score
     num_turns: int
     is_truncated: bool
-    """It ended because its context was full, without a score of its own."""
+    """The episode ended because its context was full, and was not scored by the environment."""
     episode_s: float
 
 
@@ -59,7 +59,7 @@ class Episodes:
         max_context_length: int,
         limit_s: float,
     ) -> None:
-        """``name`` is that of the environment in messages; ``limit_s`` is ``timeouts.episode_s``."""
+        """``name`` is the environment's name in messages; ``limit_s`` is ``timeouts.episode_s``."""
         self._environment = environment
         self._renderer = renderer
         self._name = name
@@ -78,9 +78,9 @@ class Episodes:
         """Run all episodes of a group; the first one that fails ends the others.
 
         Raises:
-            EpisodeFailed: an episode raised, took too long, or returned what is no score or no episode.
+            EpisodeFailed: an episode raised, took too long, took no turn, or did not return a score.
             EpisodesCancelled: the group was given up meanwhile.
-            Exception: whatever ``sample`` raised, even if the environment went on without the turn.
+            Exception: whatever ``sample`` raised, even if the environment continued without the turn.
         """
         running = [
             asyncio.create_task(
@@ -93,7 +93,7 @@ class Episodes:
         finally:
             for one in running:
                 one.cancel()
-                # Others may have failed as well: the first failure is enough.
+                # Others may have failed as well; only the first failure is reported.
                 one.add_done_callback(_forget)
             await asyncio.wait(running)
 
@@ -113,7 +113,9 @@ class Episodes:
         start_s = time.perf_counter()
         score, is_truncated = await self._score(task, agent, where)
         if not agent.num_turns:
-            raise EpisodeFailed(f"{where}: ended without a turn of the model; await agent.respond(...)")
+            raise EpisodeFailed(
+                f"{where}: ended without a turn of the model; must await agent.respond(...) at least once"
+            )
         return EpisodeResult(
             score=score,
             num_turns=agent.num_turns,
@@ -122,10 +124,10 @@ class Episodes:
         )
 
     async def _score(self, task: Task, agent: EpisodeAgent, where: str) -> tuple[Score, bool]:
-        """The episode's score, and whether it was truncated instead of scored."""
+        """Return the episode's score, and whether it was truncated instead of scored."""
         rollout = asyncio.ensure_future(self._environment.rollout(task, agent))
         try:
-            # Not asyncio.timeout: the user's code could hold up its own cancellation.
+            # Not asyncio.timeout: the user's code could delay its own cancellation.
             await asyncio.wait([rollout], timeout=self._limit_s)
         finally:
             agent.close()
@@ -138,9 +140,7 @@ class Episodes:
             raise agent.failure
         if not rollout.done():
             await asyncio.wait([rollout], timeout=CLEAN_UP_S)
-            raise EpisodeFailed(
-                f"{where}: took longer than {self._limit_s:g} s; timeouts.episode_s sets this limit"
-            )
+            raise EpisodeFailed(f"{where}: took longer than timeouts.episode_s = {self._limit_s:g} s")
         try:
             score = rollout.result()
         except ContextFull as error:
@@ -157,6 +157,6 @@ class Episodes:
 
 
 def _forget(ended: "asyncio.Future[object]") -> None:
-    """Look at an error that nobody asks for any more, so that asyncio does not complain."""
+    """Retrieve an error that nobody will read, so that asyncio does not warn about it."""
     if not ended.cancelled():
         ended.exception()

@@ -1,4 +1,4 @@
-"""Problems from a Hugging Face data set, by hub id or from local files."""
+"""Problems from a Hugging Face data set, given by hub id or as local files."""
 
 import difflib
 import math
@@ -18,29 +18,29 @@ from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError, Problem
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Reader of ``datasets`` for each kind of local file; JSON of a single file is read here."""
+"""The reader of ``datasets`` for each kind of local file. A single JSON file is read by this package."""
 
 
 MAX_RECORDS_READ = 200_000
-"""In a larger table, only the records that a run draws are looked at."""
+"""Records up to which a table is read whole; of a larger one, only the records that a run draws are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Texts:
-    """What is taken of a record."""
+    """The parts of a record that a problem is made of."""
 
     question: str
     answer: str
     record: dict[str, Any]
-    """All of it that JSON can hold."""
+    """All values of the record that JSON can hold."""
 
 
 def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> str:
-    """The text at dotted ``path`` (keys and list indices) in ``record``; numbers become text, in decimals.
+    """Return the text at dotted ``path`` (keys and list indices) in ``record``; numbers become decimals.
 
     Raises:
-        ConfigError: nothing, an empty text or no text is there; names the config's ``field`` and ``where``
-            the record stands.
+        ConfigError: there is nothing, an empty text, or neither text nor number; names the config's ``field``
+            and ``where`` the record is.
     """
     value: Any = record
     walked: list[str] = []
@@ -67,14 +67,15 @@ def read_field(record: dict[str, Any], path: str, *, field: str, where: str) -> 
             value.encode()
         except UnicodeEncodeError as error:
             half = ascii(error.object[error.start])
-            raise _refusal(field, path, f"holds {half}, half of a character, in {where}") from None
+            remedy = f"contains {half}, half of a character, in {where}; must be valid Unicode"
+            raise _refusal(field, path, remedy) from None
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        remedy = f"is no text or number but a {type(value).__name__} in {where}: {value!r:.60}"
+        remedy = f"is a {type(value).__name__} in {where}: {value!r:.60}; must be text or a number"
         raise _refusal(field, path, remedy)
     if isinstance(value, float) and not math.isfinite(value):
         raise _refusal(field, path, f"is {value} in {where}; must be a finite number")
-    # As a person writes it: no exponent, no more digits than needed to tell it from its neighbours.
+    # Written as a person would: without exponent, and with as few digits as identify the number.
     return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")
 
 
@@ -89,14 +90,14 @@ def _list_names(wanted: str, known: Iterable[str]) -> str:
 
 
 def is_local(source: HuggingFaceSource) -> bool:
-    """Whether the path is one of this machine, and no hub id."""
+    """Whether the path is a file or folder of this machine, and no hub id."""
     path = Path(source.path)
     looks_local = path.is_absolute() or source.path.startswith(".") or path.suffix.lower() in FORMATS
     return looks_local or path.exists()
 
 
 def _read(source: HuggingFaceSource) -> Sequence[_Texts]:
-    """All problems, in the order of the data set; of one larger than ``MAX_RECORDS_READ`` on demand."""
+    """Read all problems, in the order of the data set; above ``MAX_RECORDS_READ`` records, on demand."""
     path = Path(source.path)
     suffix = path.suffix.lower()
     if is_local(source) and not path.exists():
@@ -126,25 +127,25 @@ def _read_json_file(source: HuggingFaceSource, path: Path) -> Sequence[_Texts]:
     except (OSError, ValueError) as error:
         raise _refusal("source.path", source.path, f"cannot load it: {error}") from None
     if not found:
-        raise _refusal("source.path", source.path, "has no records")
+        raise _refusal("source.path", source.path, "has no records; must have at least one")
     try:
         (part,) = datasets.ReadInstruction.from_spec(source.split).to_absolute({"train": len(found)})
     except (AssertionError, KeyError, ValueError) as error:
-        remedy = f"cannot be taken of {source.path!r}, a file with the one split 'train': {error}"
+        remedy = f"cannot be read from {source.path!r}, a file with 'train' as its only split: {error}"
         raise _refusal("source.split", source.split, remedy) from None
     return found[part.from_ : part.to]
 
 
 def _load(source: HuggingFaceSource, path: Path) -> datasets.Dataset:
-    """A data set as ``datasets`` reads it."""
+    """Load a data set by ``datasets``."""
     try:
         if path.is_file():
             kind = FORMATS[path.suffix.lower()]
             return datasets.load_dataset(kind, data_files=str(path), split=source.split)
         return datasets.load_dataset(source.path, split=source.split)
     except Exception as error:
-        # Not found, not reachable, broken or without this split: dozens of types, also KeyError and
-        # StopIteration; the first cause is the one that names the place.
+        # datasets raises dozens of types, even KeyError and StopIteration, when a data set is not found, not
+        # reachable, broken or without this split. The first cause names the place.
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -156,7 +157,7 @@ def _load(source: HuggingFaceSource, path: Path) -> datasets.Dataset:
 
 
 def _broken_json(folder: Path) -> str | None:
-    """What is wrong with the first JSON file of a folder that cannot be read."""
+    """Describe the first JSON file of a folder that cannot be read."""
     for file in sorted(file for file in folder.rglob("*.json*") if file.suffix.lower() in FORMATS):
         try:
             if not sum(1 for _ in read_json_records(file)):
@@ -167,7 +168,7 @@ def _broken_json(folder: Path) -> str | None:
 
 
 def _is_plain(feature: object) -> bool:
-    """Whether a column of ``datasets`` holds texts, numbers, and lists and mappings of them."""
+    """Whether a column of ``datasets`` holds only texts, numbers, and lists and mappings of them."""
     match feature:
         case datasets.Value(dtype=dtype):
             return "binary" not in dtype
@@ -181,10 +182,10 @@ def _is_plain(feature: object) -> bool:
 
 
 class _Table(Sequence[_Texts]):
-    """Problems out of a data set on the disk."""
+    """The problems of a data set, read from disk on demand."""
 
     def __init__(self, records: datasets.Dataset, source: HuggingFaceSource) -> None:
-        # Other columns may hold images or sounds, which are slow to decode and nothing that JSON holds.
+        # Other columns may hold images or sounds, which are slow to decode and cannot be written as JSON.
         roots = {source.question_field.split(".")[0], source.answer_field.split(".")[0]}
         plain = {name for name, feature in records.features.items() if _is_plain(feature)}
         records = records.select_columns([name for name in records.column_names if name in plain | roots])
@@ -198,7 +199,7 @@ class _Table(Sequence[_Texts]):
         try:
             record = self._records[row]
         except Exception as error:
-            # Decoding a cell can fail in as many ways as there are types of columns.
+            # Decoding a cell can fail in different ways for every type of column.
             remedy = f"record {row} cannot be read: {type(error).__name__}: {error}"
             raise _refusal("source.path", self._source.path, remedy) from error
         return _texts(record, f"record {row}", self._source)
@@ -209,7 +210,7 @@ class _Table(Sequence[_Texts]):
 
 
 class HuggingFaceProblems:
-    """Problems of one data set; a text that stands in several records is one problem."""
+    """Problems of one data set; records with the same question are one problem."""
 
     def __init__(self, source: HuggingFaceSource, *, num_train: int, num_held_out: int, seed: int) -> None:
         """Read the data set.
@@ -233,7 +234,7 @@ class HuggingFaceProblems:
             )
 
     def held_out(self) -> list[Task]:
-        """Distinct problems by a fixed seed. Raises ConfigError if there are too few."""
+        """Draw distinct problems by a fixed seed. Raises ConfigError if there are too few."""
         held_out: dict[str, Task] = {}
         for task in self._shuffled(HELD_OUT_SEED):
             held_out.setdefault(task.prompt, task)
@@ -246,14 +247,15 @@ class HuggingFaceProblems:
         )
 
     def train(self, never: Set[str]) -> TrainingDraw:
-        """Distinct problems by the run's seed. Raises ConfigError if too few are left without ``never``."""
+        """Draw distinct problems by the run's seed, without those in ``never``. Raises ConfigError if too few
+        are left."""
         train: dict[str, Task] = {}
         num_skipped = num_repeats = 0
         for task in self._shuffled(self._seed):
             if task.prompt in never:
                 num_skipped += 1
             elif task.prompt in train:
-                # Published sets repeat problems (DAPO-Math-17k a hundredfold): chance must not weight them.
+                # Published sets repeat problems (DAPO-Math-17k a hundredfold); repeats must not weigh more.
                 num_repeats += 1
             else:
                 train[task.prompt] = task

@@ -1,7 +1,7 @@
-"""Records of a local JSON file, each with the place where it stands.
+"""Reads the records of a local JSON file, each with its place in the file.
 
-Read here and not by ``datasets``: that names no lines, takes no number above 64 bits, and fails on files
-whose records do not all have the same keys.
+``datasets`` is not used for this: it names no lines, takes no numbers above 64 bits, and fails on files whose
+records do not all have the same keys.
 """
 
 import json
@@ -14,12 +14,12 @@ Record = dict[str, object]
 
 
 def read_json_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Place ("line 8", "record 7") and record, one after the other; blank lines are passed over.
+    """Yield the place ("line 8", "record 7") and the value of each record; blank lines are skipped.
 
-    The file holds one object a line, or one list of objects.
+    The file has one object per line, or one list of objects.
 
     Raises:
-        ValueError: it holds something else; says where and what.
+        ValueError: it has something else; says where and what.
     """
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(_MARK).lstrip()
@@ -34,7 +34,7 @@ def read_json_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 _MARK = b"\xef\xbb\xbf"
-"""Some editors begin UTF-8 files with it."""
+"""Byte order mark, with which some editors begin UTF-8 files."""
 
 
 def _of_list(path: Path) -> Iterator[tuple[str, Record]]:
@@ -52,7 +52,7 @@ def _object(value: object, where: str) -> Record:
 
 
 def _parse(text: bytes, where: str) -> object:
-    """The value of a line, or of a whole file where ``where`` is empty."""
+    """Parse a line, or a whole file if ``where`` is empty."""
     try:
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -75,7 +75,7 @@ def _excerpt(text: str, position: int) -> str:
 
 
 _INTEGERS = range(-(2**63), 2**63)
-"""What the files of a checkpoint can hold."""
+"""Integers that the files of a checkpoint can hold."""
 
 
 _MAX_DEPTH = 32
@@ -84,10 +84,11 @@ _LEFT_OUT = object()
 
 
 def json_like(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """A copy of a record with plain values only.
+    """Copy a record with plain values only.
 
-    Lists and mappings are gone into, tuples become lists, whole numbers of more than 64 bits text. What
-    JSON cannot hold (images, bytes, NaN, half characters) is left out, with its key.
+    Lists and mappings are copied recursively, tuples become lists, and whole numbers of more than 64 bits
+    become text. Values that JSON cannot hold (images, bytes, NaN, half characters) are left out with their
+    keys.
     """
     plain = _plain(record, 0)
     return plain if isinstance(plain, dict) else {}
@@ -109,7 +110,7 @@ def _plain(value: Any, depth: int) -> Any:
         return {key: item for key, item in items.items() if item is not _LEFT_OUT}
     if isinstance(value, list | tuple):
         plain = [_plain(item, depth + 1) for item in value]
-        # A list with a gap would have other indices.
+        # Leaving out one item would change the indices of the others.
         return _LEFT_OUT if any(item is _LEFT_OUT for item in plain) else plain
     return _LEFT_OUT
 

@@ -8,11 +8,11 @@ import numpy as np
 from forgeasync.rollouts.task import Task
 
 _BLOCK = 4096
-"""Draws of a source are made so many at a time."""
+"""Number of draws of sources that are made at a time."""
 
 
 class Order(Protocol):
-    """Issues tasks for ever; where it is follows from one number."""
+    """Issues tasks for ever; its whole state is one number, ``position``."""
 
     @property
     def position(self) -> int:
@@ -25,7 +25,7 @@ class Order(Protocol):
 
 
 class TaskOrder:
-    """Passes over ``tasks`` for ever, each pass in an order that follows from ``seed`` and its number.
+    """Passes over ``tasks`` for ever; ``seed`` and the number of the pass determine its order.
 
     The order depends on ``position`` alone, not on how it was reached, so one int restores it.
     """
@@ -67,8 +67,8 @@ class TaskOrder:
 class WeightedOrder:
     """Draws a source at random for every task, in proportion to the sources' weights.
 
-    Each source has passes of its own. Which source is drawn follows from ``seed`` and the position alone, and
-    so does the place in its passes: how often it was drawn before.
+    Each source has its own passes. ``seed`` and the position alone determine which source is drawn, and also
+    the place in its passes, which is how often it was drawn before.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WeightedOrder:
         rest = self._draw(position // _BLOCK)[: position % _BLOCK]
         num_drawn += np.bincount(rest, minlength=len(sources))
         self._orders = [
-            # A seed of its own: sources of one size would be issued in the same order.
+            # Each source has its own seed; otherwise sources of equal size would be issued in the same order.
             TaskOrder(tasks, seed=_seed_of_source(seed, index), position=int(num))
             for index, (tasks, num) in enumerate(zip(sources, num_drawn, strict=True))
         ]
@@ -106,13 +106,13 @@ class WeightedOrder:
         return self._orders[self._drawn[index]].next()
 
     def _draw(self, block: int) -> np.ndarray:
-        """Which source the tasks of a block are of."""
+        """Draw the sources of the tasks in a block."""
         rng = np.random.default_rng([self._seed, _SOURCES_KEY, block])
         return rng.choice(len(self._shares), size=_BLOCK, p=self._shares)
 
 
 _SOURCES_KEY = 2_718_281_828
-"""Keeps draws of sources apart from other draws with the run's seed."""
+"""Separates draws of sources from other draws with the run's seed."""
 
 
 def _seed_of_source(seed: int, index: int) -> int:
@@ -122,7 +122,7 @@ def _seed_of_source(seed: int, index: int) -> int:
 def weighted_order(
     tasks: Sequence[Task], weights: Mapping[str, float], *, seed: int, position: int = 0
 ) -> Order:
-    """The order of a run's training problems; ``weights`` are of their sources, by name."""
+    """Return the order of a run's training problems; ``weights`` has the weight of each source by name."""
     if len(weights) == 1:
         return TaskOrder(tasks, seed=seed, position=position)
     by_source: dict[str, list[Task]] = {name: [] for name in weights}
@@ -132,5 +132,5 @@ def weighted_order(
 
 
 def sampling_seed(run_seed: int, draw_id: int) -> int:
-    """What a group's responses are sampled with; 64 bits, so that no two groups of a run share one."""
+    """Return the sampling seed of a group: 64 bits, so that no two groups of a run share one."""
     return int(np.random.SeedSequence((run_seed, draw_id)).generate_state(1, np.uint64)[0])

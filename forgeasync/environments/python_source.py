@@ -1,4 +1,4 @@
-"""Problems from code of a user's own."""
+"""Problems from the user's own code."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Set
@@ -18,12 +18,12 @@ QUESTION, ANSWER = "question", "answer"
 
 
 def _most_records(num_problems: int) -> int:
-    """Records to look through for that many problems: some are repeats, or held out."""
+    """Return the most records to read for this many problems: some are repeats or held out."""
     return 4 * num_problems + 1000
 
 
 class PythonProblems:
-    """Problems of a function ``(split, seed)`` that gives records, as many as are asked for or endlessly."""
+    """Problems of a function ``(split, seed)`` that returns records, finitely many or endlessly."""
 
     def __init__(self, source: PythonSource, *, num_train: int, num_held_out: int, seed: int) -> None:
         """Import and build the function. Raises ConfigError naming ``data.source.factory``."""
@@ -34,13 +34,13 @@ class PythonProblems:
         try:
             self._records = build_code(source, ("split", "seed"))
         except Exception as error:
-            # A class of the user's own may raise anything when it is built.
+            # The user's class may raise anything when it is built.
             kind = "" if isinstance(error, ValueError) else f"raised {type(error).__name__}: "
             reason = f"{kind}{error}"
             raise self._refusal("source.factory", source.factory, reason) from error
 
     def held_out(self) -> list[Task]:
-        """Distinct problems of split "held_out", by a fixed seed."""
+        """Draw distinct problems of split "held_out", by a fixed seed."""
         found: dict[str, Task] = {}
         for task in self._tasks(HELD_OUT, HELD_OUT_SEED, self._num_held_out):
             found.setdefault(task.prompt, task)
@@ -49,7 +49,7 @@ class PythonProblems:
         raise self._too_few("num_held_out", self._num_held_out, len(found))
 
     def train(self, never: Set[str]) -> TrainingDraw:
-        """Problems of split "train", by the run's seed; they may repeat each other."""
+        """Draw problems of split "train", by the run's seed; they may repeat each other."""
         train: list[Task] = []
         num_skipped = 0
         for task in self._tasks(TRAIN, self._seed, self._num_train):

@@ -1,7 +1,7 @@
 """Problems from reasoning-gym, which generates each from a seed and an index.
 
 reasoning-gym draws problem ``i`` of a data set from ``seed + i``, so nearby seeds share nearly all their
-problems: seeds are hashed here before they reach it.
+problems: this module hashes seeds before it passes them on.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _NUM_REPRODUCED = 4
 
 
 def _num_candidates(num_problems: int) -> int:
-    """Candidates to look through for that many problems: some are repeats, or held out."""
+    """Return the most candidates to generate for this many problems: some are repeats or held out."""
     return 4 * num_problems + 1000
 
 
@@ -48,7 +48,7 @@ def _refusal(field: str, value: object, remedy: str) -> ConfigError:
 
 
 def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDataset:
-    """One reasoning-gym data set; raises ConfigError naming the field that makes it impossible."""
+    """Create a reasoning-gym data set; raises ConfigError that names the field at fault."""
     if source.task not in DATASETS:
         remedy = f"reasoning-gym has no such data set; {_nearest(source.task, sorted(DATASETS))}"
         raise _refusal("source.task", source.task, remedy)
@@ -56,7 +56,7 @@ def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDa
     known = [field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS]
     for name, value in source.options.items():
         if name in OWN_OPTIONS:
-            remedy = f"{name!r} ({value!r}) is set by the run, not here"
+            remedy = f"{name!r} ({value!r}) is set by the run itself; leave it out"
             raise _refusal("source.options", source.options, remedy)
         if name not in known:
             remedy = f"{source.task!r} has no option {name!r} (set to {value!r}); {_nearest(name, known)}"
@@ -71,10 +71,10 @@ def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDa
 
 
 class ReasoningGymProblems:
-    """Generates training and held-out problems one at a time, so that building it costs next to nothing.
+    """Generates training and held-out problems one at a time, so that building it costs almost nothing.
 
     A ``source_index`` of 0 or more is a training problem's index; held-out problem ``i`` has
-    ``-1 - i``. Raises ConfigError naming ``data.source.task`` or ``data.source.options``.
+    ``-1 - i``. Raises ConfigError that names ``data.source.task`` or ``data.source.options``.
     """
 
     def __init__(self, source: ReasoningGymSource, *, num_train: int, num_held_out: int, seed: int) -> None:
@@ -86,7 +86,7 @@ class ReasoningGymProblems:
         self._held_out = _create(source, seed=HELD_OUT_SEED, size=_num_candidates(num_held_out))
 
     def entry(self, source_index: int) -> dict[str, Any]:
-        """reasoning-gym's own record of a problem; raises ConfigError if it cannot be generated."""
+        """Generate reasoning-gym's own record of a problem; raises ConfigError if that fails."""
         dataset, index = (
             (self._train, source_index) if source_index >= 0 else (self._held_out, -1 - source_index)
         )
@@ -97,11 +97,11 @@ class ReasoningGymProblems:
             raise _refusal("source.options", self.source.options, remedy) from error
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        """reasoning-gym's own score of ``answer``, usually 0 to 1; raises what its verifier raises."""
+        """Score ``answer`` by reasoning-gym's verifier, usually 0 to 1; raises what the verifier raises."""
         return float(self._train.score_answer(answer, entry))
 
     def held_out(self) -> list[Task]:
-        """Distinct problems by a fixed seed. Raises ConfigError if there are too few."""
+        """Draw distinct problems by a fixed seed. Raises ConfigError if there are too few."""
         held_out: list[Task] = []
         held_out_prompts: set[str] = set()
         for task in self._candidates(held_out=True):
@@ -116,10 +116,10 @@ class ReasoningGymProblems:
         return held_out
 
     def train(self, never: Set[str]) -> TrainingDraw:
-        """Problems by the run's seed; they may repeat each other where the options leave few distinct ones.
+        """Draw problems by the run's seed; they may repeat each other if the options allow few distinct ones.
 
         Raises:
-            ConfigError: too few are not among the texts in ``never``.
+            ConfigError: too few problems are left without the texts in ``never``.
         """
         train: list[Task] = []
         num_skipped = 0
@@ -157,8 +157,8 @@ class ReasoningGymProblems:
                 raise _refusal(
                     "source.task",
                     self.source.task,
-                    "its problems do not follow from a seed (two generations of one differ), so they cannot "
-                    "be scored",
+                    "generates different problems from the same seed, so they cannot be scored; choose a "
+                    "data set that is deterministic",
                 )
 
     def _too_few(self, field: str, wanted: int, found: int) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What a reward is given and what it gives: the base class of rewards of your own."""
+"""The base class of rewards of your own, with their arguments and results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
@@ -11,33 +11,33 @@ from forgeasync.rollouts.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a reward sees of a response: never evaluate the text, a model wrote it."""
+    """A response as a reward gets it. Never evaluate the text: a model wrote it."""
 
     text: str
     num_tokens: int
     finish_reason: FinishReason
-    """``LENGTH`` where the response was cut at ``sampling.max_response_tokens``."""
+    """``LENGTH`` if the response was cut at ``sampling.max_response_tokens``."""
 
 
 def response_of(rollout: Rollout | StoredRollout) -> Response:
-    """What a reward sees of a rollout."""
+    """Return the part of a rollout that a reward gets."""
     return Response(rollout.text, rollout.num_response_tokens, rollout.finish_reason)
 
 
 Verdict = float | Score
-"""What a reward says of one response. A float is a ``Score`` without parts that is correct from 1.0 on."""
+"""A reward's result for one response. A float is a ``Score`` without parts that is correct from 1.0 on."""
 
 
 class Reward(ABC):
-    """A reward of your own. A function ``(task, response) -> float | Score`` does as well.
+    """A reward of your own. A function ``(task, response) -> float | Score`` works as well.
 
     A function, in ``my_rewards.py`` in a folder of PYTHONPATH:
 
         def brevity(task, response):
             return 1.0 if response.num_tokens < 100 else 0.0
 
-    A class, whose keywords are ``options``, and whose coroutine may wait for a server: up to 64 calls of it
-    run side by side in a process.
+    A class, whose keywords are ``options``, and whose coroutine may wait for a server: up to 64 of its calls
+    run concurrently in a process.
 
         class Judge(Reward):
             def __init__(self, url, best=5.0):
@@ -64,13 +64,13 @@ class Reward(ABC):
             least = min((r.num_tokens for r, ok in zip(responses, right) if ok), default=0)
             return [Score(float(r.num_tokens == least), ok) if ok else 0.0 for r, ok in zip(responses, right)]
 
-    A reward runs in processes of its own, each of which builds it once; it may use files and the network. One
-    that raises, returns what is no finite number or takes longer than ``limit_s`` has not scored: its group
-    is tried again and then given up, never scored 0. See docs/rewards.md.
+    A reward runs in its own processes, each of which builds it once; it may use files and the network. If it
+    raises, returns no finite number or takes longer than ``limit_s``, it has not scored: its group is tried
+    again and then given up, never scored 0. See docs/rewards.md.
     """
 
     @abstractmethod
     def __call__(
         self, task: Task, response: Response
     ) -> Verdict | Awaitable[Verdict] | Sequence[Verdict] | Awaitable[Sequence[Verdict]]:
-        """What ``response`` to ``task`` is worth; with ``scores: group`` it gets a list and returns one."""
+        """Score ``response`` to ``task``; with ``scores: group`` it takes a list and returns a list."""

@@ -1,4 +1,4 @@
-"""Builds the problems of a run's ``data`` section: training tasks and held-out ones that share no text."""
+"""Builds the problems of a run's ``data`` section: training tasks and held-out tasks that share no text."""
 
 import dataclasses
 import itertools
@@ -19,29 +19,29 @@ from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError
 
 HELD_OUT_SEED = 1_618_033_988
-"""Chooses the held-out problems of every run, whatever its own seed: all runs are measured alike."""
+"""Seed for the held-out problems of every run, independent of the run's own: all runs are measured alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDraw:
-    """Training tasks of one source, and the candidates that were passed over for them."""
+    """Training tasks of one source, and the number of candidates that were skipped."""
 
     tasks: list[Task]
     num_skipped_held_out: int
-    """Their text is one that is only evaluated on."""
+    """Candidates with the text of a problem that is only evaluated on."""
     num_skipped_repeats: int = 0
-    """Their text is another training problem's."""
+    """Candidates with the text of another training problem."""
 
 
 class SourceProblems(Protocol):
     """The problems of one source."""
 
     def held_out(self) -> list[Task]:
-        """Distinct problems that do not depend on the run's seed. Raises ConfigError."""
+        """Draw distinct problems without the run's seed. Raises ConfigError if there are too few."""
         ...
 
     def train(self, never: Set[str]) -> TrainingDraw:
-        """Training problems that follow from the run's seed, none of them with a text in ``never``.
+        """Draw training problems by the run's seed, none of them with a text in ``never``.
 
         Raises:
             ConfigError: there are too few.
@@ -58,7 +58,7 @@ class SplitSource:
     num_skipped_held_out: int
     num_skipped_repeats: int = 0
     sets: Mapping[str, list[Task]] = field(default_factory=dict)
-    """Of every evaluation set, by its tasks' source."""
+    """Tasks of every evaluation set, by the source that they name."""
 
     def __post_init__(self) -> None:
         evaluated = {task.prompt for tasks in (self.held_out, *self.sets.values()) for task in tasks}
@@ -66,14 +66,14 @@ class SplitSource:
 
 
 MAX_GENERATED = 20_000
-"""Problems that a first look generates at most: about half a second."""
+"""Most problems that ``look_at_data`` generates; they take about half a second."""
 
 
 def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> SplitSource:
-    """All training and held-out problems of a run with ``seed``, and those of its evaluation sets.
+    """Build all training and held-out problems of a run with ``seed``, and those of its evaluation sets.
 
-    Held-out problems and sets depend on the config alone; those of several sources take turns. What is in
-    either of them is not trained on, whatever source it is of.
+    Held-out problems and sets depend on the config alone; held-out problems of several sources alternate. No
+    problem in them is trained on, from whichever source.
 
     Raises:
         ConfigError: names the config field that asks for what does not exist, and the line or record of what
@@ -105,19 +105,19 @@ def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What a look at the data without the whole cost of ``build_source`` found."""
+    """What ``look_at_data`` found."""
 
     words: str
-    """What was looked at."""
+    """Description of what was read or generated."""
     first_tasks: Mapping[str, Task]
-    """A problem of every source that was looked at, by the source's name."""
+    """One problem of every source that was looked at, by the source's name."""
 
 
 def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = ()) -> Look:
-    """A look at the problems of all sources.
+    """Check the problems of all sources, at less cost than ``build_source``.
 
-    Local files are read whole, and problems are generated up to ``MAX_GENERATED``. Data sets of the hub
-    stay where they are.
+    Local files are read whole, and at most ``MAX_GENERATED`` problems are generated. Data sets of the hub are
+    not loaded.
 
     Raises:
         ConfigError: as ``build_source``.
@@ -157,7 +157,7 @@ def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
 
 
 def _problems(source: NamedSource, seed: int) -> SourceProblems:
-    # Each builder imports a library that takes seconds to load: a run pays for those it uses.
+    # Each builder imports a library that takes seconds to load, so it is imported only if it is used.
     match source.source:
         case ReasoningGymSource() as section:
             from forgeasync.environments.reasoning_gym import ReasoningGymProblems
@@ -180,7 +180,7 @@ def _problems(source: NamedSource, seed: int) -> SourceProblems:
 
 
 def _named(tasks: Sequence[Task], source: NamedSource) -> list[Task]:
-    """Tasks under the name of their source in this run."""
+    """Return the tasks with the name of their source in this run."""
     return [
         task if task.source == source.name else dataclasses.replace(task, source=source.name)
         for task in tasks
@@ -188,14 +188,14 @@ def _named(tasks: Sequence[Task], source: NamedSource) -> list[Task]:
 
 
 def _in_turns(lists: Sequence[Sequence[Task]]) -> Iterator[Task]:
-    """One of each list, then the next of each."""
+    """Yield the first task of each list, then the second of each, and so on."""
     for row in itertools.zip_longest(*lists):
         yield from (task for task in row if task is not None)
 
 
 @contextmanager
 def _located(source: NamedSource) -> Iterator[None]:
-    """Name the fields of a refused source by its place in the config: builders know one source only."""
+    """Rewrite the fields in a source's errors to its place in the config; builders know only one source."""
     try:
         yield
     except ConfigError as error:

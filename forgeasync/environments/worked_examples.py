@@ -47,7 +47,7 @@ def mixed_examples(tasks: Sequence[Task], warmup: WarmupSection, rng: random.Ran
 
 
 def worked_example(task: Task) -> str:
-    """The response that works a ``chain_sum`` problem out.
+    """Write the response that works out a ``chain_sum`` problem.
 
     Raises:
         ValueError: the task is not a ``chain_sum`` problem.
@@ -66,5 +66,5 @@ def worked_example(task: Task) -> str:
 
 
 def guess(task: Task, *, error: int) -> str:
-    """The response that states an answer without working it out, ``error`` beside the right one."""
+    """Write the response that states an answer without working it out; it is off by ``error``."""
     return f"{ANSWER_PREFIX}{int(task.answer) + error}"

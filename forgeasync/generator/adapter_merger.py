@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from forgeasync.models.hf_folder import CheckpointTensors
-from forgeasync.weights.fetcher import Landing, landing_images
+from forgeasync.weights.fetcher import ReceiveBuffer, received_images
 from forgeasync.weights.layout import ALIGNMENT, Box, Piece, RankLayout, WeightLayout, whole_tensors
 from forgeasync.weights.named_weight import merged
 
@@ -44,7 +44,7 @@ def merged_layout(
 
 
 class AdapterMerger:
-    """Fills one landing with merged weights, out of another one with adapters."""
+    """Fills one receive buffer with merged weights, out of another one with adapters."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class AdapterMerger:
         merged: WeightLayout,
         out: Path,
     ) -> None:
-        """``base`` is the Hugging Face folder; ``fetched`` and ``out`` are the two landings' files."""
+        """``base`` is the Hugging Face folder; ``fetched`` and ``out`` are the two receive buffers' files."""
         self._base = CheckpointTensors(base)
         self._scaling = scaling
         self._adapters = adapters
-        self._images = landing_images(fetched, adapters)
-        image = Landing(out, merged).image(0).view(merged.dtype)
+        self._images = received_images(fetched, adapters)
+        image = ReceiveBuffer(out, merged).image(0).view(merged.dtype)
         self._targets = dict(whole_tensors(merged, [image]))
         self._adapted = {base_name(name) for name in adapters.shapes}
         for name in self._targets.keys() - self._adapted:

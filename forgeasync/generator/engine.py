@@ -79,7 +79,7 @@ def _in_process_core(*, salt_with_version: bool) -> Iterator[None]:
 
 
 def _engine_modules(lora: LoraSection) -> list[str]:
-    """What vLLM calls the modules of these targets: it fuses q, k and v."""
+    """Return vLLM's names of the modules of these targets: it fuses q, k and v."""
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     return sorted({fused.get(target, target) for target in lora.targets})
 
@@ -100,8 +100,8 @@ class EngineSequence:
     """The texts that end a turn."""
 
 
-class SamplerEngine:
-    """One engine. Build it with ``await SamplerEngine.start(...)`` inside an event loop."""
+class GeneratorEngine:
+    """One engine. Build it with ``await GeneratorEngine.start(...)`` inside an event loop."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class SamplerEngine:
         policy = interruption_policy(weights.interruption, client=client, gate=self._gate)
         self._updates = WeightUpdates(client, self._groups, policy, weights.kv_cache)
         self.adapter: ServedAdapter | None = None
-        """What all requests are served with; None where weights are whole."""
+        """Adapter that all requests are served with; None if weights are whole."""
         self._request_ids = itertools.count()
         self._num_generated_tokens = 0
         self._num_in_flight = 0
@@ -145,7 +145,7 @@ class SamplerEngine:
         records: Records,
         weights: WeightsSection,
         adapters: AdapterSetup | None = None,
-    ) -> "SamplerEngine":
+    ) -> "GeneratorEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves."""
         is_cpu = current_platform.is_cpu()
         if generator.batch_invariant:
@@ -248,7 +248,7 @@ class SamplerEngine:
         return self._groups.open(group_id)
 
     def close_group(self, group_key: int) -> None:
-        """No turn of the group comes any more."""
+        """Close a group; no further turn of it is sampled."""
         self._groups.close(group_key)
 
     def turn(self, sequence: EngineSequence, start: int) -> SampledTurn:
@@ -266,7 +266,7 @@ class SamplerEngine:
         )
 
     def rollout(self, sequence: EngineSequence, finish_reason: FinishReason | None = None) -> Rollout:
-        """What was sampled, with the finish reason of its last turn or another."""
+        """Return what was sampled, with the finish reason of its last turn or another one."""
         assert sequence.finish_reason is not None
         return self._reader.rollout(
             sequence.trajectory,
@@ -347,7 +347,7 @@ class SamplerEngine:
     ) -> SwapReport:
         """Put new weights in place, with what the configured interruption does to running sequences.
 
-        ``prefetch`` brings the weights near, on the event loop; ``install`` puts them in place, on the
+        ``prefetch`` fetches the weights, on the event loop; ``install`` puts them in place, on the
         engine's thread between two decode steps. Tokens of every later step carry ``version``. Where either
         raises, the engine goes on under the old version and the caller gets the exception. Updates run one
         after another.

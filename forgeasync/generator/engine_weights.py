@@ -30,12 +30,12 @@ BetweenSteps = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
-    """What an engine takes of every version."""
+    """The part of every version that an engine needs."""
 
     blocks: list[np.ndarray]
-    """By trainer rank: which blocks of its staging buffer (bool)."""
+    """Blocks (bool) of each trainer rank's staging buffer that the engine needs, by rank."""
     num_bytes: int
-    """Of the elements that some worker copies."""
+    """Bytes of the elements that at least one worker copies."""
 
 
 class EngineWeights:
@@ -61,9 +61,11 @@ class EngineWeights:
             check_traces(known, shapes, dtype)
         return known
 
-    async def connect(self, layout: WeightLayout, landing: Path) -> EngineNeeds:
-        """Plan how every worker takes versions of this layout out of the landing; after ``trace``."""
-        plans: list[Sequence[StridedCopy] | None] = await self._call("connect_weights", layout, landing)
+    async def connect(self, layout: WeightLayout, receive_buffer: Path) -> EngineNeeds:
+        """Plan how every worker takes versions of this layout out of the receive buffer; after ``trace``."""
+        plans: list[Sequence[StridedCopy] | None] = await self._call(
+            "connect_weights", layout, receive_buffer
+        )
         copies = [copy for plan in plans if plan is not None for copy in plan]
         if not copies:
             return all_of(layout)
@@ -73,7 +75,7 @@ class EngineWeights:
         return EngineNeeds(blocks=blocks, num_bytes=num_elements * layout.dtype.itemsize)
 
     async def stage(self) -> None:
-        """Have every worker make the landing's version ready; returns when all are."""
+        """Have every worker make the receive buffer's version ready; returns when all are."""
         await self._call("start_staging")
         delay_s = POLL_START_S
         while not all(await self._call("staging_done")):
@@ -87,7 +89,7 @@ class EngineWeights:
 
 
 def all_of(layout: WeightLayout) -> EngineNeeds:
-    """Everything that is published."""
+    """Return needs that cover everything that is published."""
     blocks = [np.ones(rank.num_blocks, bool) for rank in layout.ranks]
     return EngineNeeds(blocks=blocks, num_bytes=layout.num_bytes)
 
@@ -116,7 +118,7 @@ def check_traces(
 
 
 def sharing_parameters(traces: Sequence[LoadTrace], names: Iterable[str]) -> set[str]:
-    """All tensors that the engine keeps in one parameter with one of ``names``, these included."""
+    """Return all tensors that the engine keeps in one parameter with any of ``names``, these included."""
     wanted = set(names)
     touched = {region.parameter for trace in traces for region in trace.regions if region.name in wanted}
     return {region.name for trace in traces for region in trace.regions if region.parameter in touched}

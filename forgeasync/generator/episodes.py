@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forgeasync.config.generator import SamplingSection
-from forgeasync.generator.engine import EngineSequence, SamplerEngine
+from forgeasync.generator.engine import EngineSequence, GeneratorEngine
 from forgeasync.generator.interruption import RunningGroup
 from forgeasync.generator.reports import GroupCancelled
 from forgeasync.rollouts.rollout import FinishReason, Rollout
@@ -29,7 +29,7 @@ class _OpenGroup:
 class EngineEpisodes:
     """The open groups of an engine. Everything runs on its event loop."""
 
-    def __init__(self, engine: SamplerEngine) -> None:
+    def __init__(self, engine: GeneratorEngine) -> None:
         self._engine = engine
         self._groups: dict[int, _OpenGroup] = {}
         # Turns of theirs can still be on their way here. Groups that failed or were evaluated, not all.

@@ -1,7 +1,7 @@
-"""What happens to running sequences when new weights arrive: one small class for each mode.
+"""Decides what happens to running sequences when new weights arrive: one small class for each mode.
 
-Who waits for whom: an update runs ``bring_near`` on the event loop and, within it, the swap on the engine's
-thread, between two decode steps. ``bring_near`` may hold back new requests (drain) or decoding (blocking);
+Who waits for whom: an update runs ``prefetch`` on the event loop and, within it, the swap on the engine's
+thread, between two decode steps. ``prefetch`` may hold back new requests (drain) or decoding (blocking);
 ``end_requests`` runs in the same act as the swap and says which requests end there. vLLM then sends each of
 them off with everything recorded so far, and the engine resumes them.
 """
@@ -68,7 +68,7 @@ class Groups:
         return group_id, group
 
     def close(self, key: int) -> None:
-        """No request of the group comes any more."""
+        """Close a group; no further request of it comes."""
         del self._groups[key]
 
     def cancel(self, group_ids: Iterable[int]) -> None:
@@ -86,7 +86,7 @@ class Groups:
         )
 
     def progress(self, core: EngineCore, version: int) -> tuple[GroupProgress, ...]:
-        """How far each named group is that has requests in the engine (engine thread)."""
+        """Return the progress of each named group that has requests in the engine (engine thread)."""
         running: dict[int, list[int]] = {}
         for request in core.scheduler.requests.values():
             running.setdefault(_group_id(request), []).append(request.num_output_tokens)
@@ -133,7 +133,7 @@ class AdmissionGate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Nobody enters during the block."""
+        """Close the gate during the block."""
         self._open.clear()
         try:
             yield
@@ -145,12 +145,12 @@ class AdmissionGate:
 
 
 class InFlight:
-    """Weights come near while decoding goes on; running sequences go on under them."""
+    """Weights are fetched while decoding goes on; running sequences continue under the new ones."""
 
     @asynccontextmanager
-    async def bring_near(self, prefetch: Prefetch) -> AsyncIterator[float]:
-        """Fetch the weights; the block is the time to swap. Yields the seconds that sequences waited."""
-        await prefetch()
+    async def prefetch(self, fetch: Prefetch) -> AsyncIterator[float]:
+        """Fetch the weights; the block swaps them in. Yields for how many seconds sequences waited."""
+        await fetch()
         yield 0.0
 
     def end_requests(self, core: EngineCore) -> tuple[str, ...]:
@@ -160,15 +160,15 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Blocking(InFlight):
-    """Nothing is decoded from before the fetch until after the swap."""
+    """Decoding stops from before the fetch until after the swap."""
 
     client: InProcessAsyncClient
 
     @asynccontextmanager
-    async def bring_near(self, prefetch: Prefetch) -> AsyncIterator[float]:
+    async def prefetch(self, fetch: Prefetch) -> AsyncIterator[float]:
         async with self.client.standing_still():
             start_s = time.perf_counter()
-            await prefetch()
+            await fetch()
             yield time.perf_counter() - start_s
 
 
@@ -179,10 +179,10 @@ class Drain(InFlight):
     gate: AdmissionGate
 
     @asynccontextmanager
-    async def bring_near(self, prefetch: Prefetch) -> AsyncIterator[float]:
+    async def prefetch(self, fetch: Prefetch) -> AsyncIterator[float]:
         start_s = time.perf_counter()
         with self.gate.closed():
-            await prefetch()
+            await fetch()
             await self.gate.until_empty()
             yield time.perf_counter() - start_s
 

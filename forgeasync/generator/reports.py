@@ -1,4 +1,4 @@
-"""What engines report, apart from vLLM: who reads it need not import vLLM."""
+"""Reports of engines, in a module of their own so that readers need not import vLLM."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class SwapReport:
     pause_s: float
     """Decoding stood still for the swap itself."""
     waited_s: float
-    """Before that: running sequences drained, or all stood still while the weights came near."""
+    """Seconds before the swap in which running sequences drained, or decoding stopped for the fetch."""
     num_crossing: int
     """Sequences that were under way and go on where they were."""
     num_resumed: int
@@ -36,4 +36,4 @@ class SwapReport:
     num_recomputed: int
     """Sequences whose KV cache is computed again under the new weights."""
     progress: tuple[GroupProgress, ...]
-    """Of the groups under way."""
+    """Progress of the groups under way."""

@@ -1,4 +1,4 @@
-"""From what vLLM returns for a request to the tokens that a trajectory grows by, and to text.
+"""Turns vLLM's outputs for a request into the tokens that extend a trajectory, and into text.
 
 A turn that runs from end to end is one request. One that was ended at a swap and resumed has several: each
 later one has the prompt and all tokens before it as its prompt.
@@ -45,7 +45,7 @@ class SequenceReader:
         return Trajectory(num_experts=self.num_experts)
 
     def sampled(self, output: CompletionOutput) -> SampledTokens:
-        """What a request has sampled; at least one token."""
+        """Convert what a request has sampled; at least one token."""
         assert output.logprobs is not None and output.weight_versions is not None
         experts, mask = output.routed_experts, output.sampling_mask
         return SampledTokens(

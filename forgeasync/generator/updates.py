@@ -29,7 +29,7 @@ class WeightUpdates:
         self, version: int, *, prefetch: Prefetch, install: Callable[[EngineCore], None]
     ) -> SwapReport:
         """One update; what either function raises reaches the caller and leaves the version as it was."""
-        async with self._one_at_a_time, self._policy.bring_near(prefetch) as waited_s:
+        async with self._one_at_a_time, self._policy.prefetch(prefetch) as waited_s:
             return await self._client.between_steps(
                 lambda core: self._swap(core, version, install, waited_s=waited_s)
             )

@@ -13,11 +13,11 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from forgeasync.generator.adapter_merger import AdapterMerger, base_name, merged_layout
-from forgeasync.generator.engine import SamplerEngine
+from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.engine_weights import EngineWeights, all_of, sharing_parameters
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
-from forgeasync.weights.fetcher import FetchReport, Landing, WeightFetcher, landing_images
+from forgeasync.weights.fetcher import FetchReport, ReceiveBuffer, WeightFetcher, received_images
 from forgeasync.weights.layout import WeightLayout, whole_tensors
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.transport import Transport
@@ -29,13 +29,13 @@ class IncompleteFetch(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBase:
-    """What published adapters are adapters of."""
+    """The base model that published adapters adapt."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors of the model."""
+    """Shapes of all tensors of the model, by name."""
     dtype: torch.dtype
-    """Of the engine's parameters."""
+    """Dtype of the engine's parameters."""
     scaling: float
 
 
@@ -48,7 +48,7 @@ MakeReady = Callable[[int], Awaitable[Install]]
 class WeightReceiver:
     """The versions of one engine, one update at a time."""
 
-    def __init__(self, engine: SamplerEngine, fetcher: WeightFetcher, make_ready: MakeReady) -> None:
+    def __init__(self, engine: GeneratorEngine, fetcher: WeightFetcher, make_ready: MakeReady) -> None:
         self._engine = engine
         self._fetcher = fetcher
         self._make_ready = make_ready
@@ -57,11 +57,11 @@ class WeightReceiver:
     @classmethod
     async def connect(
         cls,
-        engine: SamplerEngine,
+        engine: GeneratorEngine,
         *,
         layout: WeightLayout,
         transports: Mapping[int, Transport],
-        landing: Path,
+        receive_buffer: Path,
         delta: bool,
         base: AdapterBase | None = None,
     ) -> "WeightReceiver":
@@ -70,22 +70,22 @@ class WeightReceiver:
         Raises:
             ValueError: engine and layout do not have the same tensors.
         """
-        memory = Landing(landing, layout)
+        memory = ReceiveBuffer(receive_buffer, layout)
         weights = EngineWeights(engine.between_steps)
         needs = all_of(layout)
         if engine.adapter is not None:
-            make_ready = _serve_adapters(engine.adapter, layout, landing)
+            make_ready = _serve_adapters(engine.adapter, layout, receive_buffer)
         elif base is not None:
-            make_ready = await _merge_adapters(weights, base, layout, landing)
+            make_ready = await _merge_adapters(weights, base, layout, receive_buffer)
         else:
             await weights.trace(layout.shapes, layout.dtype)
-            needs = await weights.connect(layout, landing)
+            needs = await weights.connect(layout, receive_buffer)
             make_ready = _take_whole(weights)
         fetcher = WeightFetcher(
             layout=layout,
             needed=needs.blocks,
             num_bytes_needed=needs.num_bytes,
-            landing=memory,
+            receive_buffer=memory,
             transports=transports,
             delta=delta,
         )
@@ -128,7 +128,7 @@ class WeightReceiver:
 
 
 def _take_whole(weights: EngineWeights) -> MakeReady:
-    """The landing holds what the engine's parameters are copied from."""
+    """The receive buffer holds what the engine's parameters are copied from."""
 
     async def make_ready(version: int) -> Install:
         await weights.stage()
@@ -137,9 +137,9 @@ def _take_whole(weights: EngineWeights) -> MakeReady:
     return make_ready
 
 
-def _serve_adapters(adapter: ServedAdapter, layout: WeightLayout, landing: Path) -> MakeReady:
-    """The landing holds adapters that vLLM loads."""
-    images = landing_images(landing, layout)
+def _serve_adapters(adapter: ServedAdapter, layout: WeightLayout, receive_buffer: Path) -> MakeReady:
+    """The receive buffer holds adapters that vLLM loads."""
+    images = received_images(receive_buffer, layout)
 
     async def make_ready(version: int) -> Install:
         tensors = dict(whole_tensors(layout, images))
@@ -150,16 +150,21 @@ def _serve_adapters(adapter: ServedAdapter, layout: WeightLayout, landing: Path)
 
 
 async def _merge_adapters(
-    weights: EngineWeights, base: AdapterBase, adapters: WeightLayout, landing: Path
+    weights: EngineWeights, base: AdapterBase, adapters: WeightLayout, receive_buffer: Path
 ) -> MakeReady:
-    """The landing holds adapters: the engine takes merged weights out of a second landing."""
+    """The receive buffer holds adapters: the engine takes merged weights out of a second receive buffer."""
     traces = await weights.trace(base.shapes, base.dtype)
     adapted = {base_name(name) for name in adapters.shapes}
     made = sharing_parameters(traces, adapted) if traces else set(base.shapes)
     layout = merged_layout(base.shapes, sorted(made), base.dtype)
-    out = landing.with_name(f"{landing.name}-merged")
+    out = receive_buffer.with_name(f"{receive_buffer.name}-merged")
     merger = AdapterMerger(
-        base=base.folder, scaling=base.scaling, adapters=adapters, fetched=landing, merged=layout, out=out
+        base=base.folder,
+        scaling=base.scaling,
+        adapters=adapters,
+        fetched=receive_buffer,
+        merged=layout,
+        out=out,
     )
     await weights.connect(layout, out)
     take_whole = _take_whole(weights)

@@ -1,4 +1,4 @@
-"""What a host does for a run besides its roles: it keeps their folders in shared memory and shows it lives.
+"""The agent of a host: it keeps the run's folders in the host's shared memory and shows that the host is up.
 
 Monarch 0.7.0 says nothing when a host is gone (tried: no supervision event within 90 s, calls hang), and
 hosts outlive a controller that was killed. So the controller calls every agent all the time, and an agent
@@ -60,7 +60,7 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def remove_folders(self) -> None:
-        """Everything of this run in the host's shared memory."""
+        """Remove everything of this run from the host's shared memory."""
         self._remove()
 
     def _remove(self) -> None:

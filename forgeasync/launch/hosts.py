@@ -44,7 +44,7 @@ class Host(Protocol):
 
 
 class Hosts(Protocol):
-    """All machines of a run besides the controller's part of its own."""
+    """All machines of a run besides the controller's own processes."""
 
     async def open(self) -> None:
         """Start them; to be called before anything is spawned."""
@@ -59,7 +59,7 @@ class Hosts(Protocol):
         ...
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
-        """Where each of them is."""
+        """Return the host of each proc of a role, by rank."""
         ...
 
     def master_address_is_ip(self) -> bool:

@@ -31,7 +31,7 @@ from forgeasync.waiting import DeadlineExceeded, deadline
 
 BEAT_S = 1.0
 CLOSE_S = 20.0
-"""For each thing that hosts do at the end."""
+"""Seconds for each of the steps that hosts take at the end."""
 SILENCE_FACTOR = 2.0
 """A host waits this much longer for the controller than the controller for it: it is the one to tell."""
 
@@ -54,7 +54,7 @@ class JobHost:
     agent: HostAgent
     log_file: Path
     worker_pid: int = 0
-    """Of the process that started the host's procs, on that host."""
+    """Process id, on that host, of the process that started the host's procs."""
     is_lost: bool = False
 
     async def make_folder(self, num_bytes: int) -> Path:

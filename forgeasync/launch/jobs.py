@@ -1,4 +1,4 @@
-"""From the launcher section of a run to one of Monarch's jobs, whose state has a host mesh for each role.
+"""Turns the launcher section of a run into one of Monarch's jobs, with a host mesh for each role.
 
 A job has to be made before anything else of Monarch's is used: it decides by which transport procs talk.
 """

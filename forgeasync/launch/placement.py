@@ -1,4 +1,4 @@
-"""Where the procs of a role run, and with what environment."""
+"""Chooses where the procs of a role run, and in what environment."""
 
 import itertools
 from collections.abc import Iterator

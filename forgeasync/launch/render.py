@@ -1,4 +1,4 @@
-"""What a launcher would submit, without submitting: Monarch's own jobs run up to the border of this process.
+"""Shows what a launcher would submit, without submitting: Monarch's jobs run up to the last call.
 
 Slurm's and ssh's commands are replaced by ones that write down what they are given, Kubernetes' API by a
 server on this machine that does the same. So what is shown is what the installed Monarch sends.
@@ -31,10 +31,10 @@ from forgeasync.config.run import RunConfig
 from forgeasync.launch.jobs import HostRole, build_job, build_kubernetes_job, mesh_name
 
 PLANNED_LOGS = "runs/<name>-<time>/logs"
-"""Where a run without ``run_dir`` writes."""
+"""Log folder of a run without ``run_dir``."""
 
 COMMAND_DEADLINE_S = 30.0
-"""For a command that only writes a file."""
+"""Seconds for a command that only writes a file."""
 
 _WRITES_DOWN = """#!{python}
 import os, pathlib, shlex, sys
@@ -71,7 +71,7 @@ def _count_processes(launcher: ProcessLauncher | SshLauncher) -> int:
 
 
 def _commands(config: RunConfig, command: str, *, num_commands: int) -> list[str]:
-    """What the job gives to a command of this machine: sbatch's input, or ssh's arguments; in its order."""
+    """Return what the job passes to commands of this machine, in order: sbatch's input or ssh's arguments."""
     assert not isinstance(config.launcher, LocalLauncher)
     with tempfile.TemporaryDirectory() as scratch:
         written, commands, logs = (Path(scratch) / name for name in ("written", "bin", "logs"))
@@ -133,7 +133,7 @@ class _WritesDown(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on the terminal."""
+        """Print nothing on the terminal."""
 
 
 class _ApiServer(HTTPServer):

@@ -29,7 +29,7 @@ SHIPPED_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 
 
 HUB_TIMEOUT_S = 5.0
-"""How long a machine without network may take to learn that the hub cannot be reached."""
+"""Seconds that a machine without network may take to learn that the hub cannot be reached."""
 
 
 _HUB_ERRORS = (OSError, HfHubHTTPError, httpx.HTTPError)

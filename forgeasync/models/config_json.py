@@ -57,7 +57,7 @@ class ConfigReader:
         return self._positive(name, self._raw[name])
 
     def rope_theta(self) -> float:
-        """From ``rope_parameters``, where transformers 5 writes it, or from the top level."""
+        """Read it from ``rope_parameters``, where transformers 5 writes it, or from the top level."""
         nested = self._mapping("rope_parameters")
         if "rope_theta" in nested:
             return self._positive("rope_parameters.rope_theta", nested["rope_theta"])
@@ -111,7 +111,7 @@ class ConfigReader:
                 self.add_problem(f"has {prefix}partial_rotary_factor = {value!r}; only 1.0 is supported")
 
     def _rope_scaling(self) -> tuple[str, Mapping[str, object]]:
-        """Where the rotary scaling stands, and what it says."""
+        """Return the key of the rotary scaling, and its value."""
         for name in ("rope_parameters", "rope_scaling"):
             if values := self._mapping(name):
                 return name, values

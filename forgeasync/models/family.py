@@ -1,4 +1,4 @@
-"""What this repository has to know of a model family before any weight is read."""
+"""The facts about a model family that are needed before any weight is read."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _SIZES = frozenset(
         "vocab_size",
     }
 )
-"""All of the architecture's metadata that is understood: anything else might change what is computed."""
+"""All metadata of the architecture that is understood; any other key might change what is computed."""
 
 
 _OF_MODEL = {
@@ -94,7 +94,7 @@ class GgufModel:
         self._check_shapes()
 
     def error(self, remedy: str) -> ConfigError:
-        """What is wrong with this file."""
+        """Return an error about this file."""
         return ConfigError([Problem(field="gguf", value=str(self._file), remedy=remedy)])
 
     def has(self, name: str) -> bool:
@@ -124,7 +124,7 @@ class GgufModel:
         return self._typed(name, list)
 
     def generation_config(self) -> GenerationConfig:
-        """Where responses end; GGUF says nothing else of how to sample."""
+        """Read where responses end; GGUF says nothing else about sampling."""
         return GenerationConfig(
             bos_token_id=self.config.bos_token_id,
             eos_token_id=self.config.eos_token_id,
@@ -132,7 +132,7 @@ class GgufModel:
         )
 
     def quantization(self) -> dict[str, int]:
-        """How many tensors are stored in each of GGUF's types."""
+        """Count the tensors stored in each of GGUF's types."""
         kinds = [tensor.tensor_type.name for tensor in self._reader.tensors]
         return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
@@ -230,7 +230,7 @@ _NORMAL = 1
 
 
 def _splits(name: str) -> pre_tokenizers.PreTokenizer | None:
-    """How a text is cut before merges, by llama.cpp's name for it (llama-vocab.cpp)."""
+    """Return how a text is split before merges, by llama.cpp's name for it (llama-vocab.cpp)."""
     if name == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])

@@ -22,7 +22,7 @@ def check_nucleus(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
             field="sampling.top_p",
             value=top_p,
             remedy=f"must be greater than 1 / {facts.vocab_size} (the vocabulary): otherwise only the most "
-            "likely token is ever kept, its probability is 1, and no gradient comes of it",
+            "likely token is ever kept, its probability is 1, and it gives no gradient",
         )
 
 
@@ -70,7 +70,7 @@ def check_trainer_divides_model(config: RunConfig, facts: ModelFacts) -> Iterato
 
 
 def check_generator_fits_model(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """The same over an engine's ranks, and whether one sequence fits its KV cache."""
+    """Check that the model divides over an engine's ranks, and that one sequence fits its KV cache."""
     tensor = config.generator.tensor_parallel
     # With expert parallelism every expert lies whole on one of the ranks.
     experts = ("num_experts", facts.num_experts)
@@ -120,8 +120,8 @@ def check_sequence_parallelism(config: RunConfig, facts: ModelFacts) -> Iterator
         yield Problem(
             field="trainer.parallel.sequence",
             value=parallel.sequence,
-            remedy="with tensor parallelism must be true where trainer.parallel.expert > 1 and "
-            f"false where it is 1, here {parallel.expert}: otherwise TorchTitan's gradients are wrong",
+            remedy="with tensor parallelism must be true if trainer.parallel.expert > 1 and false if it is "
+            f"1; it is {parallel.expert}, and TorchTitan's gradients would be wrong",
         )
 
 
@@ -145,7 +145,7 @@ def check_groups_of_experts(config: RunConfig, facts: ModelFacts) -> Iterator[Pr
 
 
 def check_router_bias(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Only some models have a bias, and only whole weights in its own dtype publish it."""
+    """Check that router biases can be published, and that only models that have them train them."""
     if facts.routing is not None and config.generator.dtype is not Dtype.FLOAT32:
         # Weights are published in one dtype, but vLLM keeps biases in float32: rounded ones choose others.
         yield Problem(
@@ -199,7 +199,7 @@ def check_lora_sharding(config: RunConfig, facts: ModelFacts) -> Iterator[Proble
 
 
 def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
-    """Everything that is wrong with running ``config`` on this model; empty if nothing is."""
+    """Return every problem of running ``config`` on this model; empty if there is none."""
     problems = check_without_model(config)
     for rule in _MODEL_RULES:
         problems.extend(rule(config, model_facts))

@@ -68,7 +68,7 @@ def weight_copies_in_shared_memory(config: RunConfig) -> int:
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """What is reserved for the recorded arrays of one group in the payload store.
+    """Return the bytes reserved for the recorded arrays of one group in the payload store.
 
     Longest prompt and response in every rollout, no prompt record shared, kept sets of top_k. Only sets with
     ties can take more: CPU engines keep all logits that tie at rank top_k.
@@ -81,12 +81,12 @@ def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def sampled_mark_bytes_per_token(config: RunConfig) -> int:
-    """Bytes that say in a payload whether a response token was sampled; 0 where all are."""
+    """Return the bytes per response token that mark it as sampled in a payload; 0 if all are."""
     return 0 if config.environment is None else 1
 
 
 def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes that one token's experts take in a payload; 0 where they are not recorded."""
+    """Return the bytes that one token's experts take in a payload; 0 if they are not recorded."""
     if config.trainer.routing_replay is RoutingReplay.OFF:
         return 0
     bytes_per_id = 1 if facts.num_experts <= 256 else 2
@@ -94,7 +94,7 @@ def routing_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def kept_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes that a response token's kept set takes in a payload at most; 0 where none is recorded.
+    """Return the most bytes that a response token's kept set takes in a payload; 0 if it is not recorded.
 
     Ties at rank top_k aside (``largest_group_payload_bytes``).
     """

@@ -1,4 +1,4 @@
-"""What the trainer has to know of a model family: TorchTitan's classes for it, and how to size them."""
+"""The trainer's side of a model family: TorchTitan's classes for it, and how to size them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a run would do, as one table, without starting anything and without a GPU."""
+"""Shows what a run would do, as one table, without starting anything and without a GPU."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def _processes(config: RunConfig) -> list[Row]:
     num_trainer, num_all = config.trainer.parallel.num_procs, num_gpus_needed(config)
     split = f"{generator.num_replicas} replicas x {generator.tensor_parallel} tensor-parallel"
     if generator.expert_parallel:
-        split += ", whose experts are dealt out"
+        split += ", experts split over them"
     return [
         ("GPUs, all", str(num_all), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),

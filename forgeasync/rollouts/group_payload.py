@@ -31,7 +31,7 @@ class GroupPayload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTrace:
-    """What a trainer needs of one rollout, token by token.
+    """The arrays of one rollout that a trainer needs, token by token.
 
     int32 ids, float32 logprobs; ``routed_experts`` covers prompt and response; None: not recorded, or all
     tokens kept. ``is_sampled_T``: bool, None where all were.

@@ -79,13 +79,14 @@ def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_siz
     """Check kept sets against the tokens that were drawn.
 
     Raises:
-        RecordError: another number of tokens, a row of ``NO_DISTRIBUTION``, an id outside the vocabulary or
-            twice in a row, or a sampled token that its own set lacks; names field, value and what would be
-            right.
+        RecordError: a wrong number of sets, a row of ``NO_DISTRIBUTION``, an id outside the vocabulary or
+            twice in a row, or a set without its sampled token; names field, value and what would be right.
     """
     if kept.num_tokens != len(response_ids_T):
         raise RecordError(
-            "kept_tokens", f"{kept.num_tokens} sets", f"the response has {len(response_ids_T)} tokens"
+            "kept_tokens",
+            f"{kept.num_tokens} sets",
+            f"must be {len(response_ids_T)}, one for each token of the response",
         )
     widths_T = np.diff(kept.offsets)
     if kept.offsets[0] != 0 or (widths_T < 0).any() or kept.offsets[-1] != len(kept.ids_N):
@@ -100,7 +101,7 @@ def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_siz
         raise RecordError(
             "kept_tokens",
             f"no distribution at response token {int(row_of_N[np.argmax(is_unknown_N)])}",
-            "the sampler's log-probabilities were not numbers there",
+            "the generator's log-probabilities must be numbers there",
         )
     lowest, highest = int(kept.ids_N.min()), int(kept.ids_N.max())
     if lowest < 0 or highest >= vocab_size:
@@ -110,7 +111,7 @@ def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_siz
     if is_repeated_N.any():
         row = int(row_of_N[np.argmax(is_repeated_N)])
         raise RecordError(
-            "kept_tokens", f"set of token {row} not strictly ascending", "a set lists an id once"
+            "kept_tokens", f"set of token {row} not strictly ascending", "a set must list an id once only"
         )
     has_sampled_T = widths_T == 0
     has_sampled_T[row_of_N[kept.ids_N == response_ids_T[row_of_N]]] = True
@@ -119,5 +120,5 @@ def check_kept_tokens(kept: KeptTokens, response_ids_T: np.ndarray, *, vocab_siz
         raise RecordError(
             "kept_tokens",
             f"set of token {row} without the sampled id {int(response_ids_T[row])}",
-            f"it has {int(widths_T[row])} ids; the sampled one is always among them",
+            f"the sampled id must be among its {int(widths_T[row])} ids",
         )

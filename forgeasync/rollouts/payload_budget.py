@@ -1,4 +1,4 @@
-"""How many bytes of payloads may exist at once, as a pure state machine: no clock, no I/O, no actors.
+"""Bounds the bytes of payloads, as a pure state machine: no clock, no I/O, no actors.
 
 Back-pressure: a group reserves the most that it should take before its first token is sampled, so that what
 was generated finds its place. Once written it counts with its real size, until its optimizer step has
@@ -32,7 +32,7 @@ def fits(capacity_bytes: int, groups_per_step: int, worst_case_bytes: int) -> bo
 
 
 def largest_excess(capacity_bytes: int, groups_per_step: int, worst_case_bytes: int) -> int:
-    """What groups may take beyond their reservations, together, so that a run still cannot stall."""
+    """Return the bytes that groups together may take beyond their reservations so that a run cannot stall."""
     return capacity_bytes - groups_per_step * worst_case_bytes
 
 
@@ -58,7 +58,7 @@ class PayloadBudget:
 
     @property
     def num_bytes_held(self) -> int:
-        """What the groups that are written take."""
+        """Bytes of the groups that are written."""
         return self._num_bytes_held
 
     def reserve(self, group_id: int, worst_case_bytes: int) -> bool:
@@ -112,7 +112,7 @@ class AsyncPayloadBudget(Monitor[PayloadBudget]):
         """Groups that had to wait for room."""
 
     def metrics(self) -> dict[str, float]:
-        """What is held now, and counts since the run began, under their names in metrics.jsonl."""
+        """Return bytes held now, and counts since the run began, under their names in metrics.jsonl."""
         return {
             "payload/num_bytes_held": self.state.num_bytes_held,
             "payload/num_bytes_reserved": self.state.num_bytes_reserved,

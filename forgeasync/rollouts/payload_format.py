@@ -1,4 +1,4 @@
-"""How a payload lies in its file, and what actors send each other in place of its bytes."""
+"""The layout of a payload in its file, and the reference that actors send in place of its bytes."""
 
 import mmap
 import struct
@@ -20,7 +20,7 @@ class PayloadTorn(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
-    """Where one payload lies, and how to know that it is this one.
+    """The place of one payload, and how to verify that its bytes are the right ones.
 
     ``file`` is a path on the host ``host_id``; the payload is its bytes [offset, offset + num_bytes).
     ``checksum`` is the xxh3_64 of the payload's body; ``payload_id`` is unique in the run.
@@ -35,7 +35,7 @@ class PayloadRef:
 
 
 def whole_pages(num_bytes: int) -> int:
-    """What a file of ``num_bytes`` takes of its host's memory, in bytes."""
+    """Return the bytes that a file of ``num_bytes`` takes of its host's memory."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -69,7 +69,7 @@ MAGIC = b"FAPAYLD\n"
 FORMAT_VERSION = 1
 
 ALIGNMENT = 64
-"""Of arrays in their payload and of payloads in their file: a cache line, enough for any vector unit."""
+"""Alignment of arrays in a payload and of payloads in a file: a cache line, enough for any vector unit."""
 
 
 _HEADER = struct.Struct("<8sQ32sQQ")
@@ -97,7 +97,7 @@ _DECODER = msgspec.msgpack.Decoder(list[_Entry])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Where everything goes; positions and lengths in bytes."""
+    """The layout of a payload; positions and lengths in bytes."""
 
     entries: list[_Entry]
     table: bytes
@@ -135,7 +135,7 @@ def _plan(arrays: Mapping[str, np.ndarray]) -> _Plan:
 
 
 def measure(arrays: Mapping[str, np.ndarray]) -> int:
-    """Bytes that a payload of these arrays takes.
+    """Return the bytes that a payload of these arrays takes.
 
     Raises:
         ValueError: a dtype holds objects or is more than its name (structured dtypes).

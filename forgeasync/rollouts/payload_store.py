@@ -92,8 +92,8 @@ class PayloadWriter:
         with self._lock:
             if self._num_bytes_held + asked > self._capacity_bytes:
                 raise PayloadStoreFull(
-                    f"payloads of this generator may take {self._capacity_bytes:,} bytes, "
-                    f"{self._num_bytes_held:,} are held, and a group asks for {asked:,} more"
+                    f"a group needs {asked:,} bytes; payloads of this generator may take "
+                    f"{self._capacity_bytes:,} bytes and take {self._num_bytes_held:,} already"
                 )
             self._num_bytes_held += asked
             file = str(self._folder / f"{self._token}-{self._num_groups:08d}.group")
@@ -151,8 +151,8 @@ def _allocate(descriptor: int, num_bytes: int) -> memoryview:
             raise
         filesystem = os.fstatvfs(descriptor)
         raise PayloadStoreFull(
-            f"a group asks for {num_bytes:,} bytes, but this host's shared memory has only "
-            f"{filesystem.f_bavail * filesystem.f_frsize:,} left: something else has filled it"
+            f"a group needs {num_bytes:,} bytes, but this host's shared memory has only "
+            f"{filesystem.f_bavail * filesystem.f_frsize:,} left: another program has filled it"
         ) from error
     # Mapping all pages at once costs less than a page fault for each of them.
     return memoryview(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
@@ -212,7 +212,7 @@ class PayloadReader:
         """
         if ref.host_id != self._host_id:
             raise ValueError(
-                f"payload {ref.payload_id} lies on host {ref.host_id}, this is host {self._host_id}: "
-                "read it with a RemotePayloadReader"
+                f"payload {ref.payload_id} is on host {ref.host_id}, this is host {self._host_id}; "
+                "must be read with a RemotePayloadReader"
             )
         return read_from(map_payload(ref), ref, copy=copy)

@@ -1,4 +1,4 @@
-"""From a problem's text to the token ids that a generator is prompted with."""
+"""Turns a problem's text into the token ids that a generator is prompted with."""
 
 from collections.abc import Mapping
 
@@ -26,12 +26,13 @@ class PromptEncoder:
         """``system_prompt`` and ``template_arguments`` are for the template.
 
         Raises:
-            ValueError: the tokenizer has no template that is asked for, or the template does not know an
+            ValueError: the tokenizer has no template although one is needed, or the template does not know an
                 argument or refuses a system message; names the field.
         """
         if chat_template and tokenizer.chat_template is None:
             raise ValueError(
-                f"data.chat_template is true, but the tokenizer of {tokenizer.name_or_path!r} has no template"
+                f"data.chat_template = true: the tokenizer of {tokenizer.name_or_path!r} has no template; "
+                "must be false, or the model folder must have a chat template"
             )
         self._tokenizer = tokenizer
         self._chat_template = chat_template
@@ -44,7 +45,7 @@ class PromptEncoder:
 
     @classmethod
     def of_section(cls, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> "PromptEncoder":
-        """As a run's section on data says."""
+        """Build the encoder that a run's ``data`` section describes."""
         return cls(
             tokenizer,
             chat_template=data.chat_template,
@@ -53,7 +54,7 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: str) -> np.ndarray:
-        """Token ids of ``prompt``, int32, up to where the response begins."""
+        """Return the token ids of ``prompt``, int32, up to where the response begins."""
         if self._chat_template:
             # Rendered first and tokenized after: the template writes its special tokens itself.
             prompt = self._render(prompt)
@@ -64,11 +65,12 @@ class PromptEncoder:
         num_tokens = len(self.encode(task.prompt))
         limit = max_context_length - max_response_tokens
         if num_tokens == 0:
-            raise ValueError(f"the prompt of task {task.task_id!r} has no tokens")
+            raise ValueError(f"the prompt of task {task.task_id!r} has no tokens; must have at least one")
         if num_tokens > limit:
             raise ValueError(
-                f"the prompt of task {task.task_id!r} has {num_tokens} tokens, but model.max_context_length "
-                f"{max_context_length} less sampling.max_response_tokens {max_response_tokens} leaves {limit}"
+                f"the prompt of task {task.task_id!r} has {num_tokens} tokens; must have at most {limit}, "
+                f"which is model.max_context_length = {max_context_length} less "
+                f"sampling.max_response_tokens = {max_response_tokens}"
             )
 
     def _render(self, prompt: str) -> str:
@@ -81,7 +83,7 @@ class PromptEncoder:
         return rendered
 
     def _check_arguments(self) -> None:
-        """Refuse an argument that the template never reads: rendering takes any without a word."""
+        """Refuse an argument that the template never reads; rendering would silently ignore it."""
         # Hugging Face's renderer knows these extensions and one for the tag "generation".
         environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, jinja2.ext.do, _Generation])
         template = environment.parse(self._tokenizer.get_chat_template())
@@ -97,7 +99,7 @@ class PromptEncoder:
         try:
             rendered = self._render("1 + 1 =")
         except Exception as error:
-            # Templates raise whatever they like at a role that they do not have.
+            # Templates raise any exception for a role that they do not support.
             raise ValueError(
                 f"data.system_prompt = {system_prompt[:80]!r}: the chat template refuses a system message "
                 f"({type(error).__name__}: {error})"

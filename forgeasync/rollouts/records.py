@@ -1,4 +1,4 @@
-"""What is recorded of every rollout, and whether a rollout's record is sound."""
+"""The records of every rollout, and checks that they are sound."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ MAX_LOGPROB = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """What an engine records beside tokens and log-probabilities."""
+    """The records that an engine makes beside tokens and log-probabilities."""
 
     routing: bool
     """The experts that each token took in each layer that has experts."""
@@ -34,7 +34,9 @@ def check_rollout(rollout: Rollout, records: Records, facts: ModelFacts) -> None
     num_response_tokens = rollout.num_response_tokens
     if len(rollout.logprobs_T) != num_response_tokens:
         raise RecordError(
-            "logprobs", f"{len(rollout.logprobs_T)} of them", f"the response has {num_response_tokens} tokens"
+            "logprobs",
+            f"{len(rollout.logprobs_T)} values",
+            f"must be {num_response_tokens}, one for each token of the response",
         )
     _check_logprobs(rollout.logprobs_T)
     if records.routing:
@@ -65,5 +67,5 @@ def _check_logprobs(logprobs_T: np.ndarray) -> None:
         raise RecordError(
             "logprobs",
             f"{logprobs_T[token]:g} at response token {token}",
-            "must be finite and at most 0, as a logarithm of a probability is",
+            "must be finite and at most 0, as every logarithm of a probability",
         )

@@ -1,4 +1,4 @@
-"""What a generator made and what a trainer learns from: rollouts, and the groups they come in.
+"""Rollouts, which a generator samples and a trainer learns from, and the groups they come in.
 
 Shape suffixes: T tokens of one response, P tokens of its prompt.
 """
@@ -58,7 +58,7 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """Sampled or not."""
+        """Number of response tokens, sampled or not."""
         return len(self.response_ids_T)
 
 
@@ -70,14 +70,14 @@ class StoredRollout:
     """
 
     generator_rank: int
-    """Who sampled it, holds its arrays and frees them."""
+    """Rank of the generator that sampled the rollout, holds its arrays and frees them."""
     prompt: PayloadRef
     response: PayloadRef
     num_prompt_tokens: int
     num_response_tokens: int
     """Sampled, or given by an environment between the model's turns: what the rollout takes of a row."""
     version_spans: tuple[VersionSpan, ...]
-    """Of the sampled tokens, in order."""
+    """Versions of the sampled tokens, in order."""
     text: str
     finish_reason: FinishReason
 
@@ -105,9 +105,9 @@ class Group:
     task: Task
     rollouts: tuple[StoredRollout, ...]
     rewards: tuple[float, ...] | None = None
-    """What the rollouts train with: their scores' values, and what filters made of them."""
+    """Rewards that the rollouts train with: the values of their scores, changed by filters."""
     scores: tuple[Score, ...] | None = None
-    """What the reward said of each rollout; None where nothing but ``rewards`` is known."""
+    """The reward's score for each rollout; None if only ``rewards`` are known."""
     steps: tuple[tuple[Step, ...], ...] | None = None
     """Rewards of each rollout's steps; None where the scorer gave none."""
 
@@ -124,11 +124,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """What a generator tells of a group when it goes over to ``version``."""
+    """A generator's report on a group when it changes to ``version``."""
 
     group_id: int
     version: int
     num_running: int
     """Rollouts that will sample at least one more token, under ``version`` or a later one."""
     num_tokens: int
-    """Sampled so far by these, and by those that have ended."""
+    """Tokens sampled so far by these rollouts and by those that have ended."""

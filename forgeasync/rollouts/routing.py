@@ -1,4 +1,4 @@
-"""Which experts the sampler took for each token: the record behind Keep Routing.
+"""Which experts the generator took for each token: the record behind Keep Routing.
 
 Shape suffixes: S tokens of one sequence, R those of them with a record, M MoE layers, K top-k.
 """
@@ -18,7 +18,7 @@ class RecordError(ValueError):
 
 
 NO_RECORD = -1
-"""Expert id of a token that the sampler has no record of; expert 0 is a real expert."""
+"""Expert id of a token that the generator has no record of; expert 0 is a real expert."""
 
 
 def expert_dtype(num_experts: int) -> np.dtype:
@@ -98,19 +98,23 @@ def check_routing(
     """
     ids_RMK = record.expert_ids_RMK
     if record.num_tokens != num_tokens:
-        raise RecordError("routed_experts", f"{record.num_tokens} tokens", f"the sequence has {num_tokens}")
+        raise RecordError(
+            "routed_experts", f"{record.num_tokens} tokens", f"must be the sequence's {num_tokens}"
+        )
     if ids_RMK.ndim != 3 or ids_RMK.shape[1] != num_layers:
         layers = ids_RMK.shape[1] if ids_RMK.ndim == 3 else ids_RMK.shape
-        raise RecordError("routed_experts", f"layers {layers}", f"the model has {num_layers} MoE layers")
+        raise RecordError(
+            "routed_experts", f"{layers} layers", f"must be the model's {num_layers} MoE layers"
+        )
     if ids_RMK.shape[2] != top_k:
         raise RecordError(
-            "routed_experts", f"{ids_RMK.shape[2]} experts a token", f"the model takes {top_k} of its experts"
+            "routed_experts", f"{ids_RMK.shape[2]} experts per token", f"must be the model's top_k = {top_k}"
         )
     if record.num_recorded != int(record.is_recorded_S.sum()):
         raise RecordError(
             "routed_experts",
             f"{record.num_recorded} rows",
-            f"{int(record.is_recorded_S.sum())} tokens are marked as recorded",
+            f"must be one for each of the {int(record.is_recorded_S.sum())} tokens marked as recorded",
         )
     if ids_RMK.size == 0:
         return
@@ -124,5 +128,5 @@ def check_routing(
         raise RecordError(
             "routed_experts",
             f"ids {ids_RMK[row, layer].tolist()} of recorded token {row} in layer {layer}",
-            "a token takes an expert at most once",
+            "a token must have an expert at most once",
         )

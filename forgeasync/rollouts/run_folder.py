@@ -66,7 +66,7 @@ def _own_pid_namespace() -> int:
 
 
 def _creator(folder: Path) -> _Creator | None:
-    """Who made a folder without a lock; None for any other name."""
+    """Return the creator of a folder without a lock; None for any other name."""
     if (match := _UNLOCKED_NAME.fullmatch(folder.name)) is None:
         return None
     pid_namespace, pid, start_ticks = map(int, match.groups())
@@ -113,7 +113,7 @@ def _make_locked(root: Path) -> Path:
 
 
 def _available_memory_bytes() -> int:
-    """What the kernel could give away without swapping."""
+    """Return the bytes that the kernel could give away without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(kib) * 1024

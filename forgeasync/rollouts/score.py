@@ -1,4 +1,4 @@
-"""What a reward says of one response, and how the processes that score have fared."""
+"""The score of one response, and counts of responses that could not be verified."""
 
 import itertools
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from numbers import Real
 from forgeasync.config.data import PART_NAME_RULE, is_part_name
 
 LARGEST = 1e30
-"""Largest reward: what groups and batches make of rewards must fit into float32."""
+"""Largest reward: numbers that groups and batches compute from rewards must fit into float32."""
 
 
 MAX_PARTS = 64
-"""Every part is a metric of the run, and so is every penalty a number to keep."""
+"""Most parts and most penalties of a score: every part is a metric, and every penalty is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +46,20 @@ class Score:
     """
 
     value: float
-    """What the response is trained with."""
+    """The reward that the response is trained with."""
     is_correct: bool
-    """Whether the response solves its task: what an evaluation counts."""
+    """Whether the response solves its task; evaluations count this."""
     _: KW_ONLY
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """What the value is made of, by name: logged as ``reward/<name>``, and used for nothing else."""
+    """Parts of the value by name: logged as ``reward/<name>`` and used for nothing else."""
     steps: tuple[Step, ...] = ()
-    """Rewards of the response's steps, ends increasing; none: the value counts for all tokens alike."""
+    """Rewards of the response's steps, with increasing ends; if empty, the value counts for all tokens alike.
+    """
     penalties: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Faults besides the reward, by name and at least 0, such as the share of tool calls that failed; filter
-    ``resample_on_correct`` prefers responses with few. They change no reward."""
+    """Penalties by name, at least 0, such as the share of tool calls that failed. They change no reward;
+    filter ``resample_on_correct`` prefers responses with low ones."""
     has_answer: bool = True
-    """False where the response never states an answer: counted in ``response/no_answer_share``."""
+    """False if the response never states an answer; counted in ``response/no_answer_share``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _number(self.value, "a score"))
@@ -115,7 +116,7 @@ class VerifierCounts:
     """Answers since the scorer began that scored 0 because they could not be verified."""
 
     num_timeouts: int = 0
-    """Cut off at ``scorer.answer_limit_s``."""
+    """Verifications that were cut off at ``scorer.answer_limit_s``."""
     num_crashes: int = 0
     """The process that verified them died, for instance of ``scorer.answer_memory_mib``."""
     num_errors: int = 0
@@ -138,7 +139,7 @@ class VerifierCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """Return metrics under their names in metrics.jsonl."""
         return {
             "scoring/num_timeouts": self.num_timeouts,
             "scoring/num_crashes": self.num_crashes,

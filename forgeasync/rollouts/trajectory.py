@@ -72,7 +72,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All tokens so far: the prompt of the next request. Not to be changed."""
+        """All tokens so far, which are the prompt of the next request; must not be changed."""
         return self._token_ids
 
     @property

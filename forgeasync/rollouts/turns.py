@@ -1,4 +1,4 @@
-"""What travels between an environment and the generator that holds its episodes."""
+"""Messages between an environment and the generator that holds its episodes."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class SampledTurn:
 
     text: str
     num_tokens: int
-    """Sampled in this turn."""
+    """Number of tokens sampled in this turn."""
     finish_reason: FinishReason
     last_id: int
     """The last sampled token: with finish reason ``stop`` the one that ended the turn."""

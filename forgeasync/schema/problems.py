@@ -1,4 +1,4 @@
-"""What is wrong with a run's input, in words a person can act on."""
+"""Problems with a run's input, in words that a person can act on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ EXIT_REFUSED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing to fix: the dotted field, the value found there (None: none) and what would be right."""
+    """One thing to fix: the dotted field, its value (None where it has none) and what would be right."""
 
     field: str
     value: object = None
@@ -25,11 +25,11 @@ class Problem:
 
 
 MAX_SHOWN_CHARACTERS = 160
-"""Longer values are cut in messages: a whole section given by mistake should not fill the screen."""
+"""Longer values are cut in messages, so that a whole section given by mistake does not fill the screen."""
 
 
 class ConfigError(ValueError):
-    """The input of a run is wrong; the text has one line per problem."""
+    """The input of a run is wrong; the error's text has one line per problem."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)

@@ -1,4 +1,4 @@
-"""Sections of ``kind: python``: code of a user's own, found by its dotted name or carried along.
+"""Sections of ``kind: python``: the user's own code, imported by its dotted name or sent along pickled.
 
 The same three forms work wherever a section takes ``kind: python`` (objectives, corrections, advantages,
 filters, rewards, environments):
@@ -29,17 +29,17 @@ class PythonCode(Section):
     factory: str
     """Dotted name of a class or function, ``package.module.name``; the processes of the run import it too."""
     options: dict[str, int | float | bool | str] = Field(default_factory=dict)
-    """Keywords that it is called with."""
+    """Keyword arguments that ``factory`` is called with."""
     pickled: str | None = None
-    """The class or function itself (cloudpickle, base64), where no process could import it: defined in a
-    notebook or in the script that runs. ``code_of`` makes it."""
+    """The class or function itself (cloudpickle, base64) if it was defined in a notebook or in the running
+    script, where other processes cannot import it. ``code_of`` writes it."""
 
 
 def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
-    """``factory`` and ``pickled`` of a class or function that was handed over in Python.
+    """Return ``factory`` and ``pickled`` for a class or function that was handed over in Python.
 
     Raises:
-        ValueError: it is nothing that can be called, or cannot be sent to another process; says why.
+        ValueError: it cannot be called, or cannot be sent to another process; says why.
     """
     if not callable(thing):
         raise ValueError(f"must be a class or a function, not a {type(thing).__name__}")
@@ -52,12 +52,12 @@ def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
         # Whatever the pickling of a user's own objects raises is for the user to see.
         raise ValueError(
             f"{name} cannot be sent to other processes ({type(error).__name__}: {error}); define it in a "
-            "module, or keep what cannot be pickled out of it"
+            "module, or remove from it what cannot be pickled"
         ) from error
 
 
 def _is_importable(thing: Callable[..., object]) -> bool:
-    """Whether its module and name find this very object in other processes too."""
+    """Whether other processes can import this very object by its module and name."""
     module, name = getattr(thing, "__module__", "__main__"), getattr(thing, "__qualname__", "")
     if module == "__main__" or not name.isidentifier():
         return False
@@ -68,24 +68,24 @@ def _is_importable(thing: Callable[..., object]) -> bool:
 
 
 def build_code(section: PythonCode, parameters: tuple[str, ...]) -> Callable[..., object]:
-    """What the section stands for, ready to be called with positional ``parameters``.
+    """Build what the section describes, ready to be called with positional ``parameters``.
 
-    Imports and runs the user's code. The same section gives the same object in one process.
+    Imports and runs the user's code. Within a process the same section gives the same object.
 
     Raises:
-        ValueError: there is no such thing, or it cannot be called so; says which part is wrong.
+        ValueError: it does not exist, or cannot be called with these parameters; says which part is wrong.
     """
-    # Of what a section has besides, nothing changes what is built.
+    # Other fields of a derived section do not change what is built.
     return _build(section.model_dump_json(include=set(PythonCode.model_fields)), parameters)
 
 
 def load_code(section: PythonCode) -> Callable[..., object]:
-    """The class or function itself, for those who call it with the options themselves.
+    """Load the class or function itself, for callers that pass the options on their own.
 
     Imports and runs the user's code.
 
     Raises:
-        ValueError: there is no such thing, or it cannot be called; says which part is wrong.
+        ValueError: it does not exist, or cannot be called; says which part is wrong.
     """
     return _unpickle(section) if section.pickled is not None else _import(section.factory)
 
@@ -102,7 +102,7 @@ def _build(section_json: str, parameters: tuple[str, ...]) -> Callable[..., obje
         built = found(**section.options)
         if not callable(built):
             raise ValueError(
-                f"{section.factory} returned a {type(built).__name__}; must return what is called with "
+                f"{section.factory} returned a {type(built).__name__}; must return a function of "
                 f"({', '.join(parameters)})"
             )
         return built

@@ -1,7 +1,7 @@
-"""What all sections of a run's config have in common, and the ranges that many of their numbers share.
+"""The base class of all sections of a run's config, and the ranges that many of their numbers share.
 
-Every number has an upper bound too: one that is far too large shall be refused here, not by the memory, the
-integer type or the clock that it is handed to.
+Every number has an upper bound too: a value that is far too large is refused here, before memory, an integer
+type or a timer fails on it.
 """
 
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 MAX_COUNT = 10**9
-"""Fits the 32-bit integers of the libraries that counts are handed to, also with a little added."""
+"""Counts are passed to libraries with 32-bit integers; this bound leaves room to add a little."""
 
 
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
@@ -33,11 +33,11 @@ MAX_SECONDS = 366 * 86400.0
 
 
 Seconds = Annotated[float, Field(ge=0.1, le=MAX_SECONDS)]
-"""A deadline: shorter ones end before any call has an answer, much longer ones overflow timers."""
+"""A deadline. Shorter ones pass before any call can answer; much longer ones overflow timers."""
 
 
 Factor = Annotated[float, Field(ge=1e-30, le=1e30)]
-"""What float32 tensors are multiplied by or compared with: there it is neither 0 nor infinite."""
+"""A factor or threshold for float32 tensors: in float32 it is neither 0 nor infinite."""
 
 
 Gibibytes = Annotated[float, Field(gt=0.0, le=65536.0)]
@@ -47,7 +47,7 @@ MAX_SEED = 2**32 - 1
 
 
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-"""NumPy takes 32 bits, and vLLM hands its seed on to it."""
+"""A random seed. vLLM passes its seed on to NumPy, which takes 32 bits."""
 
 
 class Section(BaseModel):
@@ -72,5 +72,5 @@ def _write_kind(value: Any, write: SerializerFunctionWrapHandler) -> Any:
 
 
 SHORT_FORM = (BeforeValidator(_read_kind), WrapSerializer(_write_kind))
-"""Annotations of a union of sections that may be given by their ``kind`` alone: ``advantage: grpo``. They are
-written so too where the kind is all that there is to say."""
+"""Annotations of a union of sections that may be given by their ``kind`` alone, such as ``advantage: grpo``.
+Sections without other keys are written in this short form too."""

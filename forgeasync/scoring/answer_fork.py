@@ -23,7 +23,7 @@ from forgeasync.scoring.verifier import Verifier
 MAX_VERDICT_BYTES = 4096
 MAX_REASON_CHARS = 500
 MAX_ANSWERS = 64
-"""That one fork serves."""
+"""Most answers that one fork serves."""
 
 _ORPHAN_GRACE_S = 2.0
 """An answer's own alarm comes this much later than the parent's kill: it is for orphans only."""
@@ -34,7 +34,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkLimits:
-    """What answers may use, and read."""
+    """The limits of answers, and the folders that they may read."""
 
     answer_limit_s: float
     answer_memory_bytes: int
@@ -99,7 +99,7 @@ class AnswerFork:
         return ended is not None
 
     def _read_verdict(self, deadline_s: float) -> bytes | None:
-        """What is said, to the end of a line, of the process or of the room for it; None: time is up."""
+        """Read up to the end of a line, the end of the process or the size limit; None if time is up."""
         said = b""
         while len(said) <= MAX_VERDICT_BYTES and not said.endswith(b"\n"):
             ready, _, _ = select.select([self._verdicts], [], [], max(0.0, deadline_s - time.monotonic()))
@@ -119,7 +119,7 @@ def _process_1_is_bubblewrap() -> bool:
 
 
 _SCORED = ("value", "is_correct", "has_answer")
-"""What a verdict says of an answer."""
+"""Fields of a verdict about an answer."""
 
 
 def _verdict(score: Score) -> dict[str, Any]:

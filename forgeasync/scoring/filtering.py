@@ -79,7 +79,7 @@ class FilterWatch:
         self._summed_reward += mean_reward
 
     def check(self) -> str | None:
-        """What to tell the user once the limit is reached, before that None."""
+        """Return what to tell the user once the limit is reached; before that None."""
         num = self._by_reason.total()
         if num < self._limit:
             return None

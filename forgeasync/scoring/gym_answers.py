@@ -1,4 +1,4 @@
-"""What an answer to a reasoning-gym problem is worth. For the processes of verifiers only.
+"""Scores answers to reasoning-gym problems. For the processes of verifiers only.
 
 Several of reasoning-gym's verifiers evaluate what the model wrote as Python code, and others take the powers
 that it asks for: they belong into ``forgeasync.scoring.worker``.
@@ -14,7 +14,7 @@ from forgeasync.rollouts.score import NO_ANSWER, Score
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice
 
 SOLVED = 1.0
-"""What reasoning-gym's verifiers give a full solution; less is partial credit."""
+"""The score that reasoning-gym's verifiers give a full solution; less is partial credit."""
 MAX_ABS_SCORE = 1.0
 
 # A minus after a digit, letter or bracket subtracts.
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def answer_after(response: str, prefix: str) -> str | None:
-    """What follows the last ``prefix`` in ``response``, stripped; None without one; all of it for ``""``."""
+    """Return the text after the last ``prefix``, stripped; None without one; with ``""``, the response."""
     _, found, answer = response.rpartition(prefix) if prefix else ("", "found", response)
     return answer.strip() if found else None
 

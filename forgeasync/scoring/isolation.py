@@ -1,4 +1,4 @@
-"""What a process that reads hostile answers takes from itself before it reads one.
+"""Removes the rights of a process before it reads hostile answers.
 
 The layers:
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _MAX_OPEN_FILES = 64
 _STATM = "/proc/self/statm"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-"""Where the linker finds what a module of Python needs that is imported late."""
+"""Where the linker finds libraries for modules of Python that are imported late."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _ALLOWED_EVENTS = frozenset(
@@ -53,7 +53,7 @@ _FORBIDDEN_MODULES = frozenset(
 
 
 class Layer(StrEnum):
-    """What keeps answers from network and files."""
+    """A layer that keeps answers from network and files."""
 
     BUBBLEWRAP = "bubblewrap"
     NAMESPACES = "namespaces"
@@ -65,7 +65,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_isolation(*, in_bubblewrap: bool) -> tuple[Layer, ...]:
-    """What a process can do before it has threads; returns the layers that will be around every answer."""
+    """Isolate a process before it has threads; returns the layers that will be around every answer."""
     layers = [Layer.BUBBLEWRAP] if in_bubblewrap else []
     if not in_bubblewrap and _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
         layers.append(Layer.NAMESPACES)
@@ -76,7 +76,7 @@ def enter_isolation(*, in_bubblewrap: bool) -> tuple[Layer, ...]:
 
 
 def _give_up_privileges() -> None:
-    """Nothing that this process executes has more rights than it; Ctrl-C is for the parent to handle."""
+    """Deny new privileges to all that this process executes, and leave Ctrl-C to the parent."""
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -121,7 +121,7 @@ def lock_down(
 
 
 def address_space_bytes() -> int:
-    """What RLIMIT_AS counts of this process."""
+    """Return the bytes that RLIMIT_AS counts for this process."""
     with open(_STATM, encoding="ascii") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 

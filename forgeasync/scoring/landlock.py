@@ -13,7 +13,7 @@ _GET_VERSION = 1
 _RULE_PATH_BENEATH = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""By version; 16 from version 5 on."""
+"""Number of rights on files by version; 16 from version 5 on."""
 _ALL_TCP = 0b11
 _TCP_SINCE = 4
 _ALL_SCOPES = 0b11

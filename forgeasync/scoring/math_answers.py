@@ -15,7 +15,7 @@ from forgeasync.rollouts.score import Score
 from forgeasync.scoring.verifier import MathProblem
 
 MAX_UNBOXED_CHARS = 2000
-"""Only this much of the end of a response without a box is searched for an answer."""
+"""Length of the end of a response that is searched for an answer if the response has no box."""
 
 _GSM8K_MARK = "####"
 # People write "#4" for 4, in which math-verify finds no number. The hash after a letter or digit is part of

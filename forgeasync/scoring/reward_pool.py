@@ -16,7 +16,7 @@ from forgeasync.scoring.reward_process import (
 )
 
 CALLS_SIDE_BY_SIDE = 64
-"""Of a coroutine, in each process."""
+"""Most concurrent calls of a coroutine in each process."""
 
 MAX_KILLED = 3
 """Times that a call is begun again because another one had its process killed."""

@@ -152,7 +152,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _read_replies(running_ref: weakref.ref[_Running], replies: BinaryIO) -> None:
-    """Until the process ends; holds no reference meanwhile, so that an object that is dropped ends it."""
+    """Read until the process ends; holds no reference meanwhile, so that a dropped object ends it."""
     with suppress(ValueError):  # closed by ``stop``
         for line in replies:
             running = running_ref()

@@ -10,7 +10,7 @@ from forgeasync.schema.problems import Problem
 from forgeasync.scoring.reward_process import RewardFailure, RewardProcess
 
 MADE_UP_TEXT = "0"
-"""Of a response to a task without a reference; else it is the reference."""
+"""Text of the made-up response to a task without a reference; else the text is the reference."""
 
 
 def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task]) -> Iterator[Problem]:

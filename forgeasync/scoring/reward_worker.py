@@ -58,7 +58,7 @@ def encode_responses(responses: Sequence[Response]) -> list[dict[str, Any]]:
 
 
 def as_score(verdict: object) -> Score:
-    """What a reward returned for one response as a score; raises ValueError with what would be right."""
+    """Turn a reward's result for one response into a score; raises ValueError that says what is allowed."""
     if isinstance(verdict, Score):
         return verdict
     try:
@@ -69,7 +69,7 @@ def as_score(verdict: object) -> Score:
 
 
 def as_scores(verdicts: object, num_responses: int) -> list[Score]:
-    """What a reward returned for a group; raises ValueError naming the response."""
+    """Turn a reward's result for a group into scores; raises ValueError that names the response."""
     if isinstance(verdicts, str | bytes | Score) or not hasattr(verdicts, "__len__"):
         raise ValueError(f"must return a list of {num_responses} floats or Scores, not {verdicts!r}"[:200])
     found = list(verdicts)

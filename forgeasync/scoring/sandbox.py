@@ -91,7 +91,7 @@ def _system_folders() -> list[Path]:
 def _python_folders() -> list[Path]:
     """Python's own folders, those that it imports from, and the package alone of what surrounds it."""
     root = package_root()
-    # Not sys.path: it may begin with the folder of a script, and all that lies in it.
+    # sys.path is not used: it may begin with the folder of a script, which would expose everything in it.
     variables = [os.environ.get(name, "").split(os.pathsep) for name in ("PYTHONPATH", "LD_LIBRARY_PATH")]
     listed = [Path(one) for names in (*variables, _user_site()) for one in names if one]
     wanted = [Path(sys.prefix), Path(sys.base_prefix), Path(forgeasync.__path__[0])]

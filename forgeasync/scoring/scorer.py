@@ -1,4 +1,4 @@
-"""From a response to its score, by a verifier of ours."""
+"""Scores responses by one of our verifiers."""
 
 from forgeasync.config.data import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource
 from forgeasync.config.run import ScorerSection
@@ -16,7 +16,7 @@ from forgeasync.scoring.verifier_pool import VerifierPool
 
 
 class VerifiedScorer:
-    """Has guarded processes verify responses; see ``forgeasync.scoring.verifier_pool``. Thread-safe."""
+    """Verifies responses in guarded processes; see ``forgeasync.scoring.verifier_pool``. Thread-safe."""
 
     def __init__(self, choice: VerifierChoice, section: ScorerSection) -> None:
         """Starts nothing."""

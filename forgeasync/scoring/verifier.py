@@ -1,4 +1,4 @@
-"""What a process of verifiers is asked to verify, as it travels to that process; light to import."""
+"""The requests to a process of verifiers, in the form that is sent to it; light to import."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -140,7 +140,7 @@ class VerifierPool:
 
 
 DEFAULT_VERIFIERS = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
-"""What is behind ``math_reward``; it holds no process until its first call."""
+"""The pool behind ``math_reward``; it starts no process before its first call."""
 
 
 def math_reward(response: str, answer: str) -> float:

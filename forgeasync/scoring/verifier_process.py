@@ -44,12 +44,12 @@ class ProblemDiffers(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """What one answer may use."""
+    """The resources that one answer may use."""
 
     time_s: float
     """Wall time."""
     memory_bytes: int
-    """What its verification may allocate."""
+    """Bytes that verifying one answer may allocate."""
 
 
 class VerifierProcess:

@@ -23,15 +23,15 @@ from forgeasync.scoring.isolation import enter_isolation, read_only_roots
 from forgeasync.scoring.verifier import CHOICE_CODEC, PROBLEM_CODEC, Problem, Verifier, build_verifier
 
 LOAD_LIMIT_S = 60.0
-"""To generate a problem again; past it, this process ends."""
+"""Seconds to generate a problem again; after that, this process ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """How a process of verifiers works."""
+    """Settings of a process of verifiers."""
 
     choice: dict[str, Any]
-    """By ``CHOICE_CODEC``."""
+    """The choice of verifier, encoded by ``CHOICE_CODEC``."""
     answer_limit_s: float
     answer_memory_bytes: int
     scratch_folder: str | None

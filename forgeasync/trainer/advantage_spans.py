@@ -37,7 +37,7 @@ class AdvantageSpan:
 
 
 def whole_response(value: float) -> tuple[AdvantageSpan, ...]:
-    """The same advantage for all tokens."""
+    """Give all tokens the same advantage."""
     return (AdvantageSpan(end=None, value=value),)
 
 
@@ -134,7 +134,7 @@ def spread(spans: Sequence[AdvantageSpan], starts_T: np.ndarray, *, num_characte
 
 
 INVALID_PREFIX = "Invalid prefix encountered"
-"""How the error of tokenizers begins, as in ``vllm.v1.engine.detokenizer``."""
+"""Beginning of an error that tokenizers raise, as in ``vllm.v1.engine.detokenizer``."""
 
 
 class TokenPlaces:

@@ -1,7 +1,7 @@
-"""From a batch of scored groups to the sequences a trainer packs.
+"""Turns a batch of scored groups into the sequences that a trainer packs.
 
-The controller knows rewards, versions and lengths: it computes advantages and deals rollouts to rows and
-ranks. The arrays are read where they are trained on.
+The controller knows rewards, versions and lengths: it computes advantages and assigns rollouts to rows and
+ranks. The trainer rank that trains on a rollout reads its arrays.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class TrainingItem:
     rollout: StoredRollout
     advantages: tuple[AdvantageSpan, ...]
     weight: float
-    """How often it counts in the batch's loss (rollout accounting)."""
+    """Weight of the rollout in the batch's loss (rollout accounting)."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +62,7 @@ def split_by_groups(
     return minibatches
 
 
-def deal_items(
+def assign_rows(
     items: Sequence[TrainingItem], *, tokens_per_row: int, num_ranks: int
 ) -> list[list[list[TrainingItem]]]:
     """Items of each row, ``[rank][microbatch]``; as many microbatches for every rank."""
@@ -113,7 +113,7 @@ def _advantages(item: TrainingItem, trace: TokenTrace, places: TokenPlaces) -> f
 
 
 NO_AGE = -1
-"""Of tokens that no version has sampled."""
+"""Age of tokens that no version has sampled."""
 
 
 def _ages(rollout: StoredRollout, is_sampled_T: np.ndarray | None, trained_version: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What is not finite is noticed on any rank and acted on by all of them.
+"""Detects values that are not finite on any rank, and has all ranks act on them.
 
 Shape suffix: T targets of a row.
 """

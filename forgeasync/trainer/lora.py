@@ -25,7 +25,7 @@ ATTENTION_MODULES = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "
 """TorchTitan's name of a linear layer by the last part of its Hugging Face name."""
 
 NETWORK_MODULES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""The same of a feed-forward network without experts."""
+"""Names of the matrices of a feed-forward network without experts."""
 
 EXPERT_PARAMETERS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
 """TorchTitan's name of a projection of all experts by the last part of its Hugging Face name."""
@@ -113,7 +113,7 @@ def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Until the context ends, the model is the one that the adapters adapt."""
+    """Run the block with the base model, without its adapters."""
     # TorchTitan makes the classes of its adapted layers as it goes: the attribute is what they share.
     adapted = [module for module in model.modules() if "_lora_scaling" in vars(module)]
     scalings = [module._lora_scaling for module in adapted]

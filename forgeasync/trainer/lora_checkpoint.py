@@ -116,7 +116,7 @@ def load(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: P
         for peft_name in sorted(unread):
             if ".lora_B." in peft_name and tensors.get_tensor(peft_name).any():
                 raise ValueError(
-                    f"lora.targets: {folder} has an adapter {peft_name!r}, which is none of them"
+                    f"lora.targets: {folder} has an adapter {peft_name!r}; must have none but of the targets"
                 )
 
 

@@ -58,7 +58,7 @@ def _own_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_sharding(base: SpmdLayout) -> ShardingConfig:
-    """How the adapters of an expert parameter [E, O, I] are laid out, given the layout of the parameter."""
+    """Return the layout of the adapters of an expert parameter [E, O, I], given the parameter's layout."""
     a_layout = b_layout = base
     if base != expert_param_placement_sparse():
         whole = expert_param_placement_dense(tp_placement=spmd.R)
@@ -77,7 +77,7 @@ class LoraExperts(TrainingDtypeExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(TrainingDtypeExperts.Config):
         adapters: dict[str, GroupedAdapter.Config]
-        """By the name of the parameter that they adapt."""
+        """Adapters by the name of the parameter that they adapt."""
         scaling: float
 
     def __init__(self, config: Config) -> None:

@@ -54,7 +54,7 @@ def titan_config(facts: ModelFacts, *, attention_backend: str = "varlen") -> Dec
 
 
 def _adapt_layer(layer: TransformerBlock.Config) -> None:
-    """What differs from TorchTitan's layers: router, expert dtype, CPU attention."""
+    """Change a TorchTitan layer's router, expert dtype and CPU attention."""
     if layer.moe is not None:
         layer.moe.router = replay_config(layer.moe.router)
         experts = layer.moe.routed_experts.inner_experts
@@ -186,7 +186,7 @@ def _activation_checkpointing(choice: ActivationCheckpointing) -> object | None:
 def attention_masks(
     model: Decoder, positions_BL: torch.Tensor, *, query_start: int
 ) -> AttentionMasksType | PackedSequences:
-    """What the model's attention needs to keep the packed sequences of whole rows apart."""
+    """Build the masks by which attention keeps the packed sequences of whole rows apart."""
     if isinstance(model.config.first_attention.inner_attention, PackedAttention.Config):
         return packed_sequences(positions_BL, query_start=query_start)
     return model.get_attention_masks(positions_BL)

@@ -1,4 +1,4 @@
-"""Several sequences in one row, and rows dealt to data-parallel ranks: pure functions on numpy arrays.
+"""Packs sequences into rows and assigns rows to data-parallel ranks: pure functions on numpy arrays.
 
 A sequence is a prompt followed by its response. Position t of a row predicts ``target_ids_L[t]``, the token
 after it; only positions whose target is a sampled token of a response are trained on. What an environment put
@@ -39,7 +39,7 @@ class TrainingSequence:
     advantage: float | np.ndarray
     """One number for all response tokens, or float32 [T]."""
     weight: float = 1.0
-    """How often the sequence counts in the batch's loss."""
+    """Weight of the sequence in the batch's loss."""
     expert_ids_SMK: np.ndarray | None = None
     kept_tokens: KeptTokens | None = None
     is_sampled_T: np.ndarray | None = None
@@ -131,14 +131,14 @@ def _kept_of_targets(sequence: TrainingSequence) -> KeptTokens:
 
 
 def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.ndarray | None:
-    """No records yet for a row in which at least one sequence has some."""
+    """Return empty records for a row in which at least one sequence has some; else None."""
     shapes = {s.expert_ids_SMK.shape[1:] for s in sequences if s.expert_ids_SMK is not None}
     assert len(shapes) <= 1, "records of one model"
     return np.full((length, *shapes.pop()), NO_RECORD, np.int16) if shapes else None
 
 
 def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
-    """Deal sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
+    """Assign sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
 
     Longest first into the emptiest row that has room, over the smallest multiple of ``num_ranks`` rows
     that suffices: ranks get nearly equal work, every rank the same number of microbatches. Deterministic.

@@ -1,4 +1,4 @@
-"""TorchTitan's router, taking the experts that the sampler took (Keep Routing).
+"""TorchTitan's router, taking the experts that the generator took (Keep Routing).
 
 Only the choice is replaced: the scores are the trainer's own, gathered at the recorded experts, normalized
 and scaled as ever, so that gradients reach the gate. Rollout routing replay: DeepSeek-AI, "DeepSeek-V3.2",
@@ -93,7 +93,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         self.expert_counts_E.copy_((takes_BLE & is_counted_BL[..., None]).sum((0, 1)))
 
     def _scores_at(self, ids_BLK: torch.Tensor, scores_BLE: torch.Tensor) -> torch.Tensor:
-        """What ``TokenChoiceTopKRouter`` makes of the scores of chosen experts."""
+        """Process the scores of chosen experts as ``TokenChoiceTopKRouter`` does."""
         scores_BLK = scores_BLE.gather(-1, ids_BLK)
         if self.route_norm:
             scores_BLK = scores_BLK / (scores_BLK.sum(-1, keepdim=True) + 1e-20)
@@ -101,7 +101,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def replay_config(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
-    """The same router's config, with replay."""
+    """Return the router's config with replay."""
     return ReplayRouter.Config(
         num_experts=router.num_experts,
         gate=router.gate,
@@ -165,7 +165,7 @@ def router_biases(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything that a checkpoint of the model holds: parameters, and biases of routers."""
+    """Yield everything that a checkpoint of the model holds: parameters, and biases of routers."""
     yield from model.named_parameters()
     yield from router_biases(model)
 

@@ -27,7 +27,7 @@ RNG = "rng."
 
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> State:
-    """What is trained, with its moments, and the model's own running state; shares the trainer's memory."""
+    """Return what is trained, its moments and the model's running state; shares the trainer's memory."""
     state: State = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -40,7 +40,7 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Stat
 
 
 def _moments(optimizer: torch.optim.AdamW, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """As AdamW makes them at its first step, if it has not made one yet."""
+    """Return a parameter's moments; if it has none yet, those that AdamW makes at its first step."""
     moments = optimizer.state[parameter]
     if not moments:
         moments["step"] = torch.tensor(0.0)
@@ -50,7 +50,7 @@ def _moments(optimizer: torch.optim.AdamW, parameter: torch.nn.Parameter) -> dic
 
 
 def random_state() -> State:
-    """Of this rank."""
+    """Return the random state of this rank."""
     prefix = f"{RNG}{dist.get_world_size()}.{dist.get_rank()}"
     state = {f"{prefix}.cpu": torch.get_rng_state()}
     if DEVICE_TYPE != "cpu":
@@ -96,7 +96,7 @@ def load(state: State, folder: Path) -> None:
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """Of any rank. DCP's exception is no ``Exception``: it would end an actor's proc, not its call."""
+    """Return a rank's failure. DCP's own exception is no ``Exception``: it would end an actor's proc."""
     return next(iter(error.failures.values()))[0]
 
 

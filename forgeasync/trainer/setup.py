@@ -1,4 +1,4 @@
-"""What a trainer is started with, on every rank alike."""
+"""Everything that a trainer is started with, equal on every rank."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an optimizer step measured; what is kept of one that was skipped, and how many may be."""
+"""The measurements of an optimizer step; what is kept of a skipped step, and how many may be skipped."""
 
 import dataclasses
 import math
@@ -61,7 +61,7 @@ class SkipWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the optimizer steps of one batch measured, over the whole mesh.
+    """Measurements of the optimizer steps of one batch, over the whole mesh.
 
     ``metrics`` are means over the trained tokens of a step, and over the steps (``merged``), under their
     names in metrics.jsonl. ``skip_reason`` says what was not finite where a step was skipped; where all of
@@ -80,7 +80,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinibatchResult:
-    """What one optimizer step of a batch measured; ``skip_reason`` says why it was not made."""
+    """Measurements of one optimizer step of a batch; ``skip_reason`` says why it was skipped."""
 
     num_targets: int
     num_padding_tokens: int

@@ -1,4 +1,4 @@
-"""Which bytes of the landing go where in the engine's parameters: planned once, done for every version.
+"""Copies from the receive buffer into the engine's parameters: planned once, run for every version.
 
 Both sides cut the same tensors into boxes, each in its own way; every overlap is one strided copy. Copies at
 equal distances (a layer's experts) are then joined into one with a further dimension.
@@ -33,7 +33,7 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StridedCopy:
-    """Elements of a landing to elements of a parameter; offsets and strides count elements."""
+    """Elements of a receive buffer to elements of a parameter; offsets and strides count elements."""
 
     rank: int
     source_offset: int
@@ -48,7 +48,7 @@ class StridedCopy:
         return math.prod(self.size)
 
     def source(self, image: torch.Tensor) -> torch.Tensor:
-        """The view to copy from; ``image`` is the rank's part of the landing in the weights' dtype."""
+        """The view to copy from; ``image`` is the rank's part of the receive buffer in the weights' dtype."""
         return image.as_strided(self.size, self.source_strides, image.storage_offset() + self.source_offset)
 
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _copy(
 
 
 def join(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """The same elements in fewer copies: equal ones at equal distances become one."""
+    """Join copies: equal ones at equal distances become one."""
     alike: dict[tuple[object, ...], list[StridedCopy]] = defaultdict(list)
     for copy in copies:
         key = (copy.rank, copy.parameter, copy.size, copy.source_strides, copy.target_strides)

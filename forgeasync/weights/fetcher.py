@@ -1,7 +1,7 @@
-"""Brings versions from the trainer ranks' staging buffers into a generator's own memory, checked.
+"""Fetches versions from the trainer ranks' staging buffers into a generator's own memory and checks them.
 
-The landing holds an image of every rank's staging buffer; it is written by this class alone, so that what was
-checked stays as it is. A block counts as held from the moment its checksum is the manifest's.
+The receive buffer holds an image of each rank's staging buffer. Only ``WeightFetcher`` writes it, so what
+was checked does not change afterwards. A block counts as held once its checksum equals the manifest's.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
 
 MAX_ATTEMPTS = 3
-"""For blocks that arrive with another checksum than the manifest's."""
+"""Most attempts at blocks whose checksums differ from the manifest's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +31,18 @@ class FetchReport:
     """Every block arrived as the manifest says; otherwise the old weights stay."""
     num_bytes_moved: int
     num_bytes_needed: int
-    """That the engine takes: the least that could move without a delta."""
+    """Bytes that the engine takes: the least that a fetch without delta could move."""
     num_bad_blocks: int
     fetch_s: float
 
 
-class Landing:
+class ReceiveBuffer:
     """A generator's memory for fetched weights: one file in shared memory, which its workers read too."""
 
     def __init__(self, path: Path, layout: WeightLayout) -> None:
         """Make the file; pages of what is never fetched are never allocated."""
         self.path = path
-        num_bytes = _landing_starts(layout)[-1]
+        num_bytes = _image_starts(layout)[-1]
         self._images = _images(SharedFile(path, num_bytes, is_new=True), layout)
 
     def image(self, rank: int) -> torch.Tensor:
@@ -50,8 +50,8 @@ class Landing:
         return self._images[rank]
 
 
-def _landing_starts(layout: WeightLayout) -> list[int]:
-    """Where each rank's image starts in a landing, and where the last one ends; in bytes."""
+def _image_starts(layout: WeightLayout) -> list[int]:
+    """Return where each rank's image starts in a receive buffer, and where the last one ends; in bytes."""
     starts = [0]
     for rank in layout.ranks:
         starts.append(starts[-1] + rank.num_blocks * BLOCK_BYTES)
@@ -59,15 +59,15 @@ def _landing_starts(layout: WeightLayout) -> list[int]:
 
 
 def _images(file: SharedFile, layout: WeightLayout) -> list[torch.Tensor]:
-    starts = _landing_starts(layout)[:-1]
+    starts = _image_starts(layout)[:-1]
     return [
         file.bytes[start : start + rank.num_bytes] for start, rank in zip(starts, layout.ranks, strict=True)
     ]
 
 
-def landing_images(path: Path, layout: WeightLayout) -> list[torch.Tensor]:
-    """The images in another proc's landing, by rank, in the weights' dtype."""
-    file = SharedFile(path, _landing_starts(layout)[-1], is_new=False)
+def received_images(path: Path, layout: WeightLayout) -> list[torch.Tensor]:
+    """The images in another proc's receive buffer, by rank, in the weights' dtype."""
+    file = SharedFile(path, _image_starts(layout)[-1], is_new=False)
     return [image.view(layout.dtype) for image in _images(file, layout)]
 
 
@@ -80,7 +80,7 @@ class WeightFetcher:
         layout: WeightLayout,
         needed: Sequence[np.ndarray],
         num_bytes_needed: int,
-        landing: Landing,
+        receive_buffer: ReceiveBuffer,
         transports: Mapping[int, Transport],
         delta: bool,
     ) -> None:
@@ -88,7 +88,7 @@ class WeightFetcher:
         self._layout = layout
         self._needed = needed
         self._num_bytes_needed = num_bytes_needed
-        self._landing = landing
+        self._receive_buffer = receive_buffer
         self._transports = transports
         self._delta = delta
         self._held = [np.zeros(rank.num_blocks, np.uint64) for rank in layout.ranks]
@@ -103,14 +103,15 @@ class WeightFetcher:
         if manifest.layout_digest != self._layout.digest:
             raise ValueError(
                 f"version {manifest.version} was published in layout {manifest.layout_digest}, "
-                f"this generator knows {self._layout.digest}: the trainer was started anew with another mesh"
+                f"this generator knows {self._layout.digest}; must be equal: the trainer was restarted with "
+                "another mesh"
             )
         start_s = time.perf_counter()
         reads = [
             _RankRead(
                 rank=rank,
                 transport=self._transports[rank.rank],
-                landing=self._landing.image(rank.rank),
+                received=self._receive_buffer.image(rank.rank),
                 expected=manifest.checksums[rank.rank],
                 held=self._held[rank.rank],
                 is_held=self._is_held[rank.rank],
@@ -137,7 +138,7 @@ class _RankRead:
 
     rank: RankLayout
     transport: Transport
-    landing: torch.Tensor
+    received: torch.Tensor
     expected: np.ndarray
     held: np.ndarray
     is_held: np.ndarray
@@ -146,7 +147,7 @@ class _RankRead:
     _memory: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self._memory = self.landing.numpy()
+        self._memory = self.received.numpy()
 
     def invalidate(self, *, is_delta: bool) -> None:
         """Forget what is not part of the version; without a delta, everything."""
@@ -164,7 +165,7 @@ class _RankRead:
             for start, stop in ranges:
                 self.is_held[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] = False
                 self.num_bytes_moved += stop - start
-            await self.transport.read(slot, ranges, self.landing, self._check)
+            await self.transport.read(slot, ranges, self.received, self._check)
 
     def _check(self, arrived: ByteRange) -> None:
         start, stop = arrived

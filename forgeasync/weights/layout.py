@@ -1,4 +1,4 @@
-"""How the weights of a version lie in the staging buffers of the trainer's ranks.
+"""The layout of a version's weights in the staging buffers of the trainer's ranks.
 
 A layout is made once, when trainer and generators meet, and holds for every version. Each rank publishes the
 shards it holds, cut into pieces; of shards that several ranks hold (replicas) one rank publishes each.
@@ -18,15 +18,15 @@ from forgeasync.config.model import Dtype
 from forgeasync.weights.named_weight import NamedWeight
 
 ALIGNMENT = 64
-"""Of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
+"""Alignment of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
 
 
 BLOCK_BYTES = 256 * 2**10
-"""What one checksum covers: small enough to be still in the cache after it was copied."""
+"""Bytes that one checksum covers: few enough to be still in the cache after they were copied."""
 
 
 SEGMENT_BYTES = 16 * BLOCK_BYTES
-"""What a transport between hosts moves at once."""
+"""Bytes that a transport between hosts moves at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Box:
         return math.prod(self.size)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What two blocks of the same tensor share; None if nothing."""
+        """Return the intersection of two blocks of the same tensor; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = (
             min(a + m, b + n)
@@ -53,11 +53,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The same box of equally shaped tensors ``names``, one after the other from byte ``offset`` on."""
+    """One box of each of the equally shaped tensors ``names``, consecutive from byte ``offset`` on."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    """Of each whole tensor."""
+    """Shape of each whole tensor."""
     box: Box
     offset: int
 
@@ -99,7 +99,7 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights, without padding."""
+        """Bytes of all weights, without padding."""
         elements = sum(piece.num_elements for rank in self.ranks for piece in rank.pieces)
         return elements * self.dtype.itemsize
 
@@ -124,12 +124,12 @@ def shard_box(tensor: torch.Tensor) -> Box:
     return Box(start=tuple(start), size=tuple(size))
 
 
-def deal_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
+def assign_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
     """Which weights each rank publishes, by index, given the box of every weight on every rank.
 
-    Of ranks that hold the same box the one with the least to publish so far takes it.
+    Where several ranks hold the same box, the one with the least to publish so far publishes it.
     """
-    dealt: list[list[int]] = [[] for _ in boxes_by_rank]
+    assigned: list[list[int]] = [[] for _ in boxes_by_rank]
     load = [0] * len(boxes_by_rank)
     for index in range(len(boxes_by_rank[0])):
         holders: dict[Box, list[int]] = {}
@@ -139,8 +139,8 @@ def deal_boxes(boxes_by_rank: Sequence[Sequence[Box]]) -> list[list[int]]:
         for box, ranks in holders.items():
             owner = min(ranks, key=load.__getitem__)
             load[owner] += box.num_elements
-            dealt[owner].append(index)
-    return dealt
+            assigned[owner].append(index)
+    return assigned
 
 
 def lay_out(
@@ -167,7 +167,7 @@ def _piece(weight: NamedWeight) -> Piece:
 
 
 def whole_tensors(layout: WeightLayout, images: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a landing by name; those in one piece are views, the others are put together."""
+    """Every tensor of a receive buffer by name; those in one piece are views, the others are put together."""
     parts: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
     for rank, image in zip(layout.ranks, images, strict=True):
         for piece in rank.pieces:

@@ -1,4 +1,4 @@
-"""Who may write and who may read which staging buffer: a pure state machine, time is an argument.
+"""Decides who may write and who may read which staging buffer: a pure state machine, time is an argument.
 
 There are two buffers (slots). The publisher writes a version into one that nobody reads, rather not the one
 with the newest version; readers lease the newest version while they copy it. With no slot free a version is
@@ -71,7 +71,7 @@ class WeightLedger:
         return choice
 
     def commit(self, manifest: Manifest) -> None:
-        """All of a version is in its slot."""
+        """Note that a version is complete in its slot."""
         slot = self._slots[manifest.slot]
         assert slot.state is SlotState.WRITING, f"slot {manifest.slot} is {slot.state}"
         slot.state, slot.manifest = SlotState.COMMITTED, manifest

@@ -1,4 +1,4 @@
-"""What a published version is: where it lies and the checksum of every block of it."""
+"""Describes a published version: its slot, and the checksum of each of its blocks."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class StagedShard:
     rank: int
     version: int
     checksums: np.ndarray
-    """Of every block, uint64."""
+    """Checksum of every block, uint64."""
     copy_s: float
-    """For which the trainer stood still."""
+    """Seconds of the copy, during which the trainer waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ class Manifest:
     """Which of the two staging buffers of every rank."""
     layout_digest: str
     checksums: tuple[np.ndarray, ...]
-    """By rank."""
+    """Checksums of every rank's blocks, by rank."""
     copy_s: float
-    """For which the trainer stood still: the slowest rank's copy."""
+    """Seconds of the slowest rank's copy, during which the trainer waited."""
 
 
 def checksum(block: memoryview | np.ndarray) -> int:
-    """Of up to ``BLOCK_BYTES`` bytes: xxh3, 64 bits, at several times the speed of a copy."""
+    """Compute the xxh3 checksum (64 bits) of a block: at most ``BLOCK_BYTES``, faster than a copy."""
     return xxhash.xxh3_64_intdigest(block)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.weights.layout import deal_boxes, lay_out, shard_box
+from forgeasync.weights.layout import assign_boxes, lay_out, shard_box
 from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.named_weight import NamedWeight
 from forgeasync.weights.staging import NUM_SLOTS, StagingBuffers
@@ -24,7 +24,7 @@ class WeightPublisher:
         dist.all_gather_object(boxes_by_rank, boxes)
         rank = dist.get_rank()
         self._host_id = host_id
-        self._indices = deal_boxes(boxes_by_rank)[rank]
+        self._indices = assign_boxes(boxes_by_rank)[rank]
         self.layout = lay_out(weights, self._indices, rank=rank, host_id=host_id, itemsize=dtype.itemsize)
         self._dtype = dtype
 

@@ -34,7 +34,7 @@ class StagedWeights:
     manifest: Manifest
     layout: WeightLayout
     sources: tuple[StagingSource, ...]
-    """By trainer rank."""
+    """Staging sources by trainer rank."""
 
 
 class StagedVersion:

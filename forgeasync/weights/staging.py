@@ -43,7 +43,7 @@ class SharedFile:
             if error.errno not in (errno.ENOSPC, errno.EFBIG):
                 raise
             raise ValueError(
-                f"weights ask for {num_bytes:,} bytes of shared memory, more than is left of {path.parent}; "
+                f"weights need {num_bytes:,} bytes of shared memory, more than is left in {path.parent}; "
                 "give the machine more (docker run --shm-size=...)"
             ) from error
         finally:
@@ -132,7 +132,7 @@ class _Checksums:
         self.values = np.zeros(layout.num_blocks, np.uint64)
 
     def advance(self, written: int) -> None:
-        """Everything before byte ``written`` is there."""
+        """Note that everything before byte ``written`` is there."""
         while self._next_stop <= written and self._next < len(self.values):
             self.values[self._next] = checksum(self._memory[block_range(self._next, self._num_bytes)])
             self._next += 1

@@ -164,7 +164,7 @@ def test_equal_step_rewards_teach_exactly_nothing(value: float) -> None:
         ([[1.0]], [[1]], [1, 2], "1 step_rewards, 1 step_ends and 2 lengths"),
         ([[1.0], [1.0, 2.0]], [[1], [1]], [1, 2], "rollout 1 has step_rewards of shape"),
         ([[1.0, 2.0]], [[2, 2]], [3], r"step_ends \[2, 2\]; must increase"),
-        ([[1.0, 2.0]], [[0, 2]], [3], "from 1 at least"),
+        ([[1.0, 2.0]], [[0, 2]], [3], "begin at 1 or later"),
         ([[1.0, 2.0]], [[1, 4]], [3], "ends at 4; must be within its 3 tokens"),
         ([[1.0, math.nan]], [[1, 2]], [3], "must be finite"),
     ],

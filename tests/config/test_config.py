@@ -173,7 +173,7 @@ def test_unknown_key_in_the_file_names_the_nearest(config_file: Path) -> None:
 def test_missing_keys_are_named_with_their_meaning(config_file: Path) -> None:
     config_file.write_text("name: x\ndata: {source: {task: a}}\n")
     messages = "\n".join(map(str, refused(config_file)))
-    assert "max_steps: required key is missing (Optimizer steps.)" in messages
+    assert "max_steps: required key is missing (Number of training steps; " in messages
     assert "data.num_train: required key is missing" in messages
     assert "data.source.kind: required key is missing: one of 'reasoning_gym', 'huggingface'" in messages
     assert "model: required key is missing" in messages

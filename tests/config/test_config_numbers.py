@@ -46,8 +46,8 @@ def problems(config_file: Path, *overrides: str) -> list[str]:
 KIMI = "{kind: kimi15, tau: 1}"
 K2 = "{estimator: k2, coefficient: 1}"
 CASES = [
-    ("seed", 4294967296, ["at most 4294967295", "NumPy takes 32 bits"], 4294967295),
-    ("trainer.optimizer.betas", "[1.5, 0.9]", ["betas.0 = 1.5", "less than 1", "moments"], "[0.5, 0.9]"),
+    ("seed", 4294967296, ["at most 4294967295", "32 bits"], 4294967295),
+    ("trainer.optimizer.betas", "[1.5, 0.9]", ["betas.0 = 1.5", "less than 1", "moment"], "[0.5, 0.9]"),
     ("trainer.optimizer.betas", "[0.9, 1.0]", ["betas.1 = 1.0", "less than 1"], "[0.9, 0.999]"),
     ("trainer.optimizer.betas", "[-0.1, 0.9]", ["betas.0 = -0.1", "at least 0"], "[0.0, 0.9]"),
     ("trainer.optimizer.learning_rate", 1e30, ["at most 1"], 1.0),
@@ -64,10 +64,10 @@ CASES = [
     ("trainer.parallel.num_procs", 10**9, ["at most 65536"], 2),
     ("model.max_context_length", 10**12, ["at most 4194304"], 128),
     ("sampling.max_response_tokens", 10**12, ["at most 1000000000"], 40),
-    ("sampling.temperature", 2.5, ["at most 2", "vLLM takes no more"], 2.0),
-    ("sampling.temperature", 0.001, ["at least 0.01", "vLLM samples lower ones at 0.01", "trainer"], 0.01),
+    ("sampling.temperature", 2.5, ["at most 2", "vLLM allows at most"], 2.0),
+    ("sampling.temperature", 0.001, ["at least 0.01", "raises lower temperatures to 0.01", "trainer"], 0.01),
     ("sampling.temperature", 0, ["at least 0.01", "0 is greedy", "no gradient"], 0.5),
-    ("sampling.top_k", 1, ["always 1", "no gradient"], 2),
+    ("sampling.top_k", 1, ["probability 1", "no gradient"], 2),
     ("sampling.top_p", 0.01, ["greater than 1 / 100", "no gradient"], 0.02),
     ("sampling.min_p", 0.999, ["at most 0.99"], 0.5),
     ("generator.num_replicas", 10**6, ["at most 65536"], 2),
@@ -87,7 +87,7 @@ CASES = [
     ("algorithm.kl", "{estimator: k2, coefficient: 1e-300}", ["at least 1e-30"], K2),
     ("accounting.max_weight", 1e300, ["at most 1"], 8.0),
     ("accounting.metric_groups", 10**20, ["at most 1000000000"], 10**6),
-    ("max_steps", 10**20, ["max_steps = 1", "at most 1000000000", "Optimizer steps"], 10**9),
+    ("max_steps", 10**20, ["max_steps = 1", "at most 1000000000", "training steps"], 10**9),
 ]  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_the_ratio_counts_once(config_file: Path, objective: str, correction: st
     [
         (
             {"objective": "{kind: kimi15, tau: 0.1}", "corrections": "[{kind: icepop}]"},
-            ["corrections.0 = 'icepop'", "'kimi15' looks at sequences whole", "level 'sequence'"],
+            ["corrections.0 = 'icepop'", "'kimi15' is defined on whole sequences", "level 'sequence'"],
         ),
         (
             {"objective": REINFORCE, "corrections": "[{kind: icepop}, {kind: truncated_is}]"},
@@ -124,7 +124,7 @@ def test_the_ratio_counts_once(config_file: Path, objective: str, correction: st
         ),
         (
             {"corrections": "[{kind: age_weight, half_life: 2}, {kind: age_weight, half_life: 3}]"},
-            ["corrections.1 = 'age_weight'", "is there twice"],
+            ["corrections.1 = 'age_weight'", "is listed twice"],
         ),
         (
             {"objective": REINFORCE, "corrections": "[{kind: masked_is, low: 2, high: 1}]"},
@@ -145,7 +145,7 @@ def test_the_ratio_counts_once(config_file: Path, objective: str, correction: st
         ),
         (
             {"objective": "{kind: topr}", "kl": "{estimator: k1, coefficient: 0.1, where: reward}"},
-            ["kl.where = 'reward'", "one a sequence", "where: loss"],
+            ["kl.where = 'reward'", "one per sequence", "where: loss"],
         ),
         ({"objective": "{kind: supervised}"}, ["objective.kind = 'supervised'", "wrong answers"]),
         (

@@ -472,7 +472,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
             return await super().begin_update(replica, manifest)
 
         async def sample_group(self, *arguments: object, **keywords: object) -> object:
-            assert min(self._landed) >= 2, "they started under version 0, which is not the run's"
+            assert min(self._fetched) >= 2, "they started under version 0, which is not the run's"
             return await super().sample_group(*arguments, **keywords)
 
     snapshot = BufferSnapshot(
@@ -526,7 +526,7 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
             return dataclasses.replace(swap, progress=progress)
 
         async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
-            assert len({version for _, version in zip("ab", self._landed, strict=True)}) == 1
+            assert len({version for _, version in zip("ab", self._fetched, strict=True)}) == 1
             return await super().respond(*arguments, **keywords)
 
     async def progressed(groups: Sequence[GroupProgress]) -> None:

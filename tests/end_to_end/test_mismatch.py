@@ -1,4 +1,4 @@
-"""The acceptance test of replay: sampler and trainer agree, measured by benchmarks/mismatch.py itself."""
+"""The acceptance test of replay: generator and trainer agree, measured by benchmarks/mismatch.py itself."""
 
 import json
 import os
@@ -55,6 +55,6 @@ def test_replay_helps_where_the_gate_itself_differs(lines: Lines) -> None:
 
 
 def test_rounded_weights_leave_little_between_them(lines: Lines) -> None:
-    rounded = lines["bf16 sampler", "both"]
-    assert rounded["kl"] < lines["bf16 sampler", "nothing"]["kl"]
+    rounded = lines["bf16 generator", "both"]
+    assert rounded["kl"] < lines["bf16 generator", "nothing"]["kl"]
     assert rounded["gradient_cosine"] > 0.99

@@ -241,7 +241,7 @@ def test_one_turn_after_the_other() -> None:
         agent = make_agent(Slow(tokenizer, ["a"]), tokenizer)
         first = asyncio.create_task(agent.respond("x"))
         await asyncio.sleep(0)
-        with pytest.raises(ValueError, match="one turn after the other"):
+        with pytest.raises(ValueError, match="await each turn before the next call"):
             await agent.respond("x")
         assert (await first).finish_reason is FinishReason.STOP
 
@@ -255,5 +255,5 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 
 
 def test_a_tokenizer_without_the_template_asked_for_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.chat_template is true"):
+    with pytest.raises(ValueError, match=r"data\.chat_template = true"):
         MessageRenderer(make_tokenizer(None), chat_template=True)

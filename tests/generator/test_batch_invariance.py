@@ -24,9 +24,9 @@ def _sample(folder: Path, is_invariant: bool) -> dict[str, Groups]:
 
 
 async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=GeneratorSection(
             max_num_seqs=32, max_num_batched_tokens=64, kv_cache_gib=0.05, batch_invariant=is_invariant

@@ -57,10 +57,10 @@ def _sample(folder: Path, vocab_size: int, compile: bool) -> Sampled:
 
 
 async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from tests.support.replace_weights import replace_all_weights
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         # Room for 7 cache blocks, and prefill in chunks of 24 tokens.
         generator=GeneratorSection(

@@ -44,10 +44,10 @@ def _generator(*, tensor_parallel: int = 1, compile: bool = False) -> GeneratorS
 
 
 async def _update_scenario(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.weight_receiver import WeightReceiver
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=generator,
         max_context_length=160,
@@ -61,7 +61,7 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            landing=out / "landing",
+            receive_buffer=out / "receive-buffer",
             delta=False,
         )
         prompt = np.arange(3, 12, dtype=np.int32)
@@ -155,10 +155,10 @@ BAD: dict[str, tuple[Callable[[Shapes], Shapes], torch.dtype, tuple[str, ...]]] 
 
 
 async def _refusals_scenario(folder: Path) -> dict[str, str]:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.engine_weights import EngineWeights
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=_generator(),
         max_context_length=160,

@@ -73,11 +73,11 @@ def test_launchers_survive_being_written_and_read_back(tmp_path: Path) -> None:
         ),
         (
             [SLURM, "trainer.parallel.num_procs=16", "algorithm.groups_per_step=4"],
-            ["launcher.gpus_per_host = 8", "launcher.hosts.trainer = 1 needs 16 GPUs a host"],
+            ["launcher.gpus_per_host = 8", "launcher.hosts.trainer = 1 needs 16 GPUs per host"],
         ),
         (
             [SLURM, "generator.num_replicas=5", "generator.tensor_parallel=2"],
-            ["launcher.gpus_per_host = 8", "5 x 2 (tensor_parallel) = 10 GPUs a host"],
+            ["launcher.gpus_per_host = 8", "5 x 2 (tensor_parallel) = 10 GPUs per host"],
         ),
         (
             [SLURM, "launcher.gpus_per_host=1", "generator.tensor_parallel=2"],

@@ -154,7 +154,7 @@ def test_weights_and_payloads_travel_between_hosts_that_share_no_memory(
         assert line["weights/num_bad_blocks"] == 0
         if line["off_policy/age_max"] == 0:
             assert line["mismatch/logprob_abs_max"] < 1e-4
-    # Staging buffers, and the generators' landings, stay mapped for as long as the run lasts.
+    # Staging buffers, and the generators' receive buffers, stay mapped for as long as the run lasts.
     hosts = set().union(*run.users.values())
     assert hosts == {"trainer_0", "generators_0", "generators_1"}, run.users
     assert all(len(users) == 1 for users in run.users.values()), run.users

@@ -34,10 +34,10 @@ def _records(folder: Path) -> Records:
 
 
 async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollout, ...]]:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.weight_receiver import WeightReceiver
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=before,
         generator=GeneratorSection(max_num_seqs=8, max_num_batched_tokens=256, kv_cache_gib=0.05),
         max_context_length=160,
@@ -51,7 +51,7 @@ async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollo
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            landing=out / "landing",
+            receive_buffer=out / "receive-buffer",
             delta=False,
         )
         prompt = np.arange(3, 12, dtype=np.int32)

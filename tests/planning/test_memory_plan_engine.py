@@ -68,7 +68,7 @@ class Measured:
     kv_cache: int
     shadow_weights: int
     staging: int
-    landing: int
+    receive_buffer: int
 
 
 def _worker_bytes(worker: Any) -> tuple[int, int, int]:
@@ -87,10 +87,10 @@ def _worker_bytes(worker: Any) -> tuple[int, int, int]:
 
 
 async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.weight_receiver import WeightReceiver
 
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=config.generator,
         max_context_length=CONTEXT,
@@ -100,12 +100,12 @@ async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFact
     )
     try:
         publisher = FolderPublisher(folder, out)
-        landing = out / "landing"
+        receive_buffer = out / "receive-buffer"
         receiver = await WeightReceiver.connect(
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            landing=landing,
+            receive_buffer=receive_buffer,
             delta=False,
         )
         await receiver.begin(publisher.stage(1, 1, load_file(folder / "model.safetensors")))
@@ -117,7 +117,7 @@ async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFact
             kv_cache=kv_cache,
             shadow_weights=shadows,
             staging=sum(_allocated(path) for path in publisher.buffers.paths),
-            landing=_allocated(landing),
+            receive_buffer=_allocated(receive_buffer),
         )
     finally:
         engine.shutdown()
@@ -148,7 +148,7 @@ def test_an_engine_allocates_what_was_planned(name: str, tmp_path: Path) -> None
         kv_cache=generator["KV cache"],
         shadow_weights=generator["shadow weights"],
         staging=host["staging buffers, all ranks"],
-        landing=host["fetched weights, each replica"],
+        receive_buffer=host["fetched weights, each replica"],
     )
     for item, found in dataclasses.asdict(measured).items():
         assert dataclasses.asdict(planned)[item] == pytest.approx(found, rel=TOLERANCE), item

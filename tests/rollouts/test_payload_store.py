@@ -82,7 +82,7 @@ def test_freeing_twice_is_a_bug(folder: Path) -> None:
 
 def test_a_payload_of_another_host_is_refused(folder: Path) -> None:
     (ref,) = PayloadWriter(folder, HOST, MIB).write_group([make_payload(1)])
-    with pytest.raises(ValueError, match=r"lies on host host-a, this is host host-b.*RemotePayloadReader"):
+    with pytest.raises(ValueError, match=r"is on host host-a, this is host host-b.*RemotePayloadReader"):
         PayloadReader("host-b").read(ref)
 
 
@@ -169,7 +169,7 @@ def test_a_full_filesystem_is_an_error_and_not_a_signal(
     writer = PayloadWriter(folder, HOST, MIB)
     with monkeypatch.context() as full:
         full.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(PayloadStoreFull, match="something else has filled it"):
+        with pytest.raises(PayloadStoreFull, match="another program has filled it"):
             writer.write_group([make_payload(0)])
     assert writer.num_bytes_held == 0 and not list(folder.iterdir())
 

@@ -167,8 +167,14 @@ def broken_rollouts() -> dict[str, tuple[Rollout, str]]:
     without[2] = [(token + 1) % 20, (token + 3) % 20]
     replace = dataclasses.replace
     return {
-        "layers": (_with_ids(rollout, ids=ids[:, :2]), r"routed_experts: found layers 2; .* 3 MoE layers"),
-        "top-k": (_with_ids(rollout, ids=ids[..., :1]), r"routed_experts: found 1 experts a token; .* 2 "),
+        "layers": (
+            _with_ids(rollout, ids=ids[:, :2]),
+            r"routed_experts: found 2 layers; must be the model's 3 MoE layers",
+        ),
+        "top-k": (
+            _with_ids(rollout, ids=ids[..., :1]),
+            r"routed_experts: found 1 experts per token; must be .* = 2",
+        ),
         "range": (_with_ids(rollout, ids=out_of_range), r"routed_experts: found expert id 8; .*\[0, 8\)"),
         "negative": (
             _with_ids(rollout, ids=ids.astype(np.int16) - 2),
@@ -180,17 +186,17 @@ def broken_rollouts() -> dict[str, tuple[Rollout, str]]:
         ),
         "length": (
             _with_ids(rollout, recorded=np.arange(11) < 9),
-            r"routed_experts: found 11 tokens; the sequence has 10",
+            r"routed_experts: found 11 tokens; must be the sequence's 10",
         ),
         "rows": (
             _with_ids(rollout, ids=ids[:7]),
-            r"routed_experts: found 7 rows; 9 tokens are marked as recorded",
+            r"routed_experts: found 7 rows; must be one for each of the 9 tokens",
         ),
         "no routing": (replace(rollout, routed_experts=None), r"routed_experts: found none"),
         "no kept": (replace(rollout, kept_tokens=None), r"kept_tokens: found none"),
         "logprobs": (
             replace(rollout, logprobs_T=rollout.logprobs_T[:4]),
-            r"logprobs: found 4 of them; the response has 6 tokens",
+            r"logprobs: found 4 values; must be 6, one for each token",
         ),
         "logprob nan": (
             _with_logprob(rollout, np.nan),
@@ -212,11 +218,11 @@ def broken_rollouts() -> dict[str, tuple[Rollout, str]]:
                     vocab_size=20,
                 ),
             ),
-            r"kept_tokens: found no distribution at response token 2; .* not numbers",
+            r"kept_tokens: found no distribution at response token 2; .* must be numbers",
         ),
         "sampled missing": (
             replace(rollout, kept_tokens=KeptTokens.from_rows(without, vocab_size=20)),
-            rf"kept_tokens: found set of token 2 without the sampled id {token}; it has 2 ids",
+            rf"kept_tokens: found set of token 2 without the sampled id {token}; .* among its 2 ids",
         ),
         "kept range": (
             replace(
@@ -227,7 +233,7 @@ def broken_rollouts() -> dict[str, tuple[Rollout, str]]:
         ),
         "kept length": (
             replace(rollout, kept_tokens=all_kept(5)),
-            r"kept_tokens: found 5 sets; the response has 6 tokens",
+            r"kept_tokens: found 5 sets; must be 6, one for each token",
         ),
         "kept repeated": (
             replace(

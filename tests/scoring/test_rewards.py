@@ -289,10 +289,10 @@ class TestConfig:
             ),
             ("data.reward={kind: python}", "data.reward.factory: required key is missing"),
             ("data.reward=3", "data.reward = 3: expected a section with the keys kind"),
-            ("data.sources=[]", "data.source: does not go with data.sources"),
+            ("data.sources=[]", "data.source: cannot be given beside data.sources"),
             (
                 "data.sources=[{source: {kind: python, factory: a.b}}]",
-                "data.source: does not go with data.sources",
+                "data.source: cannot be given beside data.sources",
             ),
             ("data.source=null", "data.source: is required: give data.source, or data.sources"),
             ("data.template_arguments={x: [1]}", "data.template_arguments.x = [1]"),
@@ -313,7 +313,7 @@ class TestConfig:
         [
             (
                 ["data.source={kind: python, factory: a.b}", "data.reward={kind: reasoning_gym}"],
-                "data.reward.kind = 'reasoning_gym': needs a source of kind reasoning_gym",
+                "data.reward.kind = 'reasoning_gym': needs a source of kind 'reasoning_gym'",
             ),
             (
                 ["data.reward=[{kind: math}, {kind: math}]"],
@@ -325,7 +325,7 @@ class TestConfig:
                 ["data.reward={kind: python, factory: a.b, limit_s: 60}"],
                 "data.reward.limit_s = 60.0: must be less",
             ),
-            (["data.system_prompt=Hi"], "data.system_prompt = 'Hi': is rendered by the chat template"),
+            (["data.system_prompt=Hi"], "data.system_prompt = 'Hi': is used by the chat template only"),
             (
                 ["data.chat_template=true", "data.template_arguments={tokenize: true}"],
                 "data.template_arguments.tokenize = True: is set by the run itself",

@@ -22,7 +22,7 @@ from forgeasync.rollouts.rollout import Rollout
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.reports import SwapReport
 
 CONTEXT = 160
@@ -30,10 +30,12 @@ RECORDS = Records(routing=True, kept_tokens=True)
 DEADLINE_S = 60.0
 
 
-async def start_engine(folder: Path, generator: GeneratorSection, weights: WeightsSection) -> "SamplerEngine":
-    from forgeasync.generator.engine import SamplerEngine
+async def start_engine(
+    folder: Path, generator: GeneratorSection, weights: WeightsSection
+) -> "GeneratorEngine":
+    from forgeasync.generator.engine import GeneratorEngine
 
-    return await SamplerEngine.start(
+    return await GeneratorEngine.start(
         model_path=folder,
         generator=generator,
         max_context_length=CONTEXT,
@@ -54,12 +56,14 @@ def installer(weights: Mapping[str, torch.Tensor]) -> "Callable[[EngineCore], No
     return lambda core: replace_all_weights(core, list(weights.items()))
 
 
-async def update(engine: "SamplerEngine", version: int, weights: Mapping[str, torch.Tensor]) -> "SwapReport":
+async def update(
+    engine: "GeneratorEngine", version: int, weights: Mapping[str, torch.Tensor]
+) -> "SwapReport":
     return await engine.update_weights(version, prefetch=nothing_to_fetch, install=installer(weights))
 
 
 async def sample_all(
-    engine: "SamplerEngine", prompts: Sequence[np.ndarray], sampling: SamplingSection, *, num_samples: int
+    engine: "GeneratorEngine", prompts: Sequence[np.ndarray], sampling: SamplingSection, *, num_samples: int
 ) -> list[Rollout]:
     """Groups of all prompts at once."""
     groups = await asyncio.gather(
@@ -71,11 +75,11 @@ async def sample_all(
     return [rollout for group in groups for rollout in group]
 
 
-async def ask(engine: "SamplerEngine", question: "Callable[[EngineCore], bool]") -> bool:
+async def ask(engine: "GeneratorEngine", question: "Callable[[EngineCore], bool]") -> bool:
     return await engine._client.between_steps(question)
 
 
-async def until(engine: "SamplerEngine", question: "Callable[[EngineCore], bool]") -> None:
+async def until(engine: "GeneratorEngine", question: "Callable[[EngineCore], bool]") -> None:
     """Let the engine decode until the answer is yes."""
     async with asyncio.timeout(DEADLINE_S):
         while not await ask(engine, question):
@@ -87,7 +91,7 @@ def num_output_tokens(core: "EngineCore") -> int:
     return sum(request.num_output_tokens for request in core.scheduler.requests.values())
 
 
-async def let_decode(engine: "SamplerEngine", num_tokens: int) -> None:
+async def let_decode(engine: "GeneratorEngine", num_tokens: int) -> None:
     """Until a request, running now or started since, has that many more tokens."""
 
     def tokens(core: "EngineCore") -> dict[str, int]:

@@ -127,7 +127,7 @@ class Generators:
         self.seeds: list[int | None] = []
         self.sampled_as: list[SamplingSection] = []
         """Of responses that are not trained on."""
-        self._landed = [0] * num_replicas
+        self._fetched = [0] * num_replicas
         self._rng = np.random.default_rng(0)
 
     async def sample_group(
@@ -145,7 +145,7 @@ class Generators:
         if group_id in self._endless:
             await self._endless[group_id].wait()
             return CancelledGroup()
-        version = min(self._landed)
+        version = min(self._fetched)
         rewards = self._rng.normal(0.5, 3.0, num_samples)
         return tuple(
             make_stored_rollout((version, 0, 4), num_prompt_tokens=1, text=f"{reward:.3f}")
@@ -165,7 +165,7 @@ class Generators:
         self.num_fetches[replica] += 1
         is_complete = self._is_complete(replica, number)
         if is_complete:
-            self._landed[replica] = manifest.version
+            self._fetched[replica] = manifest.version
         return FetchReport(
             version=manifest.version,
             is_complete=is_complete,
@@ -176,8 +176,8 @@ class Generators:
         )
 
     async def finish_update(self, replica: int, version: int) -> SwapReport:
-        assert version == self._landed[replica]
-        self.swapped.append((replica, self._landed[replica]))
+        assert version == self._fetched[replica]
+        self.swapped.append((replica, self._fetched[replica]))
         return SwapReport(
             pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
         )

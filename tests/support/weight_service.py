@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from forgeasync.weights.fetcher import Landing, WeightFetcher
+from forgeasync.weights.fetcher import ReceiveBuffer, WeightFetcher
 from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout, lay_out
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.named_weight import NamedWeight
@@ -70,20 +70,20 @@ def constant(version: int) -> float:
     return (version % 251 + 1) / 1024
 
 
-def make_fetcher(layout: WeightLayout, source: StagingSource, landing: Landing) -> WeightFetcher:
+def make_fetcher(layout: WeightLayout, source: StagingSource, receive_buffer: ReceiveBuffer) -> WeightFetcher:
     """Reads all of a one-rank layout through shared memory."""
     (rank,) = layout.ranks
     return WeightFetcher(
         layout=layout,
         needed=[np.ones(rank.num_blocks, bool)],
         num_bytes_needed=layout.num_bytes,
-        landing=landing,
+        receive_buffer=receive_buffer,
         transports={0: connected(SharedMemoryTransport, rank, source)},
         delta=False,
     )
 
 
-def read_versions(layout: WeightLayout, source: StagingSource, landing_file: Path, link: Connection) -> None:
+def read_versions(layout: WeightLayout, source: StagingSource, buffer_file: Path, link: Connection) -> None:
     """A reader in a process of its own: fetches each manifest that it is sent, and says what it has got.
 
     Answers (version, whether the fetch was complete, whether all of it was ``constant(version)``).
@@ -91,9 +91,9 @@ def read_versions(layout: WeightLayout, source: StagingSource, landing_file: Pat
     import asyncio
 
     torch.set_num_threads(1)
-    landing = Landing(landing_file, layout)
-    fetcher = make_fetcher(layout, source, landing)
-    values = landing.image(0).view(torch.float32)
+    receive_buffer = ReceiveBuffer(buffer_file, layout)
+    fetcher = make_fetcher(layout, source, receive_buffer)
+    values = receive_buffer.image(0).view(torch.float32)
     is_weight = np.zeros(len(values), bool)
     for piece in layout.ranks[0].pieces:
         is_weight[piece.offset // 4 : piece.offset // 4 + piece.num_elements] = True

@@ -238,7 +238,7 @@ def test_records_and_chunks_are_used(inputs: Inputs, launch: Launch) -> None:
     assert 0.6 < forced["routing/recorded_share"] < 0.95
     assert own["routing/recorded_share"] == 0.0 and "routing/disagreement_share" not in own
     lengths = [len(sequence.response_ids_T) for sequence in inputs.sequences["many"]]
-    # Rows are dealt evenly: even half of a batch over two ranks is more than one chunk.
+    # Rows are assigned evenly: even half of a batch over two ranks is more than one chunk.
     assert sum(lengths[:-1]) / 2 > 1024
 
 

@@ -19,7 +19,7 @@ from forgeasync.rollouts.group_payload import TokenTrace
 from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Step
 from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
-from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
+from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items, training_sequence
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
@@ -95,7 +95,7 @@ class Batches:
         )
         algorithm = AlgorithmSection(advantage=Grpo(), group_size=NUM_ROLLOUTS, groups_per_step=1)
         items = training_items([group], [1.0], algorithm)
-        (rows,) = deal_items(items, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)
+        (rows,) = assign_rows(items, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)
         behavior = self._logprobs(trainer)
         return trainer.train_step(
             [

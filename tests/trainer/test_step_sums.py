@@ -131,7 +131,7 @@ def test_where_all_weights_are_zero_nothing_is_left() -> None:
     assert with_tokens(sums).metrics(2, mesh=None)["correction/effective_sample_share"] == 0.0
 
 
-def test_coverage_counts_what_was_fed_to_the_sampler() -> None:
+def test_coverage_counts_what_was_fed_to_the_generator() -> None:
     """Sequences of 3 and 4 tokens, whose last ones were not; one token has no record, the rest is padding."""
     ids_SMK = np.ones((4, 2, 3), np.int16)
     ids_SMK[[1, 3]] = NO_RECORD

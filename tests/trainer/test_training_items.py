@@ -14,7 +14,7 @@ from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.routing import NO_RECORD, RoutedExperts
 from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
-from forgeasync.trainer.batch import TrainingItem, deal_items, training_items, training_sequence
+from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items, training_sequence
 from forgeasync.trainer.optimizer import scheduled_learning_rate
 from forgeasync.trainer.packing import TrainingSequence
 from tests.support.buffer_world import make_task
@@ -84,10 +84,10 @@ def test_every_item_is_dealt_once_and_as_many_rows_to_every_rank() -> None:
         algorithm(Grpo()),
     )
     # Two items of 1 + 9 tokens fit in a row.
-    rows = deal_items(items, tokens_per_row=25, num_ranks=3)
+    rows = assign_rows(items, tokens_per_row=25, num_ranks=3)
     assert [len(of_rank) for of_rank in rows] == [3, 3, 3]
-    dealt = [id(item) for of_rank in rows for row in of_rank for item in row]
-    assert sorted(dealt) == sorted(map(id, items))
+    assigned = [id(item) for of_rank in rows for row in of_rank for item in row]
+    assert sorted(assigned) == sorted(map(id, items))
     assert all(sum(item.num_tokens for item in row) <= 25 for of_rank in rows for row in of_rank)
     assert items[0].num_tokens == 10
 

@@ -19,7 +19,7 @@ from forgeasync.config.model import LoraSection
 from forgeasync.config.run import RunConfig
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, deal_items
+from forgeasync.trainer.batch import TrainingItem, assign_rows
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.fetcher import FetchReport
 from tests.support.engine_weights import assert_engine_holds
@@ -54,7 +54,7 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
         TrainingItem(rollout=r, advantages=whole_response(1.0 if i % 2 else -1.0), weight=1.0)
         for i, r in enumerate(answer)
     ]
-    rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
+    rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
     result = await trainer.train_items([rows], step=1)
     await generators.free_payloads(answer)
     return result.metrics["mismatch/logprob_abs_max"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forgeasync.weights.exchange import WeightExchange
-from forgeasync.weights.fetcher import Landing
+from forgeasync.weights.fetcher import ReceiveBuffer
 from forgeasync.weights.ledger import WeightLedger
 from forgeasync.weights.manifest import Manifest
 from tests.support.weight_service import constant, make_fetcher, publish_and_die
@@ -26,15 +26,15 @@ def test_a_publisher_that_dies_half_way_leaves_the_version_before(tmp_path: Path
     layout, source, manifest = here.recv()
     process.join(60)
     assert process.exitcode == -9
-    landing = Landing(tmp_path / "landing", layout)
-    report = asyncio.run(make_fetcher(layout, source, landing).fetch(manifest))
+    receive_buffer = ReceiveBuffer(tmp_path / "receive-buffer", layout)
+    report = asyncio.run(make_fetcher(layout, source, receive_buffer).fetch(manifest))
     assert report.is_complete
-    assert (landing.image(0).view(torch.float32) == constant(1)).all()
+    assert (receive_buffer.image(0).view(torch.float32) == constant(1)).all()
 
 
 def test_a_failed_publication_is_not_shown_and_made_up_for() -> None:
     async def scenario() -> None:
-        board = WeightExchange(WeightLedger(lease_timeout_s=60.0))
+        exchange = WeightExchange(WeightLedger(lease_timeout_s=60.0))
 
         async def stage(slot: int) -> Manifest:
             return _manifest(1, slot)
@@ -42,19 +42,19 @@ def test_a_failed_publication_is_not_shown_and_made_up_for() -> None:
         async def fail(slot: int) -> Manifest:
             raise ConnectionError("rank 1 is gone")
 
-        await board.publish(stage)
+        await exchange.publish(stage)
         with pytest.raises(ConnectionError):
-            await board.publish(fail)
-        newest = board.state.newest
+            await exchange.publish(fail)
+        newest = exchange.state.newest
         assert newest is not None and newest.version == 1
-        await asyncio.wait_for(board.until_owed(), 1.0)
+        await asyncio.wait_for(exchange.until_owed(), 1.0)
 
     asyncio.run(scenario())
 
 
 def test_a_skipped_version_is_owed_until_a_lease_ends_or_runs_out() -> None:
     async def scenario(lease_timeout_s: float, *, is_released: bool) -> None:
-        board = WeightExchange(WeightLedger(lease_timeout_s=lease_timeout_s))
+        exchange = WeightExchange(WeightLedger(lease_timeout_s=lease_timeout_s))
         version = 0
 
         async def stage(slot: int) -> Manifest:
@@ -62,18 +62,18 @@ def test_a_skipped_version_is_owed_until_a_lease_ends_or_runs_out() -> None:
             version += 1
             return _manifest(version, slot)
 
-        await board.publish(stage)
-        async with board.lease(0, newer_than=0):
-            await board.publish(stage)
-            async with board.lease(1, newer_than=0):
-                assert await board.publish(stage) is None
-                owed = asyncio.create_task(board.until_owed())
+        await exchange.publish(stage)
+        async with exchange.lease(0, newer_than=0):
+            await exchange.publish(stage)
+            async with exchange.lease(1, newer_than=0):
+                assert await exchange.publish(stage) is None
+                owed = asyncio.create_task(exchange.until_owed())
                 await asyncio.sleep(0)
                 assert not owed.done()
                 if not is_released:
                     await asyncio.wait_for(owed, 5.0)
         await asyncio.wait_for(owed, 5.0)
-        assert await board.publish(stage) is not None
+        assert await exchange.publish(stage) is not None
 
     asyncio.run(scenario(60.0, is_released=True))
     asyncio.run(scenario(0.05, is_released=False))
@@ -81,10 +81,10 @@ def test_a_skipped_version_is_owed_until_a_lease_ends_or_runs_out() -> None:
 
 def test_a_lease_waits_for_something_newer() -> None:
     async def scenario() -> None:
-        board = WeightExchange(WeightLedger(lease_timeout_s=60.0))
+        exchange = WeightExchange(WeightLedger(lease_timeout_s=60.0))
 
         async def read() -> int:
-            async with board.lease(0, newer_than=1) as manifest:
+            async with exchange.lease(0, newer_than=1) as manifest:
                 return manifest.version
 
         async def stage_first(slot: int) -> Manifest:
@@ -93,11 +93,11 @@ def test_a_lease_waits_for_something_newer() -> None:
         async def stage_second(slot: int) -> Manifest:
             return _manifest(2, slot)
 
-        await board.publish(stage_first)
+        await exchange.publish(stage_first)
         reading = asyncio.create_task(read())
         await asyncio.sleep(0.01)
         assert not reading.done()
-        await board.publish(stage_second)
+        await exchange.publish(stage_second)
         assert await asyncio.wait_for(reading, 5.0) == 2
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Versions from staging buffers into a landing: whole, checked, and no more bytes than asked for."""
+"""Versions from staging buffers into a receive buffer: whole, checked, and no more bytes than asked for."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.rollouts.run_folder import SHARED_MEMORY
-from forgeasync.weights.fetcher import FetchReport, Landing, WeightFetcher, landing_images
+from forgeasync.weights.fetcher import FetchReport, ReceiveBuffer, WeightFetcher, received_images
 from forgeasync.weights.layout import BLOCK_BYTES, Box, Piece, RankLayout, WeightLayout, whole_tensors
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import StagingBuffers
@@ -91,14 +91,14 @@ class Publisher:
         delta: bool = False,
         transport: type[SharedMemoryTransport] | None = None,
         unneeded: int | None = None,
-    ) -> tuple[WeightFetcher, Landing]:
+    ) -> tuple[WeightFetcher, ReceiveBuffer]:
         """``unneeded`` is a block that the engine takes of no rank."""
-        landing = Landing(folder / "landing", self.layout)
+        receive_buffer = ReceiveBuffer(folder / "receive-buffer", self.layout)
         fetcher = WeightFetcher(
             layout=self.layout,
             needed=[np.arange(rank.num_blocks) != unneeded for rank in self.layout.ranks],
             num_bytes_needed=self.layout.num_bytes,
-            landing=landing,
+            receive_buffer=receive_buffer,
             transports={
                 rank.rank: connected(
                     transport or SharedMemoryTransport,
@@ -109,10 +109,10 @@ class Publisher:
             },
             delta=delta,
         )
-        return fetcher, landing
+        return fetcher, receive_buffer
 
-    def assert_landed(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        found = dict(whole_tensors(self.layout, landing_images(folder / "landing", self.layout)))
+    def assert_received(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        found = dict(whole_tensors(self.layout, received_images(folder / "receive-buffer", self.layout)))
         expected = {f"expert{i}": weights["experts"][i] for i in range(NUM_EXPERTS)}
         expected |= {"big": weights["big"], "norm": weights["norm"]}
         assert set(found) == set(expected)
@@ -134,14 +134,14 @@ def test_versions_arrive_bit_for_bit_in_the_generators_dtype(tmp_path: Path, dty
         assert report.is_complete and report.num_bad_blocks == 0
         assert report.num_bytes_moved == sum(rank.num_bytes for rank in publisher.layout.ranks)
         assert report.num_bytes_needed == publisher.layout.num_bytes
-        publisher.assert_landed(tmp_path, weights)
+        publisher.assert_received(tmp_path, weights)
 
 
 def test_what_is_never_fetched_takes_no_memory(tmp_path: Path) -> None:
-    """Staging buffers are allocated at once, a landing page by page."""
+    """Staging buffers are allocated at once, a receive buffer page by page."""
     publisher = Publisher(tmp_path)
     publisher.fetcher(tmp_path)
-    assert (tmp_path / "landing").stat().st_blocks == 0
+    assert (tmp_path / "receive-buffer").stat().st_blocks == 0
     assert all(path.stat().st_blocks > 0 for buffer in publisher.buffers for path in buffer.paths)
 
 
@@ -155,7 +155,7 @@ def test_a_buffer_overwritten_while_it_is_read_is_noticed(tmp_path: Path) -> Non
     assert not report.is_complete and report.num_bad_blocks > 0
     weights = make_weights(3)
     assert fetch(fetcher, publisher.publish(3, 1, weights)).is_complete
-    publisher.assert_landed(tmp_path, weights)
+    publisher.assert_received(tmp_path, weights)
 
 
 class FlippingTransport(SharedMemoryTransport):
@@ -164,15 +164,15 @@ class FlippingTransport(SharedMemoryTransport):
     is_done = False
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         def flip_first(part: ByteRange) -> None:
             if not FlippingTransport.is_done and part[0] == BLOCK_BYTES:
                 FlippingTransport.is_done = True
-                landing[part[0] + 5] ^= 4
+                received[part[0] + 5] ^= 4
             arrived(part)
 
-        await super().read(slot, ranges, landing, flip_first)
+        await super().read(slot, ranges, received, flip_first)
 
 
 def test_a_bad_block_is_counted_and_fetched_again(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_bad_block_is_counted_and_fetched_again(tmp_path: Path) -> None:
     assert report.is_complete and report.num_bad_blocks == 1
     whole = sum(rank.num_bytes for rank in publisher.layout.ranks)
     assert report.num_bytes_moved == whole + BLOCK_BYTES
-    publisher.assert_landed(tmp_path, weights)
+    publisher.assert_received(tmp_path, weights)
 
 
 def test_what_the_engine_does_not_take_is_not_moved(tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ class FailingTransport(SharedMemoryTransport):
     is_failing = False
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         if not FailingTransport.is_failing:
-            return await super().read(slot, ranges, landing, arrived)
-        await super().read(slot, ranges, landing, lambda part: None)
+            return await super().read(slot, ranges, received, arrived)
+        await super().read(slot, ranges, received, lambda part: None)
         raise ConnectionResetError("the host is gone")
 
 
@@ -230,19 +230,19 @@ def test_blocks_that_a_failed_fetch_overwrote_are_not_held(tmp_path: Path) -> No
     with pytest.raises(ConnectionResetError):
         fetch(fetcher, publisher.publish(2, 1, changed))
     FailingTransport.is_failing = False
-    # The same bytes as version 1, which is not what lies in the landing by now.
+    # The same bytes as version 1, which is not what lies in the receive buffer by now.
     assert fetch(fetcher, publisher.publish(3, 0, weights)).is_complete
-    publisher.assert_landed(tmp_path, weights)
+    publisher.assert_received(tmp_path, weights)
 
 
 def test_nobody_else_can_open_the_files(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         publisher = Publisher(tmp_path)
-        _, landing = publisher.fetcher(tmp_path)
+        _, receive_buffer = publisher.fetcher(tmp_path)
     finally:
         os.umask(umask)
-    paths = [landing.path, *(path for buffer in publisher.buffers for path in buffer.paths)]
+    paths = [receive_buffer.path, *(path for buffer in publisher.buffers for path in buffer.paths)]
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
 
 
@@ -259,7 +259,7 @@ def test_a_delta_moves_the_blocks_that_changed(tmp_path: Path) -> None:
     weights["big"][ROWS // 2, 3] += 1
     report = fetch(fetcher, publisher.publish(4, 1, weights))
     assert report.is_complete and report.num_bytes_moved == 2 * BLOCK_BYTES
-    publisher.assert_landed(tmp_path, weights)
+    publisher.assert_received(tmp_path, weights)
 
 
 @settings(max_examples=20, deadline=None)
@@ -281,7 +281,7 @@ def test_deltas_add_up_to_the_whole(
         manifest = publisher.publish(version, version % 2, weights)
         if version not in missed:
             assert fetch(fetcher, manifest).is_complete
-            publisher.assert_landed(folder, weights)
+            publisher.assert_received(folder, weights)
 
 
 def test_a_manifest_of_another_layout_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from forgeasync.weights.layout import (
     Piece,
     RankLayout,
     WeightLayout,
-    deal_boxes,
+    assign_boxes,
 )
 
 
@@ -57,7 +57,7 @@ def test_any_two_ways_of_cutting_meet(
     taken: tuple[list[int], list[int]],
     is_swapped: bool,
 ) -> None:
-    """Tensors dealt out in boxes to ranks, taken in other boxes into a fused, maybe transposed parameter."""
+    """Tensors split in boxes over ranks, taken in other boxes into a fused, maybe transposed parameter."""
     names = tuple(f"w{i}" for i in range(num_names))
     whole = torch.arange(num_names * math.prod(shape), dtype=torch.float32).view(num_names, *shape)
     ranks, images = [], []
@@ -182,16 +182,16 @@ def test_replicas_share_the_work_and_publish_each_box_once() -> None:
     boxes_by_rank = [
         [halves[rank % 2], whole, Box(start=(0,), size=(5,)) if rank == 0 else empty] for rank in range(4)
     ]
-    dealt = deal_boxes(boxes_by_rank)
-    published = [(index, boxes_by_rank[rank][index]) for rank in range(4) for index in dealt[rank]]
+    assigned = assign_boxes(boxes_by_rank)
+    published = [(index, boxes_by_rank[rank][index]) for rank in range(4) for index in assigned[rank]]
     assert len(published) == len(set(published)) == 4
     assert {index for index, _ in published} == {0, 1, 2}
-    assert dealt == [[0, 2], [0], [1], []], "the replicas' shares go to whom has the least to do"
+    assert assigned == [[0, 2], [0], [1], []], "the replicas' shares go to whom has the least to do"
 
 
 def test_whoever_has_the_least_to_do_so_far_takes_the_next() -> None:
     boxes = [Box(start=(0,), size=(length,)) for length in (8, 5, 4, 3)]
-    assert deal_boxes([boxes, boxes]) == [[0, 3], [1, 2]]
+    assert assign_boxes([boxes, boxes]) == [[0, 3], [1, 2]]
 
 
 def test_elements_that_nobody_publishes_are_a_bug() -> None:

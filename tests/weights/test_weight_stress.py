@@ -87,23 +87,25 @@ def _watch(model: torch.nn.Module, seen: Seen) -> None:
 class Readers:
     """Readers in processes of their own, on leases that nobody releases for the killed ones."""
 
-    def __init__(self, publisher: FolderPublisher, board: WeightExchange, seen: Seen, folder: Path) -> None:
-        self._publisher, self._board, self._seen, self._folder = publisher, board, seen, folder
+    def __init__(
+        self, publisher: FolderPublisher, exchange: WeightExchange, seen: Seen, folder: Path
+    ) -> None:
+        self._publisher, self._exchange, self._seen, self._folder = publisher, exchange, seen, folder
         self._context = multiprocessing.get_context("spawn")
         self._num_started = 0
         self._random = random.Random(0)
 
     def _start(self) -> tuple[Any, Any]:
         here, there = self._context.Pipe()
-        landing = self._folder / f"reader-{self._num_started}"
+        receive_buffer = self._folder / f"reader-{self._num_started}"
         self._num_started += 1
-        arguments = (self._publisher.layout, self._publisher.source, landing, there)
+        arguments = (self._publisher.layout, self._publisher.source, receive_buffer, there)
         process = self._context.Process(target=read_versions, args=arguments, daemon=True)
         process.start()
         return process, here
 
     async def run(self, reader: int) -> None:
-        ledger = self._board.state
+        ledger = self._exchange.state
         process, link = self._start()
         version = 0
         try:
@@ -146,11 +148,11 @@ class Readers:
 
 
 async def _scenario(folder: Path, out: Path) -> Seen:
-    from forgeasync.generator.engine import SamplerEngine
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.weight_receiver import WeightReceiver
 
     seen = Seen()
-    engine = await SamplerEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=GeneratorSection(max_num_seqs=16, max_num_batched_tokens=256, kv_cache_gib=0.02),
         max_context_length=160,
@@ -159,15 +161,15 @@ async def _scenario(folder: Path, out: Path) -> Seen:
         weights=WeightsSection(),
     )
     publisher = FolderPublisher(folder, out)
-    board = WeightExchange(WeightLedger(lease_timeout_s=LEASE_TIMEOUT_S))
+    exchange = WeightExchange(WeightLedger(lease_timeout_s=LEASE_TIMEOUT_S))
     receiver = await WeightReceiver.connect(
         engine,
         layout=publisher.layout,
         transports=publisher.transports(),
-        landing=out / "landing",
+        receive_buffer=out / "receive-buffer",
         delta=False,
     )
-    readers = Readers(publisher, board, seen, out)
+    readers = Readers(publisher, exchange, seen, out)
     version = 0
 
     async def stage(slot: int) -> Manifest:
@@ -180,7 +182,7 @@ async def _scenario(folder: Path, out: Path) -> Seen:
 
     async def publish() -> None:
         while True:
-            await board.publish(stage)
+            await exchange.publish(stage)
             await asyncio.sleep(0.001)
 
     async def generate() -> None:
@@ -195,7 +197,7 @@ async def _scenario(folder: Path, out: Path) -> Seen:
     async def serve() -> None:
         served = 0
         while seen.num_swaps < NUM_SWAPS:
-            async with board.lease(NUM_READERS, newer_than=served) as manifest:
+            async with exchange.lease(NUM_READERS, newer_than=served) as manifest:
                 report = await receiver.begin(manifest)
             served = manifest.version
             if report.is_complete:
@@ -221,7 +223,7 @@ async def _scenario(folder: Path, out: Path) -> Seen:
     failures = [task.exception() for task in others if not task.cancelled()]
     assert not failures, failures
     await serving
-    seen.num_expired_leases = board.state.num_expired_leases
+    seen.num_expired_leases = exchange.state.num_expired_leases
     engine.shutdown()
     return seen
 

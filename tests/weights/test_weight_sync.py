@@ -31,7 +31,7 @@ from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
 from forgeasync.rollouts.payload_store import PayloadReader
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, deal_items
+from forgeasync.trainer.batch import TrainingItem, assign_rows
 from forgeasync.trainer.setup import TrainerSetup
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
@@ -75,7 +75,7 @@ async def _train_on(
         )
         for index, sampled in enumerate(samples)
     ]
-    rows = deal_items(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
+    rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
     result = await trainer.train_items([rows], step=1)
     await _free(generators, samples)
     return result.metrics
@@ -195,7 +195,7 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield asyncio.run(_scenario(config, folder, tmp_path_factory.mktemp("out")))
 
 
-def test_fresh_logprobs_of_sampler_and_trainer_agree(measured: Measured) -> None:
+def test_fresh_logprobs_of_generator_and_trainer_agree(measured: Measured) -> None:
     """Through the same experts and over the same kept sets, the ratio of fresh data is 1 up to rounding."""
     assert measured.fresh_metrics["mismatch/logprob_abs_max"] < 1e-4
     assert measured.after_metrics["mismatch/logprob_abs_max"] < 1e-4, (

@@ -19,7 +19,7 @@ from forgeasync.controller.preparation import check
 from forgeasync.models.rules import check_config
 from forgeasync.schema.problems import ConfigError
 from forgeasync.schema.python_code import PythonCode
-from forgeasync.weights.fetcher import Landing, WeightFetcher, landing_images
+from forgeasync.weights.fetcher import ReceiveBuffer, WeightFetcher, received_images
 from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, WeightLayout, whole_tensors
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.named_weight import NamedWeight
@@ -78,18 +78,18 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
     layout = WeightLayout(dtype=torch.float32, ranks=(publisher.layout,))
     source = await publisher.open(folder, build_transport(choice), generator_hosts=frozenset({HOST}))
     section = WeightsSection(transport=choice)
-    landing = folder / "landing"
+    receive_buffer = folder / "receive-buffer"
     fetcher = WeightFetcher(
         layout=layout,
         needed=[np.ones(publisher.layout.num_blocks, bool)],
         num_bytes_needed=layout.num_bytes,
-        landing=Landing(landing, layout),
+        receive_buffer=ReceiveBuffer(receive_buffer, layout),
         transports=connect_transports(
             section, layout, [pickle.loads(pickle.dumps(source))], generator_host=HOST
         ),
         delta=True,
     )
-    landed = []
+    received = []
     for version in range(1, num_versions + 1):
         slot = version % 2
         staged = await publisher.publish(slot, version, named(make_weights(version)))
@@ -104,9 +104,9 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
         assert report.is_complete and report.num_bad_blocks == 0
         # Later reads are asked for ranges that start in the middle of the buffer.
         assert (report.num_bytes_moved == publisher.layout.num_bytes) is (version == 1)
-        found = whole_tensors(layout, landing_images(landing, layout))
-        landed.append({name: tensor.clone() for name, tensor in found})
-    return landed
+        found = whole_tensors(layout, received_images(receive_buffer, layout))
+        received.append({name: tensor.clone() for name, tensor in found})
+    return received
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -116,8 +116,8 @@ def test_versions_arrive_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pyt
     if name == "own":
         monkeypatch.syspath_prepend(tmp_path)
         choice = write_own_transport(tmp_path, "own_transport_in_process")
-    landed = asyncio.run(carry(choice, tmp_path, num_versions=3))
-    for version, found in enumerate(landed, start=1):
+    received = asyncio.run(carry(choice, tmp_path, num_versions=3))
+    for version, found in enumerate(received, start=1):
         for tensor_name, tensor in make_weights(version).items():
             assert torch.equal(found[tensor_name].view(torch.int32), tensor.view(torch.int32)), version
     if name == "own":
@@ -184,7 +184,7 @@ class NearTransport(Transport):
         return None
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         raise AssertionError("is never asked")
 

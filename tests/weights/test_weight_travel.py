@@ -120,28 +120,28 @@ async def _load(generators: GeneratorRouter, is_done: asyncio.Event, spans: list
 
 
 async def _serve(
-    replica: int, board: WeightExchange, generators: GeneratorRouter, fetches: list[FetchReport]
+    replica: int, exchange: WeightExchange, generators: GeneratorRouter, fetches: list[FetchReport]
 ) -> None:
     served = 0
     while served < NUM_UPDATES:
-        async with board.lease(replica, newer_than=served) as manifest:
+        async with exchange.lease(replica, newer_than=served) as manifest:
             fetches.append(await generators.begin_update(replica, manifest))
         await generators.finish_update(replica, manifest.version)
         served = manifest.version
 
 
-async def _publish(trainer: TrainerMesh, board: WeightExchange, vocab_size: int) -> None:
+async def _publish(trainer: TrainerMesh, exchange: WeightExchange, vocab_size: int) -> None:
     rng = np.random.default_rng(0)
     for update in range(NUM_UPDATES):
         rows = _random_rows(rng, vocab_size, trainer.num_data_ranks)
         await trainer.train_rows(rows, step=update + 1)
-        await board.publish(trainer.stage_weights)
+        await exchange.publish(trainer.stage_weights)
 
 
-async def _catch_up(trainer: TrainerMesh, board: WeightExchange) -> None:
+async def _catch_up(trainer: TrainerMesh, exchange: WeightExchange) -> None:
     while True:
-        await board.until_owed()
-        await board.publish(trainer.stage_weights)
+        await exchange.until_owed()
+        await exchange.publish(trainer.stage_weights)
 
 
 async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> Seen:
@@ -165,18 +165,18 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             )
         trainer, generators = trainer_task.result(), generators_task.result()
         await fleet.connect_weights(config, trainer, generators)
-        board = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
+        exchange = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
         fetches: list[FetchReport] = []
         spans: list[tuple[int, ...]] = []
         is_done = asyncio.Event()
-        catching_up = asyncio.create_task(_catch_up(trainer, board))
+        catching_up = asyncio.create_task(_catch_up(trainer, exchange))
         async with asyncio.TaskGroup() as load:
             for _ in range(2):
                 load.create_task(_load(generators, is_done, spans))
             async with asyncio.TaskGroup() as work:
-                work.create_task(_publish(trainer, board, facts.vocab_size))
+                work.create_task(_publish(trainer, exchange, facts.vocab_size))
                 for replica in range(case.num_generators):
-                    work.create_task(_serve(replica, board, generators, fetches))
+                    work.create_task(_serve(replica, exchange, generators, fetches))
             is_done.set()
         catching_up.cancel()
         await trainer.save_hf(out / "exported", source=folder)
@@ -185,7 +185,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
             exported=load_file(out / "exported" / "model-00001-of-00001.safetensors"),
             fetches=fetches,
             span_versions=spans,
-            num_skipped=board.state.num_skipped,
+            num_skipped=exchange.state.num_skipped,
         )
     finally:
         await fleet.close()

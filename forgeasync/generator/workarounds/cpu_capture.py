@@ -34,7 +34,7 @@ def request_records(config: VllmConfig, *, routing: bool, kept_tokens: bool) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """What the connector reads of a forward pass's input batch."""
+    """The parts of a forward pass's input batch that the connector reads."""
 
     req_ids: list[str]
     query_start_loc_np: np.ndarray

@@ -47,7 +47,7 @@ class CpuWeights:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def plan(self, copies: Iterable[StridedCopy]) -> None:
-        """What every version copies; parameters that nothing is copied to never change."""
+        """Plan the copies of every version; parameters that nothing is copied to never change."""
         self._copies = {}
         for copy in copies:
             self._copies.setdefault(copy.parameter, []).append(copy)
@@ -58,7 +58,7 @@ class CpuWeights:
 
     @torch.no_grad()
     def stage(self, images: Sequence[torch.Tensor]) -> None:
-        """Fill the shadows from the landing's images (by rank); the model may run meanwhile."""
+        """Fill the shadows from the receive buffer's images (by rank); the model may run meanwhile."""
         for name, copies in self._copies.items():
             shadow = self._shadows[name]
             isa = self._isa_of.get(name)

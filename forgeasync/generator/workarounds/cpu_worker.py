@@ -12,7 +12,7 @@ from forgeasync.generator.workarounds.cpu_weights import CpuWeights, keep_linear
 from forgeasync.generator.workarounds.load_trace import LoadTrace, trace_load
 from forgeasync.generator.workarounds.served_adapters import allow_dense_adapters_of_moe
 from forgeasync.weights.copies import StridedCopy, plan_copies
-from forgeasync.weights.fetcher import landing_images
+from forgeasync.weights.fetcher import received_images
 from forgeasync.weights.layout import WeightLayout
 
 
@@ -35,19 +35,19 @@ class UpdatableCPUWorker(CPUWorker):
         self._weights = CpuWeights(self.model_runner.get_model())
 
     def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> LoadTrace:
-        """Where tensors of these names and shapes go in this worker."""
+        """Find where tensors of these names and shapes go in this worker."""
         self._trace = trace_load(self.model_runner.get_model(), shapes, dtype)
         return self._trace
 
-    def connect_weights(self, layout: WeightLayout, landing: Path) -> Sequence[StridedCopy]:
-        """Map the landing and plan this worker's copies out of it; after ``trace_weights``."""
-        self._images = landing_images(landing, layout)
+    def connect_weights(self, layout: WeightLayout, receive_buffer: Path) -> Sequence[StridedCopy]:
+        """Map the receive buffer and plan this worker's copies out of it; after ``trace_weights``."""
+        self._images = received_images(receive_buffer, layout)
         copies = plan_copies(layout, self._trace.regions)
         self._weights.plan(copies)
         return copies
 
     def start_staging(self) -> None:
-        """Begin to fill the shadow parameters from the landing."""
+        """Begin to fill the shadow parameters from the receive buffer."""
         self._staging_error: Exception | None = None
         self._staging = threading.Thread(target=self._stage, name="weight-staging", daemon=True)
         self._staging.start()

@@ -146,7 +146,7 @@ class InProcessAsyncClient(EngineCoreClient):
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """No decode step from here to the end of the block; commands go on."""
+        """Stop decoding for the length of the block; commands still run."""
 
         def stand_still(value: bool) -> None:
             self._stands_still = value

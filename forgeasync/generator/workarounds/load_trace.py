@@ -1,4 +1,4 @@
-"""Where an engine puts the weights of a checkpoint, found out from its own loaders. For vLLM 0.32.
+"""Finds out, from an engine's own loaders, where it puts the weights of a checkpoint. For vLLM 0.32.
 
 vLLM fuses parameters (q, k and v; gate and up; all experts of a layer) and cuts them for tensor parallelism.
 Its model classes know how; here they are asked to load tensors without storage while every copy they make is
@@ -38,7 +38,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTrace:
-    """What one worker of an engine takes of a checkpoint."""
+    """The parts of a checkpoint that one worker of an engine takes."""
 
     regions: tuple[Region, ...]
     unfilled: tuple[str, ...]
@@ -74,7 +74,7 @@ class _CopyRecorder(TorchDispatchMode):
 def trace_load(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> LoadTrace:
-    """What ``model.load_weights`` would copy where, given tensors of these names and shapes.
+    """Find what ``model.load_weights`` would copy where, given tensors of these names and shapes.
 
     Values do not change; nothing may run the model meanwhile.
     """

@@ -56,11 +56,11 @@ def allow_dense_adapters_of_moe() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSetup:
-    """What an engine that serves adapters is started with."""
+    """Everything that an engine that serves adapters is started with."""
 
     lora: LoraSection
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the base model's tensors."""
+    """Shapes of the base model's tensors, by name."""
     folder: Path
     """In shared memory of the engine's host; made here."""
 
@@ -75,7 +75,7 @@ class ServedAdapter:
 
     @property
     def request(self) -> LoRARequest:
-        """What every request of the engine carries."""
+        """The adapter request that every request of the engine carries."""
         assert self._before is not None, "no version was written"
         return LoRARequest("policy", _ADAPTER_ID, str(self._before))
 

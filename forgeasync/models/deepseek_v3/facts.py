@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forgeasync.models.titan_family import TitanFamily
 
 _LATENT_NORM_EPS = 1e-6
-"""What transformers normalizes latents with, whatever rms_norm_eps is; vLLM takes rms_norm_eps."""
+"""Epsilon by which transformers normalizes latents, whatever rms_norm_eps is; vLLM uses rms_norm_eps."""
 
 
 def _read(reader: ConfigReader) -> ModelFacts:

@@ -52,7 +52,7 @@ def _layers(facts: ModelFacts, attention_backend: str) -> list[TransformerBlock.
         set_norm_eps(layer, facts)
         layer.attention.qk_norm = replace(layer.attention.qk_norm, eps=facts.rms_norm_eps)
         if layer.moe is not None:
-            # Qwen3 has no load-balancing bias: one that moved in training would not exist in the sampler.
+            # Qwen3 has no load-balancing bias: one that moved in training would not exist in the generator.
             layer.moe.load_balance_coeff = None
     return layers
 

@@ -1,4 +1,4 @@
-"""What a layer's forward pass keeps for its backward pass, by a count of the tensors that autograd saves.
+"""Counts what a layer's forward pass keeps for its backward pass, by the tensors that autograd saves.
 
 Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
 differ without an accelerator: norms are computed step by step and keep x / rms(x) too, and attention works on
@@ -22,16 +22,16 @@ class LayerActivations:
     """Bytes of one layer and one row on one rank."""
 
     whole: float
-    """Everything that autograd saves without checkpointing."""
+    """Bytes that autograd saves without checkpointing."""
     selective: float
-    """What TorchTitan's selective checkpointing saves; the rest is computed again."""
+    """Bytes that TorchTitan's selective checkpointing saves; the rest is computed again."""
     boundary: float
     """The layer's input: what full checkpointing saves."""
     backward: float
     """Gradients of activations that live at the same time, where the layer's backward pass has most."""
 
     def kept(self, choice: ActivationCheckpointing) -> float:
-        """From the forward to the backward pass."""
+        """Bytes kept from the forward to the backward pass."""
         match choice:
             case ActivationCheckpointing.NONE:
                 return self.whole
@@ -44,7 +44,7 @@ class LayerActivations:
 def layer_activations(
     config: RunConfig, facts: ModelFacts, *, has_experts: bool, machine: Machine
 ) -> LayerActivations:
-    """Of a layer with experts or with one dense network."""
+    """Count the activations of a layer with experts or with one dense network."""
     count = _Count(config, facts, machine=machine)
     attention = count.attention()
     network = count.experts() if has_experts else count.dense()
@@ -89,17 +89,17 @@ class _Count:
         self._expert = parallel.expert
         self.element = BYTES_PER_ELEMENT[config.trainer.dtype]
         self.tokens = config.trainer.tokens_per_row / parallel.context
-        """Of the row, on this context-parallel rank."""
+        """Tokens of the row on this context-parallel rank."""
         self.kernel_tokens = self.tokens
-        """That attention's kernel works on: on CPUs every rank pads its part to the whole row."""
+        """Tokens that attention's kernel works on: on CPUs every rank pads its part to the whole row."""
         if self._on_cpus:
             self.kernel_tokens = float(config.trainer.tokens_per_row)
         self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
-        """Of them between two tensor-parallel matrix products."""
+        """Tokens of this rank between two tensor-parallel matrix products."""
         self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
 
     def norm_extra(self, size: int, *, tokens: float | None = None) -> float:
-        """What a norm keeps besides its input and output. In float32, whatever the compute dtype."""
+        """Bytes that a norm keeps besides input and output: in float32, whatever the compute dtype."""
         copies = 0
         if self._on_cpus:
             # x / rms(x); of lower precision also x in float32.
@@ -164,7 +164,7 @@ class _Count:
         return _Part(
             whole=self.tokens * self.element * (hidden + 4 * inner) + self.norm_extra(hidden),
             selective=self.tokens * self.element * self._selective_network(inner),
-            # Of the product and of the activated gate.
+            # Gradients of the product and of the activated gate.
             backward=self.tokens * self.element * 2 * inner,
         )
 
@@ -176,7 +176,7 @@ class _Count:
         """Routed and shared experts, with even loads; expert parallelism moves tokens, not their number."""
         facts, element = self._facts, self.element
         hidden = facts.hidden_size
-        # With expert parallelism tokens are dealt out over tensor-parallel ranks and experts are whole;
+        # With expert parallelism tokens are split over tensor-parallel ranks and experts are whole;
         # without, every rank has all tokens and a slice of each expert.
         split = 1 if self._expert > 1 else self._tensor
         tokens = self.local_tokens if self._expert > 1 else self.tokens
@@ -184,7 +184,7 @@ class _Count:
         # Input, gate, up, the gate's activation, the product, and the output, scaled in float32.
         routed = facts.top_k * ((hidden + 4 * inner) * element + hidden * FLOAT32_BYTES)
         if self._expert > 1:
-            # Also as they came in from other ranks, before they are sorted by expert.
+            # A second copy as tokens come in from other ranks, before they are sorted by expert.
             routed += facts.top_k * hidden * element
         # Scores of all experts; of the chosen ones five lists of ids and four of scores.
         router = facts.num_experts * FLOAT32_BYTES + facts.top_k * (5 * INT64_BYTES + 4 * FLOAT32_BYTES)

@@ -1,4 +1,4 @@
-"""What one GPU (or CPU process) of a vLLM engine holds."""
+"""Computes the memory of one GPU (or CPU process) of a vLLM engine."""
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
@@ -44,9 +44,9 @@ def generator_memory(
 
 
 def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:
-    """Without a backward pass one layer's activations live at a time.
+    """Count a forward pass: without a backward pass one layer's activations exist at a time.
 
-    The sampler works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
+    Sampling works on float32 logits of one token per sequence, and sorts them where top-k or top-p is on.
     """
     generator = config.generator
     tensor = generator.tensor_parallel

@@ -1,4 +1,4 @@
-"""What lies in the shared memory of hosts: weights on their way, and rollouts that wait for training."""
+"""Computes the shared memory of hosts: weights being published, and rollouts that wait for training."""
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, longest_response
@@ -18,7 +18,7 @@ PAYLOAD_HEADER_BYTES = 256
 
 
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
-    """Staging buffers of all trainer ranks together, the landing of one replica, and the payload store."""
+    """Staging buffers of all trainer ranks together, one replica's receive buffer, and the payload store."""
     element, dtype = BYTES_PER_ELEMENT[config.generator.dtype], config.generator.dtype.value
     version, what = published_weight_bytes(config, facts), "version"
     merged = []
@@ -61,12 +61,12 @@ def groups_outstanding(config: RunConfig) -> int:
 
 
 def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """What the file of one group takes with responses as long as can be and kept sets as large as top-k.
+    """Return the bytes of one group's file, with the longest responses and kept sets as large as top-k.
 
     Unlike ``largest_group_payload_bytes``, which nothing may exceed, this counts the prompt's record once:
     rollouts of a group share it unless weights were swapped in between their first steps.
     """
-    # Of a model without experts there is nothing to record, whatever the setting.
+    # A model without experts has no routing to record, whatever the setting.
     routing = routing_bytes_per_token(config, facts) if facts.num_experts else 0
     kept = kept_bytes_per_token(config, facts)
     response = longest_response(config)

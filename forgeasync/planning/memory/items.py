@@ -8,7 +8,7 @@ FLOAT32_BYTES = 4
 
 
 class Machine(StrEnum):
-    """What a run's ranks compute on."""
+    """Kind of machine that a run's ranks compute on."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -24,5 +24,5 @@ class MemoryItem:
 
 
 def total_bytes(items: Sequence[MemoryItem]) -> int:
-    """What a rank holds in all."""
+    """Sum up the bytes that a rank holds."""
     return sum(item.num_bytes for item in items)

@@ -37,9 +37,9 @@ def available_host_bytes() -> int:
 def check_memory(
     config: RunConfig, facts: ModelFacts, *, host_bytes: int, gpu_bytes: int | None
 ) -> Iterator[Problem]:
-    """At most one problem: a run on this machine's processors or, with ``gpu_bytes`` of each, its GPUs."""
+    """Check that a run fits this machine's host memory or, with ``gpu_bytes`` of each, its GPUs."""
     if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
-        # Not this machine's.
+        # The run is not on this machine: its memory says nothing.
         return
     counts, generator = count_parameters(facts), config.generator
     weights = generator_parameters_per_rank(config, facts, counts) * BYTES_PER_ELEMENT[generator.dtype]

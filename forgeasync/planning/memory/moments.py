@@ -58,7 +58,7 @@ class _Units:
 def step_moments(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
 ) -> tuple[Moment, ...]:
-    """All candidates; gradients of earlier rows, weights and optimizer state are not in them."""
+    """List all candidates, without gradients of earlier rows, weights and optimizer state."""
     dense, moe = (
         layer_activations(config, facts, has_experts=has_experts, machine=machine)
         for has_experts in (False, True)

@@ -43,7 +43,7 @@ class ParameterCounts:
 
     @property
     def in_layers(self) -> int:
-        """Of ``split``: without embedding and output layer."""
+        """The part of ``split`` without embedding and output layer."""
         return self.split - self.vocabulary * self.vocabulary_tensors
 
 

@@ -24,7 +24,7 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySection:
-    """What one rank of a role holds, or the hosts."""
+    """The memory of one rank of a role, or of the hosts."""
 
     owner: str
     items: Sequence[MemoryItem]
@@ -33,7 +33,7 @@ class MemorySection:
 
 
 def planned_machine(config: RunConfig) -> Machine:
-    """What a plan is for: float32 is what CPUs train in, bfloat16 what GPUs do."""
+    """Return the machine that a config is planned for: CPUs train in float32, GPUs in bfloat16."""
     return Machine.CPU if config.trainer.dtype is Dtype.FLOAT32 else Machine.GPU
 
 

@@ -1,4 +1,4 @@
-"""What one trainer rank holds: what is always there, and the most there is of what comes and goes."""
+"""Memory of one trainer rank: what it always holds, and the most that it holds for a time."""
 
 import math
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ class TrainerMemory:
 
     @property
     def total_bytes(self) -> int:
-        """At the fullest moment."""
+        """Bytes at the fullest moment."""
         return total_bytes(self.always) + math.ceil(self.fullest.total)
 
 
 def trainer_memory(
     config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
 ) -> TrainerMemory:
-    """By formulas over the config and the model's shape; ``count_parameters`` gives ``counts``."""
+    """Count memory by formulas over config and model shape; ``counts`` comes from ``count_parameters``."""
     moments = step_moments(config, facts, counts, machine)
     trainer = config.trainer
     chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)

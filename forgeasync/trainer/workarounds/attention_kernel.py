@@ -93,7 +93,7 @@ def _with_spare_row(like_LN: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_log_sums(q_LNH: torch.Tensor) -> torch.Tensor:
-    """Of a dtype no lower than float32, as the kernel has them."""
+    """Allocate log sums in a dtype no lower than float32, as the kernel has them."""
     return q_LNH.new_empty(q_LNH.shape[:2], dtype=torch.promote_types(q_LNH.dtype, torch.float32))
 
 

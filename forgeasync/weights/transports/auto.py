@@ -26,7 +26,7 @@ class AutoTransport(Transport):
         self.granularity = self.chosen.granularity
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``."""
-        await self.chosen.read(slot, ranges, landing, arrived)
+        await self.chosen.read(slot, ranges, received, arrived)

@@ -1,4 +1,4 @@
-"""From ``weights.transport`` to the object that moves the bytes; built-in classes and a user's own alike."""
+"""Builds the transport that ``weights.transport`` names, built-in or the user's own."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

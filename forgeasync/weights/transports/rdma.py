@@ -16,7 +16,7 @@ MAX_READS_IN_FLIGHT = 4
 """Enough to hide a round trip behind the others' bytes."""
 
 Segments = tuple[tuple[RDMABuffer, ...], ...]
-"""By slot, handles of consecutive ``SEGMENT_BYTES``."""
+"""Handles of consecutive ``SEGMENT_BYTES``, by slot."""
 
 
 class RdmaTransport(Transport):
@@ -32,14 +32,14 @@ class RdmaTransport(Transport):
         )
 
     def connect(self, source: RankSource) -> None:
-        """Nothing is moved yet; the transfer of a segment is bounded by the lease."""
+        """Connect without moving bytes; the lease bounds the transfer of a segment."""
         assert isinstance(source.staging.address, tuple)
         self._segments: Segments = source.staging.address
         # RDMABuffer counts whole seconds.
         self._timeout_s = int(source.lease_timeout_s)
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``."""
         limit = asyncio.Semaphore(MAX_READS_IN_FLIGHT)
@@ -47,7 +47,7 @@ class RdmaTransport(Transport):
         async def read_segment(first: int, last: int) -> None:
             async with limit:
                 handle = self._segments[slot][first // SEGMENT_BYTES]
-                await handle.read_into(landing[first:last], timeout=self._timeout_s)
+                await handle.read_into(received[first:last], timeout=self._timeout_s)
                 await asyncio.to_thread(arrived, (first, last))
 
         async with asyncio.TaskGroup() as reads:

@@ -18,7 +18,7 @@ class SharedMemoryTransport(Transport):
     crosses_hosts = False
 
     async def open(self, staging: RankStaging) -> None:
-        """Nothing to do: the buffers are files of this host already."""
+        """Do nothing: the buffers are files of this host already."""
 
     def connect(self, source: RankSource) -> None:
         """Map the publisher's files."""
@@ -28,16 +28,16 @@ class SharedMemoryTransport(Transport):
         ]
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``; runs in a thread, so that decoding goes on meanwhile."""
-        await asyncio.to_thread(self._copy, slot, ranges, landing, arrived)
+        await asyncio.to_thread(self._copy, slot, ranges, received, arrived)
 
-    def _copy(self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived) -> None:
+    def _copy(self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived) -> None:
         # In numpy: slicing a tensor takes ten times as long as slicing an array.
-        staged, landed = self._slots[slot], landing.numpy()
+        staged, target = self._slots[slot], received.numpy()
         for start, stop in ranges:
             for first in range(start, stop, BLOCK_BYTES):
                 last = min(first + BLOCK_BYTES, stop)
-                np.copyto(landed[first:last], staged[first:last])
+                np.copyto(target[first:last], staged[first:last])
                 arrived((first, last))

@@ -35,7 +35,7 @@ class TorchstoreTransport(Transport):
         await torchstore.initialize(num_storage_volumes=1, mesh=spawn("weights"))
 
     async def open(self, staging: RankStaging) -> None:
-        """Nothing to do before there is a version."""
+        """Do nothing before there is a version."""
         self._rank, self._buffers = staging.rank, staging.buffers
 
     async def staged(self, slot: int) -> None:
@@ -48,7 +48,7 @@ class TorchstoreTransport(Transport):
         self._rank = source.rank
 
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
         """See ``Transport``."""
 
@@ -56,7 +56,7 @@ class TorchstoreTransport(Transport):
             segment = await torchstore.get(self._key(slot, first // SEGMENT_BYTES))
 
             def take() -> None:
-                landing[first:last].copy_(segment)
+                received[first:last].copy_(segment)
                 arrived((first, last))
 
             await asyncio.to_thread(take)

@@ -1,4 +1,4 @@
-"""How published weights get from the trainer's ranks into a generator's own memory."""
+"""Transports move published weights from the trainer's ranks into a generator's own memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -29,20 +29,20 @@ class RankStaging:
     paths: tuple[Path, ...]
     """Files in this host's shared memory."""
     buffers: tuple[torch.Tensor, ...]
-    """The same bytes, uint8; their places in memory stay the same for the whole run."""
+    """The bytes of ``paths`` as tensors, uint8; their addresses stay the same for the whole run."""
     generator_hosts: frozenset[str]
-    """Where the generators are that will read them."""
+    """Hosts of the generators that will read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingSource:
-    """How the staging buffers of one rank can be reached; travels to the generators."""
+    """How to reach the staging buffers of one rank; sent to the generators."""
 
     host_id: str
     paths: tuple[Path, ...]
-    """By slot; files of that host."""
+    """Files of that host, by slot."""
     address: object = None
-    """What the transport's ``open`` has returned."""
+    """Address that the transport's ``open`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class RankSource:
 
     rank: int
     num_bytes: int
-    """Of each buffer."""
+    """Bytes of each buffer."""
     staging: StagingSource
     generator_host: str
     """The host that reads."""
@@ -121,17 +121,17 @@ class Transport(ABC):
                 self._rank = source.rank
 
             async def read(
-                self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+                self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
             ) -> None:
-                await asyncio.to_thread(self._copy, slot, ranges, landing.numpy().data, arrived)
+                await asyncio.to_thread(self._copy, slot, ranges, received.numpy().data, arrived)
 
             def _copy(
-                self, slot: int, ranges: Sequence[ByteRange], landing: memoryview, arrived: Arrived
+                self, slot: int, ranges: Sequence[ByteRange], received: memoryview, arrived: Arrived
             ) -> None:
                 with self._file(slot).open("rb") as file:
                     for start, stop in ranges:
                         file.seek(start)
-                        file.readinto(landing[start:stop])
+                        file.readinto(received[start:stop])
                         arrived((start, stop))
 
     What it has to keep to:
@@ -176,6 +176,6 @@ class Transport(ABC):
 
     @abstractmethod
     async def read(
-        self, slot: int, ranges: Sequence[ByteRange], landing: torch.Tensor, arrived: Arrived
+        self, slot: int, ranges: Sequence[ByteRange], received: torch.Tensor, arrived: Arrived
     ) -> None:
-        """Copy ``ranges`` of a slot into the same places of ``landing`` (uint8, as long as the buffer)."""
+        """Copy ``ranges`` of a slot into the same places of ``received`` (uint8, as long as the buffer)."""
