@@ -1,7 +1,7 @@
 """The buffer actor: a thin shell around the replay buffer, in a proc of its own.
 
 Who waits for whom: see ``forgeasync.buffer.async_buffer``; calls overlap freely, and those that wait do so
-here. Only facts of groups come through, their arrays stay where they were sampled.
+here. Only small facts about groups are sent; their arrays stay where they were sampled.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class BufferReport:
 
     metrics: dict[str, float]
     num_dropped: Counter[DropReason]
-    """Groups so far."""
+    """Dropped groups so far, by reason."""
 
 
 class BufferActor(Actor):
@@ -38,7 +38,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def setup(self, config: RunConfig, resumed: BufferSnapshot | None) -> None:
-        """An empty buffer, or one that continues from a snapshot."""
+        """Make an empty buffer, or one that continues from a snapshot."""
         state = ReplayBuffer(
             groups_per_step=config.algorithm.groups_per_step,
             group_size=config.algorithm.group_size,
@@ -53,12 +53,12 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def submit(self, tasks: Sequence[Task]) -> None:
-        """Hand prompts in."""
+        """Submit prompts."""
         await self._buffer.submit(tasks)
 
     @concurrent_endpoint
     async def start(self) -> tuple[Start, int]:
-        """Wait until a group may start; with it, how many prompts are wanted now."""
+        """Wait until a group may start; also return how many prompts are wanted now."""
         return await self._buffer.start()
 
     @concurrent_endpoint
@@ -68,7 +68,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def finished(self, group: Group) -> None:
-        """A group is sampled."""
+        """Take in a sampled group."""
         await self._buffer.finished(group)
 
     @concurrent_endpoint
@@ -79,12 +79,12 @@ class BufferActor(Actor):
         kept: Sequence[int],
         scores: Sequence[Score] | None = None,
     ) -> tuple[Group, ...]:
-        """A group is complete; returned if it is too old by now."""
+        """Complete a group; it is returned if it is too old by now."""
         return await self._buffer.scored(group_id, rewards, kept, scores)
 
     @concurrent_endpoint
     async def failed(self, group_id: int, reason: DropReason) -> None:
-        """A group will not come."""
+        """Give up a group."""
         await self._buffer.failed(group_id, reason)
 
     @concurrent_endpoint
@@ -99,7 +99,7 @@ class BufferActor(Actor):
 
     @concurrent_endpoint
     async def committed(self, trainer_wait_share: float) -> Committed:
-        """The batch was trained on."""
+        """Note that the batch was trained on."""
         return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
 
     @concurrent_endpoint

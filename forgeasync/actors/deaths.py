@@ -26,7 +26,7 @@ END_S = 1.0
 """Seconds for a proc to end that its peers have lost: their error comes within milliseconds of its end."""
 LOOK_S = 0.1
 WATCH_S = 2.0
-"""Between two looks at procs that nobody complains about."""
+"""Seconds between two checks of procs about which no error was reported."""
 
 _ACTOR = re.compile(r"(\w+)\{'procs': (\d+)/(\d+)\}")
 _PROC = re.compile(r"The actor (\w+)-(\d+)<")
@@ -39,7 +39,7 @@ class ActorDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proc:
-    """One proc of a role, to be looked for when its peers complain."""
+    """One proc of a role, to be checked when its peers report errors."""
 
     role: str
     rank: int
@@ -47,7 +47,7 @@ class Proc:
     host: Host
 
     async def has_ended(self) -> bool:
-        """Whether its host has it no more; a host that does not answer is told about elsewhere."""
+        """Whether its host no longer has it; a host that does not answer is reported elsewhere."""
         call = f"looking for {self.role} rank {self.rank}"
         try:
             async with deadline(END_S, call=call, key="END_S in deaths.py"):
@@ -65,7 +65,7 @@ class Death:
 
 
 def read_report(report: str, log_dir: Path) -> Death:
-    """Which rank of which role, by which signal, and where its log lies; or the report as it is."""
+    """Name rank, role, signal and log file of a death; or return the report as it is."""
     killed = _KILLED.search(report)
     if (actor := _ACTOR.search(report)) is not None:
         # Monarch's own actor that tells trainer ranks of each other.
@@ -85,7 +85,7 @@ def read_report(report: str, log_dir: Path) -> Death:
 
 
 async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
-    """A proc that has ended, or does so a moment from now; None: all go on. Looks once at least."""
+    """Return a proc that has ended, or ends ``within_s``; None if all continue. Checks at least once."""
     start_s = time.monotonic()
     while True:
         have_ended = await asyncio.gather(*(proc.has_ended() for proc in procs))

@@ -48,7 +48,7 @@ class SampledGroup:
 
     rollouts: tuple[StoredRollout, ...]
     results: tuple[EpisodeResult, ...] | None = None
-    """None: the scorer is still to score them."""
+    """Results of the episodes; None if the scorer still has to score the rollouts."""
 
 
 class EnvironmentActor(Actor):
@@ -110,7 +110,7 @@ class EnvironmentActor(Actor):
     async def evaluate(
         self, task: Task, generator_rank: int, sampling: SamplingSection, seed: int | None
     ) -> EpisodeResult | RefusedGroup:
-        """One episode that is not trained on."""
+        """Run one episode that is not trained on."""
         self._num_evaluated += 1
         group_id = -self._num_evaluated
         try:

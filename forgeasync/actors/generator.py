@@ -62,7 +62,7 @@ class GeneratorSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedGroup:
-    """A group that must not be trained on, or has no place; ``problem`` says which rollout and why."""
+    """A group that must not be trained on, or does not fit; ``problem`` says which rollout and why."""
 
     problem: str
     reason: DropReason = DropReason.BAD_RECORD
@@ -70,13 +70,13 @@ class RefusedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelledGroup:
-    """A group that was given up: finished, it would have been too old to train on."""
+    """A group that was given up because it would have been too old to train on at its end."""
 
 
 def store_group(
     writer: PayloadWriter, rollouts: Sequence[Rollout], *, group_id: int, generator_rank: int
 ) -> tuple[StoredRollout, ...] | RefusedGroup:
-    """Write a group's arrays, or say that there is no room for them."""
+    """Write a group's arrays, or return that there is no room for them."""
     payload = encode_group(rollouts)
     try:
         refs = writer.write_group([*payload.prompts, *payload.responses])
@@ -110,8 +110,8 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
-        """Load the model as policy version 0; returns the proc's id. The folder is of this proc's host."""
-        # vLLM takes 10 s to import: only the procs that sample pay for it.
+        """Load the model as policy version 0; returns the process id. The folder is on this proc's host."""
+        # vLLM takes 10 s to import, so only the procs that sample import it.
         from forgeasync.generator.engine import GeneratorEngine
         from forgeasync.generator.episodes import EngineEpisodes
         from forgeasync.generator.workarounds.served_adapters import AdapterSetup, can_serve
@@ -206,7 +206,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
-        """Give up groups, of whichever this engine is sampling; their calls answer ``CancelledGroup``."""
+        """Give up those of the groups that this engine samples; their calls return ``CancelledGroup``."""
         assert self._engine is not None
         await self._engine.cancel(group_ids)
 
@@ -214,7 +214,7 @@ class GeneratorActor(Actor):
     async def respond(
         self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
     ) -> tuple[Response, ...]:
-        """Responses that are not trained on."""
+        """Sample responses that are not trained on."""
         assert self._engine is not None
         rollouts = await self._engine.generate(
             prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
@@ -223,13 +223,13 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def free_payloads(self, files: Sequence[str]) -> None:
-        """Groups that were trained on, or dropped: their arrays are not needed any more."""
+        """Free the files of groups that were trained on or dropped."""
         for file in files:
             await self._payload_server.free(file)
 
     @concurrent_endpoint
     async def expose_payload(self, ref: PayloadRef) -> RDMABuffer:
-        """A handle by which a trainer on another host reads a payload."""
+        """Return a handle by which a trainer on another host reads a payload."""
         return self._payload_server.expose(ref)
 
     @concurrent_endpoint
@@ -274,7 +274,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
-        """Copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
+        """Return copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
         assert self._engine is not None
         return await self._engine.parameters()
 

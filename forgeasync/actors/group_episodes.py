@@ -15,7 +15,7 @@ from forgeasync.waiting import DeadlineExceeded, deadline
 
 
 class GroupEpisodes:
-    """Runs groups of episodes. Whatever goes wrong with an environment costs one group at most.
+    """Runs groups of episodes. A failing environment costs one group at most.
 
     The deadline of an episode, ``timeouts.episode_s``, is kept where it runs. Here is only a backstop for an
     environment that blocks its event loop, which nothing there can end.
@@ -38,7 +38,7 @@ class GroupEpisodes:
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """The group of a task, sampled and scored; its arrays stay with the generator until freed."""
+        """Sample and score the group of a task; its arrays stay with the generator until freed."""
         with self._generators.pinned(self._group_size) as rank:
             try:
                 async with self._backstop(f"running the episodes of group {group_id}"):
@@ -48,7 +48,7 @@ class GroupEpisodes:
                 return RefusedGroup(problem=str(error), reason=DropReason.EPISODE_FAILED)
 
     async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
-        """The score of one episode that is not trained on."""
+        """Score one episode that is not trained on."""
         what = f"the episode of held-out problem {task.task_id}"
         with self._generators.pinned(1) as rank:
             try:

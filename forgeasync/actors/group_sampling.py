@@ -18,11 +18,11 @@ class GroupSampler(Protocol):
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """The group of a task; its arrays stay with the generator until freed."""
+        """Sample the group of a task; its arrays stay with the generator until freed."""
         ...
 
     async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
-        """The score of one rollout that is not trained on."""
+        """Sample and score one rollout that is not trained on."""
         ...
 
 
@@ -38,7 +38,7 @@ class ResponseGroups:
         group_size: int,
         sampling: SamplingSection,
     ) -> None:
-        """``sampling`` is that of training."""
+        """``sampling`` is the config's section for training."""
         self._generators = generators
         self._scorer = scorer
         self._prompts = prompts
@@ -48,7 +48,7 @@ class ResponseGroups:
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """The group of a task, still to be scored."""
+        """Sample the group of a task; it still has to be scored."""
         answer = await self._generators.sample_group(
             group_id,
             self._prompts.encode(task.prompt),
@@ -61,7 +61,7 @@ class ResponseGroups:
         return SampledGroup(rollouts=answer)
 
     async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
-        """The score of one response that is not trained on."""
+        """Sample and score one response that is not trained on."""
         responses = await self._generators.respond(
             self._prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=seed
         )

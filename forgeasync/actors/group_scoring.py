@@ -1,4 +1,4 @@
-"""The controller's side of scoring: groups side by side, retried, and given up one by one."""
+"""The controller's side of scoring: groups are scored concurrently, retried, and given up one by one."""
 
 import asyncio
 import logging
@@ -25,11 +25,11 @@ class Unscored:
     """A group that has no scores."""
 
     reason: str
-    """Names the group, and why its last attempt failed."""
+    """Why the group's last attempt failed; names the group."""
 
 
 class GroupScoring:
-    """Scores groups, up to ``scorer.max_concurrent`` at once. Whatever goes wrong costs one group at most.
+    """Scores groups, up to ``scorer.max_concurrent`` at once. A failure costs one group at most.
 
     The deadline of a group, ``timeouts.score_s``, is kept by the scorer, which knows when it begins with a
     group (``forgeasync.actors.reward_scoring``). Here is only a backstop for a scorer that does not answer
@@ -46,7 +46,7 @@ class GroupScoring:
         isolation: str = "",
         retry_wait_s: float = RETRY_WAIT_S,
     ) -> None:
-        """``limit_s`` is ``timeouts.score_s``; ``isolation`` says what verifiers are isolated by."""
+        """``limit_s`` is ``timeouts.score_s``; ``isolation`` names what isolates verifiers."""
         self.isolation = isolation
         self._score = score
         self._max_attempts = section.max_attempts
@@ -60,7 +60,7 @@ class GroupScoring:
     async def score(
         self, name: str, task: Task, responses: Sequence[Response]
     ) -> tuple[Score, ...] | Unscored:
-        """One score for each response, or why there are none; ``name`` is that of the group in messages."""
+        """Return one score per response, or why there are none; ``name`` is the group's name in messages."""
         reason = ""
         for attempt in range(1, self._max_attempts + 1):
             if attempt > 1:
@@ -78,7 +78,7 @@ class GroupScoring:
         return Unscored(reason=f"{name} was not scored in {tries}: {reason}")
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the run began and the scorer's memory, under their names in metrics.jsonl."""
+        """Return counts since the run began and the scorer's memory, under their names in metrics.jsonl."""
         memory = {} if self._memory is None else self._memory.metrics("scorer")
         return self._counts.metrics() | memory | {"scoring/num_failed_attempts": self._num_failed_attempts}
 
@@ -86,7 +86,7 @@ class GroupScoring:
         key = "timeouts.score_s, times scorer.max_concurrent,"
         async with deadline(self._backstop_s, call=f"scoring {name}", key=key):
             scored = await self._score(task, responses)
-        # Answers overtake each other, and counts and peaks only rise.
+        # Replies can arrive out of order, and counts and peaks only rise.
         self._counts = self._counts.merged(scored.counts)
         self._memory = largest((self._memory, scored.memory))
         scores = tuple(scored.scores)

@@ -96,7 +96,7 @@ class Procs:
             self._failure.set_exception(error)
 
     async def open(self) -> None:
-        """Start the hosts; needed where they are others than this machine."""
+        """Start the hosts; needed if they are other machines than this one."""
         await self.hosts.open()
         self._watching = asyncio.create_task(self._watch_hosts())
 
@@ -120,17 +120,17 @@ class Procs:
             peers.cancel()
 
     async def _watch_peers(self) -> None:
-        """Where ranks wait in a collective for one that is gone, Monarch may need half a minute to tell."""
+        """Check ranks that may wait in a collective for a dead one, which Monarch can report late (30 s)."""
         while (ended := await first_ended(self._peers, within_s=0.0)) is None:
             await asyncio.sleep(WATCH_S)
         self._fail(await self._death_of(ended))
 
     @asynccontextmanager
     async def naming_deaths(self) -> AsyncIterator[None]:
-        """Where the body fails because a proc has died, say so instead of what its peers say.
+        """Replace errors of the body that a proc's death caused by an error that names the death.
 
         Raises:
-            ActorDied: a proc has; from the body's own error.
+            ActorDied: a proc has died; raised from the body's own error.
         """
         try:
             yield
@@ -144,7 +144,7 @@ class Procs:
             for cause in causes:
                 if isinstance(cause, SupervisionError):
                     raise ActorDied(read_report(str(cause), self.log_dir).text) from error
-            # A collective fails, or hangs, without the one that is gone.
+            # A collective fails, or hangs, if one of its ranks is gone.
             if any(isinstance(cause, ActorError | TimeoutError) for cause in causes):
                 if (ended := await first_ended(self._peers, within_s=END_S)) is not None:
                     raise await self._death_of(ended) from error
@@ -160,7 +160,7 @@ class Procs:
         return ActorDied(f"{ended.role} rank {ended.rank} (process {ended.pid}) has ended; see {log}")
 
     def _spawn_here(self, name: str) -> ProcMesh:
-        """One proc on the controller's own machine, without a GPU."""
+        """Start one proc on the controller's own machine, without a GPU."""
         mesh = spawn_role(this_host(), name, num_procs=1)
         self._own_meshes.append(mesh)
         return mesh
@@ -196,7 +196,7 @@ class Procs:
         await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
 
     async def start_trainer(self, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
-        """The trainer mesh, with its process group up and its model built."""
+        """Start the trainer mesh, with its process group and its model."""
         num_procs = setup.section.parallel.num_procs
         mesh = self.hosts.spawn(HostRole.TRAINER, "trainer", num_procs, gpus_per_proc=1)
         by_ip = self.hosts.master_address_is_ip()
@@ -214,7 +214,7 @@ class Procs:
     async def start_generators(
         self, config: RunConfig, facts: ModelFacts, model_path: Path
     ) -> GeneratorRouter:
-        """The generator mesh, with its engines loaded, behind a router."""
+        """Start the generator mesh, with its engines loaded, behind a router."""
         section = config.generator
         mesh = self.hosts.spawn(
             HostRole.GENERATORS, "generator", section.num_replicas, gpus_per_proc=section.tensor_parallel
@@ -246,7 +246,7 @@ class Procs:
         return generators
 
     async def start_scorer(self, config: RunConfig) -> GroupScoring:
-        """The scorer, with its processes started, behind what scores groups side by side."""
+        """Start the scorer with its processes, and the queue that scores groups concurrently."""
         actor = self._spawn_here("scorer").spawn("scorer", ScorerActor, self.log_dir)
         limit_s = config.timeouts.score_s
         async with deadline(config.timeouts.setup_s, call="setting up the scorer", key="timeouts.setup_s"):
@@ -255,7 +255,7 @@ class Procs:
         return GroupScoring(actor.score.call_one, config.scorer, limit_s=limit_s, isolation=isolation)
 
     async def start_environment(self, config: RunConfig, model_path: Path) -> EnvironmentActor | None:
-        """The environment, built in a proc of its own; None where the run has none."""
+        """Start the environment in its own proc; None if the run has none."""
         if config.environment is None:
             return None
         actor = self._spawn_here("environment").spawn("environment", EnvironmentActor, self.log_dir)
@@ -276,7 +276,7 @@ class Procs:
     async def connect_environment(
         self, config: RunConfig, actor: EnvironmentActor, generators: GeneratorRouter
     ) -> GroupEpisodes:
-        """Tell the environment who samples the model's turns; what runs its groups."""
+        """Connect the environment to the generators; returns the object that runs its groups."""
         call = "connecting the environment to the generators"
         async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
             await actor.connect.call_one(generators.actors)
@@ -285,7 +285,7 @@ class Procs:
         )
 
     async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None = None) -> BufferActor:
-        """The replay buffer, empty or as it was; its endpoints are called with ``call_one``."""
+        """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``."""
         actor = self._spawn_here("buffer").spawn("buffer", BufferActor, self.log_dir)
         async with deadline(
             config.timeouts.setup_s, call="setting up the replay buffer", key="timeouts.setup_s"
@@ -294,7 +294,7 @@ class Procs:
         return actor
 
     async def close(self) -> None:
-        """Stop every proc; procs that are gone already are no error. Cancelling does not cut it short."""
+        """Stop every proc. Procs that are gone already are no error; cancellation does not interrupt this."""
         closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -322,7 +322,7 @@ async def _stop_all(meshes: Sequence[ProcMesh]) -> None:
 
 
 async def _make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:
-    """One folder on each host that is named, large enough for all its sizes; for every name its host's."""
+    """Make a folder on each host, large enough for all its sizes; return the folder of each entry."""
     totals: dict[str, int] = {}
     by_id = {host.id: host for host in hosts}
     for host, size in zip(hosts, sizes, strict=True):

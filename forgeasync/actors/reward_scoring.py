@@ -1,4 +1,4 @@
-"""The rewards of a run inside the scorer: which of them score a task, and what becomes of their scores."""
+"""The rewards of a run inside the scorer: they choose a task's rewards and combine the scores."""
 
 import asyncio
 import functools
@@ -103,7 +103,7 @@ class RunRewards:
     def __init__(
         self, sources: Sequence[NamedSource], section: ScorerSection, *, limit_s: float, seed: int
     ) -> None:
-        """Starts nothing. ``limit_s`` is for one group and one reward; problems were made with ``seed``."""
+        """Start nothing. ``limit_s`` is for one group and one reward; problems were made with ``seed``."""
         self._section = section
         self._limit_s = limit_s
         # Sources with the same verifier share its processes.
@@ -141,8 +141,8 @@ class RunRewards:
 
         Raises:
             DeadlineExceeded: it took longer than ``timeouts.score_s``.
-            RewardFailure: a reward of a user's own has not scored; names it, the task and the rollout.
-            ValueError: the rewards of a list cannot be put together; names the task and the rollout.
+            RewardFailure: the user's own reward has not scored; names it, the task and the rollout.
+            ValueError: the rewards of a list cannot be combined; names the task and the rollout.
         """
         rewards, members = self._of_source[task.source]
         of_rewards = await asyncio.gather(*(member.score(task, responses) for member in members))
@@ -172,7 +172,7 @@ ResultT = TypeVar("ResultT", covariant=True)
 
 
 class Scorer(Protocol[ItemT, ResultT]):
-    """Judges what belongs to a task: the text of a response, a response, or all of a group. Thread-safe."""
+    """Scores the text of a response, a response, or all responses of a group to a task. Thread-safe."""
 
     def score(self, task: Task, response: ItemT, /) -> ResultT:
         """Score ``response``; an exception is never the fault of the response."""

@@ -50,7 +50,7 @@ class RunCheckpoints:
         """Write a checkpoint of a run that was told to stop, wherever it was; returns its step."""
         version = await self._trainer.policy_version()
         if (await self._buffer.snapshot.call_one()).trainer_version < version:
-            # The step that was under way has come to its end.
+            # The step that was under way is complete.
             await self._buffer.committed.call_one(0.0)
         await self.finish()
         # It may have been this step's turn anyway, or that of the checkpoint that the run was resumed from.

@@ -29,11 +29,11 @@ _closing_words: list[str] = []
 EXIT_FAILED = 1
 
 EXIT_SIGNAL = 128
-"""Plus the number of the signal that the app was told to stop with."""
+"""Exit code of an app stopped by a signal, less the signal's number."""
 
 
 def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = False) -> argparse.Namespace:
-    """``--config FILE [--config FILE ...] [key.path=value ...]``, and what else the app has."""
+    """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and the app's further options."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--config",
@@ -49,7 +49,7 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
         parser.add_argument(
             "--resume",
             metavar="latest|FOLDER",
-            help="go on with the run in run_dir from its newest checkpoint, or from the one in a folder",
+            help="continue the run in run_dir from its newest checkpoint, or from the checkpoint in a folder",
         )
     return parser.parse_intermixed_args()
 
@@ -78,13 +78,13 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def _say(text: str) -> None:
-    """Print to stderr; where nobody reads that any more, the exit code has to do."""
+    """Print to stderr; if stderr is closed, the exit code alone has to tell."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def add_closing_words(words: str) -> None:
-    """Have the last line say ``words`` too, if the app fails or is interrupted: where its results are."""
+    """Add ``words``, such as where results are, to the last line if the app fails or is interrupted."""
     _closing_words.append(words)
 
 
@@ -94,7 +94,7 @@ def _with_closing_words(reason: str) -> str:
 
 def _leave_monarch() -> None:
     """Shut Monarch's client down now: at the interpreter's exit it would print after the last words."""
-    # Where a host is lost, it waits in vain.
+    # If a host is lost, this would wait for ever.
     with contextlib.suppress(TimeoutError):
         shutdown_context(host_timeout=0.3).get(timeout=1.0)
 
@@ -106,12 +106,12 @@ def run_app(main: Callable[[RunConfig], None], *, description: str) -> int:
 
 
 REPORT_COLUMNS = 120
-"""Width of the table, also in a pipe."""
+"""Width of the table, in a pipe too."""
 
 
 def show_plan(config: RunConfig) -> None:
     """Check the config and print what it would start; needs no GPU and starts nothing."""
-    # Builds the model on the meta device, which only a dry run has to wait for.
+    # Imported here: it builds the model on the meta device, which only a dry run should wait for.
     from forgeasync.launch.render import render_launch
     from forgeasync.planning.report import dry_run_report
 

@@ -1,4 +1,4 @@
-"""Scores of a policy version on problems that are not trained on, sampled once each."""
+"""Evaluates a policy version on problems that are not trained on, with one rollout each."""
 
 import asyncio
 import dataclasses
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 async def evaluate_all(
     prepared: Prepared, groups: GroupSampler, console: StepConsole, *, version: int
 ) -> HeldOutScores:
-    """Scores on the held-out problems and on every evaluation set, under the weights being served.
+    """Score the held-out problems and every evaluation set, under the weights being served.
 
-    ``version`` is theirs, for the console.
+    ``version`` is the version of these weights, for the console.
     """
     config, held_out, sets = prepared.config, prepared.held_out, prepared.sets
     num_problems = len(held_out) + sum(map(len, sets.values()))
@@ -49,9 +49,9 @@ async def evaluate(
     sampling: SamplingSection,
     on_answered: Callable[[], None],
 ) -> HeldOutScores:
-    """Scores of one rollout of each problem; a problem's sampling seed is its place in the list.
+    """Score one rollout of each problem; a problem's sampling seed is its place in the list.
 
-    ``on_answered`` is called for every problem that is done. Rollouts that cannot be scored are left out of
+    ``on_answered`` is called after every problem. Rollouts that cannot be scored are left out of
     the accuracy and counted.
     """
     async with asyncio.TaskGroup() as all_tasks:

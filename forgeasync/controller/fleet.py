@@ -1,7 +1,7 @@
 """Trainer, generators, scorer and environment of a config, for loops of your own.
 
-Nothing here runs by itself: your loop samples, trains and publishes in the order that it likes. For training
-and sampling side by side, with a replay buffer between them, see apps/grpo.py.
+Nothing here runs by itself: your loop samples, trains and publishes in its own order. For training
+and sampling concurrently, with a replay buffer between them, see apps/grpo.py.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Fleet:
             await fleet.free(groups)
             await fleet.publish()
 
-    ``trainer``, ``generators`` and ``scorer`` are there for whatever these methods do not do.
+    Use ``trainer``, ``generators`` and ``scorer`` for anything that these methods do not do.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Fleet:
         self.generators = generators
         self.scorer = scorer
         self.problems: list[str] = []
-        """Why groups were not sampled or not scored, one text for each."""
+        """Reasons why groups were not sampled or not scored, one for each."""
         self._prepared = prepared
         self._groups = groups
         weights = {source.name: source.weight for source in named_sources(self.config.data)}
@@ -77,7 +77,7 @@ class Fleet:
     async def start(cls, config: RunConfig, *, loss: Loss | None = None) -> AsyncIterator["Fleet"]:
         """Check the config, start its procs, and end them when the body ends.
 
-        ``loss`` takes the place of ``config.algorithm``. Logs of the procs are in the run's folder.
+        ``loss`` replaces that of ``config.algorithm``. Logs of the procs are in the run's folder.
 
         Raises:
             ConfigError: lists every problem, before any process starts.
@@ -110,11 +110,11 @@ class Fleet:
             await procs.close()
 
     def next_tasks(self, num_tasks: int) -> list[Task]:
-        """The next training problems in the data's order; after the last comes another pass, reshuffled."""
+        """Return the next training problems in the data's order; every pass is reshuffled."""
         return [self._order.next() for _ in range(num_tasks)]
 
     async def sample(self, tasks: Iterable[Task]) -> list[Group]:
-        """A scored group of ``algorithm.group_size`` rollouts for each task, sampled side by side.
+        """Sample and score a group of ``algorithm.group_size`` rollouts for each task, concurrently.
 
         Groups that could not be sampled or scored are left out; ``problems`` says why. The arrays of the
         others stay in the payload store (``payload.capacity_gib``) until ``free``.
@@ -154,19 +154,19 @@ class Fleet:
         return training_items(groups, [1.0] * len(groups), self.config.algorithm)
 
     def imitate(self, rollouts: Iterable[StoredRollout]) -> list[TrainingItem]:
-        """Rollouts to be made more likely, each with advantage 1."""
+        """Return training items for rollouts to be made more likely, each with advantage 1."""
         return [
             TrainingItem(rollout=rollout, advantages=whole_response(1.0), weight=1.0) for rollout in rollouts
         ]
 
     async def train(self, items: Sequence[TrainingItem]) -> StepResult:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Raises:
             ValueError: there is nothing to train on.
         """
         if not items:
-            raise ValueError("an optimizer step needs at least one item")
+            raise ValueError("items is empty; an optimizer step needs at least one item")
         rows = assign_rows(
             items,
             tokens_per_row=self.config.trainer.tokens_per_row,
@@ -187,11 +187,11 @@ class Fleet:
     async def _update(self, rank: int, manifest: Manifest) -> None:
         fetched = await self.generators.begin_update(rank, manifest)
         if not fetched.is_complete:
-            raise RuntimeError(f"generator {rank} could not fetch version {manifest.version} whole")
+            raise RuntimeError(f"generator {rank} could not fetch all of version {manifest.version}")
         await self.generators.finish_update(rank, manifest.version)
 
     async def evaluate(self) -> HeldOutScores:
-        """Scores on the held-out problems, one response each, under the weights that were published last."""
+        """Score one response to each held-out problem, under the weights that were published last."""
         return await evaluate(
             self._prepared.held_out,
             self._groups,
@@ -204,5 +204,5 @@ class Fleet:
         await self.generators.free_payloads(rollout for group in groups for rollout in group.rollouts)
 
     async def export(self, folder: str | Path) -> None:
-        """Write the trainer's weights as a Hugging Face folder, which must not be there yet."""
+        """Write the trainer's weights as a Hugging Face folder, which must not exist yet."""
         await self.trainer.save_hf(Path(folder).resolve(), source=self._prepared.model_path)

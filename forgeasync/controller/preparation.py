@@ -56,11 +56,11 @@ class Prepared:
     sets: Mapping[str, list[Task]]
     """Problems of each evaluation set, by its name."""
     resumed: Resumed | None
-    """The checkpoint to go on from; None: a new run."""
+    """The checkpoint to resume from; None: a new run."""
 
 
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
-    """Check the config against itself, its model's shape and what runs before it have left.
+    """Check the config against itself, its model's shape and files of earlier runs.
 
     Code of the user's own is called on made-up input, and an environment is built.
 
@@ -77,7 +77,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
         raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)
     except ConfigError as error:
-        # What is wrong with the rest of the config is worth knowing along with the missing model.
+        # Other problems of the config are reported along with the missing model.
         raise ConfigError([*error.problems, *own, *others]) from None
     raise_if_any([*check_config(config, facts), *others])
     return facts

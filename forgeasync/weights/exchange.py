@@ -1,7 +1,7 @@
-"""The ledger for loops that wait: the publishing loop asks for a slot, the serving loops for new versions.
+"""Lets loops wait for the ledger: the publishing loop asks for a slot, the serving loops for new versions.
 
-Who waits for whom: nobody waits for a reader. A publisher without a free slot skips the version, and
-``until_owed`` tells who catches up later; readers wait in ``lease`` for a version newer than theirs.
+Nobody waits for a reader. A publisher without a free slot skips the version, and
+``until_owed`` returns once it can catch up; readers wait in ``lease`` for a version newer than theirs.
 """
 
 import time
@@ -20,7 +20,7 @@ class WeightExchange(Monitor[WeightLedger]):
     """A ``WeightLedger`` shared by the loops of one event loop."""
 
     async def publish(self, stage: Stage) -> Manifest | None:
-        """Have the weights staged and show them; None if every slot is being read: skipped, and owed."""
+        """Stage and commit the weights; None if every slot is being read: the version is skipped and owed."""
         slot = self.change(lambda ledger: ledger.begin(time.monotonic()))
         if slot is None:
             return None
@@ -36,7 +36,7 @@ class WeightExchange(Monitor[WeightLedger]):
         """Wait until a version was skipped that could be published now."""
         await self.until(
             lambda ledger: ledger.is_owing and ledger.can_begin(time.monotonic()),
-            # When a lease runs out nobody tells.
+            # Nothing signals that a lease has run out, so the clock must be checked.
             look_at_s=lambda ledger: ledger.next_deadline_s() if ledger.is_owing else None,
         )
 

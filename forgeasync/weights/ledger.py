@@ -1,9 +1,9 @@
 """Decides who may write and who may read which staging buffer: a pure state machine, time is an argument.
 
-There are two buffers (slots). The publisher writes a version into one that nobody reads, rather not the one
-with the newest version; readers lease the newest version while they copy it. With no slot free a version is
-skipped, and owed: it is published when a lease ends. A lease that outlives its deadline does not count any
-more; should its reader still be copying, the checksums tell it that its bytes changed.
+There are two buffers (slots). The publisher writes a version into a slot that nobody reads, if possible not
+into the slot of the newest version; readers lease the newest version while they copy it. With no slot free a
+version is skipped and owed: it is published when a lease ends. A lease that outlives its deadline no longer
+counts; if its reader is still copying, the checksums show it that its bytes changed.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class WeightLedger:
         self._lease_timeout_s = lease_timeout_s
         self._slots = [_Slot() for _ in range(NUM_SLOTS)]
         self.is_owing = False
-        """A version was skipped and none published since."""
+        """Whether a version was skipped and none was published since."""
         self.num_skipped = 0
         self.num_expired_leases = 0
 
@@ -46,17 +46,17 @@ class WeightLedger:
 
     @property
     def newest(self) -> Manifest | None:
-        """The newest version that can be read; None before the first and while it is overwritten."""
+        """The newest version that can be read; None before the first one and while it is overwritten."""
         committed = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
         return max((m for m in committed if m is not None), key=lambda m: m.version, default=None)
 
     def can_begin(self, now_s: float) -> bool:
-        """Whether ``begin`` would find a slot."""
+        """Whether ``begin`` would return a slot."""
         self._expire(now_s)
         return any(self._is_free(slot) for slot in self._slots)
 
     def begin(self, now_s: float) -> int | None:
-        """The slot to write the next version into; None if there is none: the version is skipped."""
+        """Choose the slot for the next version; None if there is none: the version is skipped."""
         self._expire(now_s)
         newest = self.newest
         free = [index for index, slot in enumerate(self._slots) if self._is_free(slot)]
@@ -77,7 +77,7 @@ class WeightLedger:
         slot.state, slot.manifest = SlotState.COMMITTED, manifest
 
     def abandon(self, slot: int) -> None:
-        """The publisher failed half-way: what it wrote is never shown."""
+        """Discard a version whose publisher failed half-way; readers never see it."""
         assert self._slots[slot].state is SlotState.WRITING
         self._slots[slot] = _Slot()
         self.is_owing = True
@@ -91,12 +91,12 @@ class WeightLedger:
         return manifest
 
     def release(self, reader: int) -> None:
-        """A reader has copied what it leased, or given up; without a lease (any more) nothing happens."""
+        """End a reader's lease, after its copy or its failure; without a lease nothing happens."""
         for slot in self._slots:
             slot.deadline_s_by_reader.pop(reader, None)
 
     def next_deadline_s(self) -> float | None:
-        """When the next lease runs out; None without leases."""
+        """Return when the next lease runs out; None without leases."""
         return min((s for slot in self._slots for s in slot.deadline_s_by_reader.values()), default=None)
 
     def _is_free(self, slot: _Slot) -> bool:

@@ -22,11 +22,11 @@ class StagedShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A whole version; made after the last byte of it was staged."""
+    """A whole version; it is made after the version's last byte was staged."""
 
     version: int
     slot: int
-    """Which of the two staging buffers of every rank."""
+    """Index of the staging buffer, of the two that every rank has."""
     layout_digest: str
     checksums: tuple[np.ndarray, ...]
     """Checksums of every rank's blocks, by rank."""

@@ -1,4 +1,4 @@
-"""One trainer rank's side of publishing: which shards it stages, and how they get into its buffers."""
+"""One trainer rank's side of publishing: it chooses shards and copies them into its staging buffers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ class WeightPublisher:
     ) -> StagingSource:
         """Allocate the staging buffers, as files in ``folder`` of this host, and open ``transport`` on them.
 
-        Returns how generators reach them. To be called before the first ``publish``.
+        Returns how generators reach them. Must be called before the first ``publish``.
         """
         self.buffers = StagingBuffers(folder, self.layout, self._dtype)
         self.staging = RankStaging(
@@ -50,7 +50,7 @@ class WeightPublisher:
     async def publish(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> StagedShard:
         """Copy the shards that this rank publishes into a slot, and let the transport have them.
 
-        Waits for no other rank.
+        Does not wait for other ranks.
         """
         staged = self._stage(slot, version, weights)
         await self.transport.staged(slot)

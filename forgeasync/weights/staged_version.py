@@ -17,7 +17,7 @@ from forgeasync.weights.transports.transport import StagingSource
 
 
 class VersionUnreadable(OSError):
-    """A staged version is gone, lies on another host, or is not what its manifest says."""
+    """A staged version is gone, is on another host, or does not match its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """Which version is staged, and where."""
+    """The staged version, and where it is."""
 
     manifest: Manifest
     layout: WeightLayout
@@ -38,7 +38,7 @@ class StagedWeights:
 
 
 class StagedVersion:
-    """One version; whole tensors come out of the parts that ranks have staged."""
+    """Reads one version: assembles whole tensors from the parts that ranks have staged."""
 
     def __init__(self, staged: StagedWeights) -> None:
         """Map the buffers of all ranks and check every block.
@@ -68,7 +68,7 @@ class StagedVersion:
                     self._parts.setdefault(name, []).append(part)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor whole, by name, one at a time."""
+        """Yield every tensor whole, with its name, one at a time."""
         for name, parts in self._parts.items():
             whole = torch.empty(self._layout.shapes[name], dtype=self._layout.dtype)
             for part in parts:

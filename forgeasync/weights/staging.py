@@ -1,7 +1,7 @@
 """The staging buffers of one trainer rank: two files in its host's shared memory, allocated once.
 
 The trainer copies its shards into one of them while generators may still read the other. Which one it may
-write into is the ledger's decision; nothing here waits.
+write into is the ledger's decision; this module never waits.
 """
 
 import errno
@@ -106,11 +106,11 @@ class StagingBuffers:
 
 
 def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Iterator[int]:
-    """Copy flat tensors to the end of a block, yield it, and so on; ``target`` lies at ``offset``."""
+    """Copy flat tensors block by block and yield after each block; ``target`` begins at ``offset``."""
     stop = offset + target.nbytes
     cuts = [offset, *range((offset // BLOCK_BYTES + 1) * BLOCK_BYTES, stop, BLOCK_BYTES), stop]
     if source.dtype == target.dtype:
-        # As bytes in numpy: slicing a tensor takes ten times as long as slicing an array.
+        # Numpy bytes, because slicing a tensor takes ten times as long as slicing an array.
         to, of = target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy()
         for first, last in pairwise(cuts):
             np.copyto(to[first - offset : last - offset], of[first - offset : last - offset])
@@ -123,7 +123,7 @@ def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Ite
 
 
 class _Checksums:
-    """Sums up blocks in order, as soon as they are written."""
+    """Computes checksums of blocks in order, as soon as they are written."""
 
     def __init__(self, memory: memoryview, layout: RankLayout) -> None:
         self._memory = memory

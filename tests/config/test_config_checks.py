@@ -147,7 +147,7 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
         ),
         (
             ["trainer.parallel.num_procs=2", "trainer.parallel.tensor=2"],
-            ["trainer.parallel.sequence = True", "false where it is 1, here 1"],
+            ["trainer.parallel.sequence = True", "false if it is 1; it is 1"],
         ),
         (
             [
@@ -156,7 +156,7 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
                 "trainer.parallel.expert=2",
                 "trainer.parallel.sequence=false",
             ],
-            ["trainer.parallel.sequence = False", "must be true", "here 2"],
+            ["trainer.parallel.sequence = False", "must be true", "it is 2"],
         ),
         (
             ["trainer.parallel.num_procs=4", "trainer.parallel.tensor=4", "trainer.parallel.expert=4"],

@@ -60,7 +60,11 @@ def test_gpus_are_counted_before_the_start() -> None:
     assert list(check_gpus(config, 8)) == [], "just enough"
     assert list(check_gpus(config, 0)) == [], "CPU processes"
     message = only(list(check_gpus(config, 7)))
-    assert "generator.num_replicas" in message and "8 GPUs (3 x 2 + 2)" in message and "the 7 that" in message
+    assert (
+        "generator.num_replicas" in message
+        and "8 GPUs (3 x 2 + 2)" in message
+        and "at most the 7 of this host" in message
+    )
 
 
 def test_expert_parallelism_is_refused_on_cpus() -> None:

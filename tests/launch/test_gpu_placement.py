@@ -46,6 +46,7 @@ class Seen(Actor):
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+@pytest.mark.procs
 def test_procs_of_a_job_with_some_of_a_hosts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5d12,6")
 

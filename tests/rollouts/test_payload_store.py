@@ -393,6 +393,6 @@ def test_a_group_that_its_writer_has_no_room_for_is_refused_alone(folder: Path) 
     held = writer.num_bytes_held
     refused = store_group(writer, rollouts * 9, group_id=7, generator_rank=3)
     assert isinstance(refused, RefusedGroup) and refused.reason is DropReason.OVERSIZED
-    assert "group 7: payloads of this generator may take 16,384 bytes" in refused.problem
+    assert "group 7: a group needs 65,536 bytes; payloads of this generator" in refused.problem
     assert writer.num_bytes_held == held, "nothing of it stays"
     assert isinstance(store_group(writer, rollouts[:1], group_id=8, generator_rank=3), tuple)

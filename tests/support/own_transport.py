@@ -15,6 +15,6 @@ def write_own_transport(folder: Path, module: str) -> PythonCode:
     """
     assert Transport.__doc__ is not None
     _, code = inspect.getdoc(Transport).split(".. code-block:: python\n")
-    code, _ = code.split("\nWhat it has to keep to:")
+    code, _ = code.split("\nRules for a transport:")
     (folder / f"{module}.py").write_text(textwrap.dedent(code))
     return PythonCode(factory=f"{module}.FolderTransport", options={"folder": str(folder)})

@@ -229,7 +229,7 @@ def test_what_is_no_transport_is_refused_on_loading(tmp_path: Path, transport: s
         ("{factory: nowhere.at_all.Transport}", ["= 'nowhere.at_all.Transport'", "cannot be imported"]),
         ("{factory: math.pi}", ["weights.transport = 'math.pi'", "is a float"]),
         ("{factory: collections.OrderedDict}", ["makes a OrderedDict", "transport.Transport"]),
-        (f"{{factory: {__name__}.Half}}", ["cannot be made", "TypeError", "connect", "read"]),
+        (f"{{factory: {__name__}.Half}}", ["cannot be built", "TypeError", "connect", "read"]),
         (
             "{factory: forgeasync.weights.transports.rdma.RdmaTransport, options: {speed: 3}}",
             ["options {'speed': 3}", "TypeError"],

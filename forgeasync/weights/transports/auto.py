@@ -1,4 +1,4 @@
-"""The fastest way that there is between two hosts: shared memory on one, RDMA between two."""
+"""Chooses the fastest transport: shared memory on one host, RDMA between two."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from forgeasync.weights.transports.transport import Arrived, ByteRange, RankSour
 
 
 class AutoTransport(Transport):
-    """Each generator reads each trainer rank in the way that their hosts allow."""
+    """Lets each generator read each trainer rank in the fastest way that their hosts allow."""
 
     async def open(self, staging: RankStaging) -> Segments | None:
         """Register buffers only if a generator is on another host: that costs time and pinned memory."""
@@ -19,7 +19,7 @@ class AutoTransport(Transport):
         return await RdmaTransport().open(staging)
 
     def connect(self, source: RankSource) -> None:
-        """Choose, and connect so."""
+        """Choose a transport and connect it."""
         is_local = source.staging.host_id == source.generator_host
         self.chosen: Transport = SharedMemoryTransport() if is_local else RdmaTransport()
         self.chosen.connect(source)

@@ -12,10 +12,10 @@ from forgeasync.weights.transports.transport import RankSource, StagingSource, T
 
 
 def build_transport(choice: TransportChoice) -> Transport:
-    """One process's side of a transport; imports its class.
+    """Build one process's side of a transport; imports its class.
 
     Raises:
-        ValueError: there is no such class, or it makes no transport of these options.
+        ValueError: the class does not exist, or does not make a transport from these options.
     """
     code = choice if isinstance(choice, PythonCode) else PythonCode(factory=BUILT_IN_TRANSPORTS[choice])
     make = load_code(code)
@@ -24,7 +24,7 @@ def build_transport(choice: TransportChoice) -> Transport:
     except Exception as error:
         # Whatever the user's class raises is for the user to see.
         raise ValueError(
-            f"{code.factory} cannot be made with the options {code.options} ({type(error).__name__}: {error})"
+            f"{code.factory} cannot be built with options {code.options} ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(made, Transport):
         raise ValueError(
@@ -35,7 +35,7 @@ def build_transport(choice: TransportChoice) -> Transport:
 
 
 def check_transport(config: RunConfig) -> Iterator[Problem]:
-    """Whether the transport of a run can be made, and reaches the run's hosts."""
+    """Check that the transport of a run can be made, and reaches the run's hosts."""
     choice = config.weights.transport
     value = choice.factory if isinstance(choice, PythonCode) else choice
     try:
@@ -53,7 +53,7 @@ def check_transport(config: RunConfig) -> Iterator[Problem]:
 
 
 def require_reach(transport: Transport, choice: TransportChoice, host_ids: Iterable[str]) -> None:
-    """Refuse a transport that does not get to all of a run's hosts.
+    """Refuse a transport that does not reach all of a run's hosts.
 
     Raises:
         ValueError: it stays on one host, and there are several.
@@ -74,7 +74,7 @@ def connect_transports(
     *,
     generator_host: str,
 ) -> dict[int, Transport]:
-    """A generator's side, by trainer rank; ranks that publish nothing need none.
+    """Connect a generator's side, by trainer rank; ranks that publish nothing need none.
 
     Raises:
         ValueError: a rank's buffers cannot be reached, or read in units of whole blocks.

@@ -11,10 +11,10 @@ from monarch.actor import ProcMesh
 from forgeasync.weights.layout import BLOCK_BYTES
 
 ByteRange = tuple[int, int]
-"""First byte and the one after the last."""
+"""First byte, and the byte after the last one."""
 
 Arrived = Callable[[ByteRange], None]
-"""Called for every part of the ranges as soon as it is there; may be called from any thread."""
+"""Called for every part of the ranges as soon as it has arrived; may be called from any thread."""
 
 SpawnProc = Callable[[str], ProcMesh]
 """Starts a proc of this name on the controller's machine; it ends with the run."""
@@ -134,7 +134,7 @@ class Transport(ABC):
                         file.readinto(received[start:stop])
                         arrived((start, stop))
 
-    What it has to keep to:
+    Rules for a transport:
 
     - Making an object is cheap and has no effect: the check of a config makes one too. The keywords of
       ``__init__`` are the section's ``options``.
@@ -142,33 +142,33 @@ class Transport(ABC):
       the version; only a generator that outlives its lease can see them change.
     - ``read`` calls ``arrived`` for every byte of the ranges. Bytes that are torn, late or wrong are found by
       their checksum and asked for again; an exception ends the run.
-    - Both sides run in an actor's event loop. What blocks belongs in ``asyncio.to_thread``, so that decoding
+    - Both sides run in an actor's event loop. Run blocking calls in ``asyncio.to_thread``, so that decoding
       goes on.
     """
 
     granularity: int = BLOCK_BYTES
-    """In bytes: ranges that ``read`` is asked for start and stop at multiples of it, or at the buffer's end.
+    """Bytes: ranges passed to ``read`` start and stop at multiples of it, or at the buffer's end.
     A multiple of ``BLOCK_BYTES``; ``connect`` may set it."""
 
     crosses_hosts: bool = True
-    """Whether it reaches generators on another host than the trainer's. If not, such runs are refused."""
+    """Whether it reaches generators on other hosts than the trainer's. If not, such runs are refused."""
 
     async def start(self, spawn: SpawnProc) -> None:  # noqa: B027
         """Start what the whole run shares; ``spawn`` gives it procs. Needs nothing by default."""
 
     @abstractmethod
     async def open(self, staging: RankStaging) -> object:
-        """Make this rank's buffers ready to be read; what is returned is every generator's ``address``.
+        """Make this rank's buffers ready to be read; every generator gets the result as ``address``.
 
-        It must be possible to pickle it.
+        The result must be picklable.
         """
 
     async def staged(self, slot: int) -> None:  # noqa: B027
-        """A version lies in a slot of this rank: all its bytes are final. Nothing to be done by default."""
+        """Called when a version is complete in a slot of this rank. Does nothing by default."""
 
     @abstractmethod
     def connect(self, source: RankSource) -> None:
-        """Get ready to read one trainer rank's buffers.
+        """Prepare to read one trainer rank's buffers.
 
         Raises:
             ValueError: they cannot be reached from here.
