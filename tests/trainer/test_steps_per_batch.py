@@ -245,7 +245,7 @@ def test_minibatches_are_whole_groups_in_order(num_minibatches: int) -> None:
         (["trainer.steps_per_batch=4"], ["= 4: must divide algorithm.groups_per_step = 2"]),
         (
             ["trainer.steps_per_batch=2", "trainer.parallel.num_procs=8"],
-            ["= 2: an optimizer step has 4 rollouts; must be at least the 8 data-parallel ranks"],
+            ["= 2: an optimizer step has 4 rollouts; must be at least 8, one for each data-parallel rank"],
         ),
     ],
 )
