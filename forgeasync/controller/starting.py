@@ -83,7 +83,7 @@ async def connect_groups(
     generators: GeneratorRouter,
     scorer: GroupScoring,
 ) -> GroupSampler:
-    """Build the sampler of the run's groups: by its environment, or by the generators alone."""
+    """Build what samples the run's groups: its environment, or the generators alone."""
     config = prepared.config
     if environment is not None:
         return await fleet.connect_environment(config, environment, generators)

@@ -1,8 +1,8 @@
-"""A fork of the process of verifiers, in which answers are verified: whatever they do there stays there.
+"""A fork of the process of verifiers, in which answers are verified: they can affect nothing outside of it.
 
 It serves one answer after another to one problem, for as long as none of them ran code: the audit hook
-reports every compilation and execution through a pipe, at once, so that no code can take the report back.
-After such an answer, and after any that was cut off, the next one gets a fork of its own. So an answer can
+reports every compilation and execution through a pipe, at once, so that no code can revoke the report.
+After such an answer, and after any that was cut off, the next one gets a new fork. So an answer can
 stall, crash or tamper with nothing but its own verification. (It can forge its own score, where a verifier
 evaluates it as code.)
 """
@@ -43,7 +43,7 @@ class ForkLimits:
 
 
 def reason(error: BaseException) -> str:
-    """One exception in few words, for a reply."""
+    """Describe an exception in few words, for a reply."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
 
 
@@ -51,7 +51,7 @@ class AnswerFork:
     """Forks at once; ``close`` ends the fork, and must be called."""
 
     def __init__(self, verifier: Verifier, loaded: Any, limits: ForkLimits) -> None:
-        """Answers are to the problem ``loaded``."""
+        """Fork; answers are then verified for the problem ``loaded``."""
         self._limits = limits
         self._num_answers = 0
         answers, self._answers = os.pipe()
@@ -67,7 +67,7 @@ class AnswerFork:
             os.close(descriptor)
 
     def verify(self, answer: str) -> tuple[dict[str, Any], bool]:
-        """The verdict, in a form of the worker's protocol, and whether the fork can be used again."""
+        """Return the verdict, in a form of the worker's protocol, and whether the fork can be used again."""
         self._num_answers += 1
         content = answer.encode(errors="surrogatepass")
         deadline_s = time.monotonic() + self._limits.answer_limit_s
@@ -84,7 +84,7 @@ class AnswerFork:
         return verdict, is_clean
 
     def close(self) -> None:
-        """Kill it, and whatever it may have started."""
+        """Kill the fork, and whatever it may have started."""
         for descriptor in (self._answers, self._verdicts, self._reports):
             os.close(descriptor)
         os.kill(self._pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def _verdict(score: Score) -> dict[str, Any]:
 
 
 def _checked(said: bytes) -> tuple[dict[str, Any], bool]:
-    """A verdict in a form of the protocol, whatever was said, and whether the fork wants to end."""
+    """Turn any output of the fork into a verdict of the protocol; also return whether the fork must end."""
     try:
         verdict = json.loads(said)
         if "error" in verdict:
@@ -140,8 +140,8 @@ def _checked(said: bytes) -> tuple[dict[str, Any], bool]:
 def _serve(
     verifier: Verifier, loaded: Any, limits: ForkLimits, *, answers: int, verdicts: int, reports: int
 ) -> NoReturn:
-    """Verify what comes, inside the fork."""
-    # These descriptors are all that it keeps: requests and replies of its parent, and the log, are out of
+    """Verify incoming answers, inside the fork."""
+    # It keeps only these descriptors: requests and replies of its parent, and the log, are out of
     # reach.
     kept = [os.dup(descriptor) for descriptor in (answers, verdicts, reports)]
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -176,7 +176,7 @@ def _serve(
 
 
 def _read_exactly(num_bytes: int) -> bytes:
-    """Ends the process where the parent has closed its end."""
+    """Read; ends the process if the parent has closed its end."""
     parts = []
     while num_bytes:
         part = os.read(_ANSWERS, num_bytes)

@@ -1,4 +1,4 @@
-"""A few processes that run one reward of a user's own, handed out to threads."""
+"""A few processes that run one of the user's own rewards, handed out to threads."""
 
 import threading
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ CALLS_SIDE_BY_SIDE = 64
 """Most concurrent calls of a coroutine in each process."""
 
 MAX_KILLED = 3
-"""Times that a call is begun again because another one had its process killed."""
+"""Most times that a call is repeated because another call had its process killed."""
 
 
 class RewardPool:
@@ -29,7 +29,7 @@ class RewardPool:
     """
 
     def __init__(self, section: PythonReward, num_processes: int) -> None:
-        """Starts nothing."""
+        """Store the settings; ``start`` starts the processes."""
         self._section = section
         self._name = name_of(section)
         self._processes = [RewardProcess(section) for _ in range(num_processes)]
@@ -39,21 +39,21 @@ class RewardPool:
 
     @property
     def num_places(self) -> int:
-        """Calls that can run at once, once ``start`` was called."""
+        """Number of calls that can run at once, after ``start``."""
         return self._calls_at_once * len(self._processes)
 
     @property
     def num_killed(self) -> int:
-        """Processes so far that were killed because a call did not end."""
+        """Number of processes that were killed because a call did not end."""
         return sum(process.num_killed for process in self._processes)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of what runs now."""
+        """Process ids of the running processes."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
 
     def start(self) -> str:
-        """Start all processes, side by side; says how many. Raises as ``RewardProcess.start``."""
+        """Start all processes concurrently; returns how many. Raises as ``RewardProcess.start``."""
         with ThreadPoolExecutor(len(self._processes)) as threads:
             (is_async, *_) = threads.map(RewardProcess.start, self._processes)
         self._calls_at_once = CALLS_SIDE_BY_SIDE if is_async else 1
@@ -61,10 +61,10 @@ class RewardPool:
         return f"{len(self._processes)} processes run reward {self._name!r}, {how} at a time each"
 
     def score(self, task: Task, responses: Sequence[Response], rollouts: str) -> tuple[Score, ...]:
-        """The scores of responses to one task; ``rollouts`` names them in errors ("rollout 3").
+        """Score responses to one task; ``rollouts`` names them in errors ("rollout 3").
 
         Raises:
-            RewardFailure: it has not scored; names the reward, the task and the rollouts.
+            RewardFailure: the reward has not scored; names it, the task and the rollouts.
         """
         try:
             for _ in range(MAX_KILLED):

@@ -21,14 +21,14 @@ from forgeasync.scoring.sandbox import python_path
 from forgeasync.scoring.verifier_process import kill_group, stop_process
 
 STARTUP_LIMIT_S = 120.0
-"""A process whose reward is not imported and built by then is taken for stuck."""
+"""Seconds after which a process that has not imported and built its reward counts as stuck."""
 
 GRACE_S = 1.0
-"""A coroutine is cut off in its process; the parent's kill comes this much later, where that cannot be."""
+"""Seconds after which the parent kills a process that failed to cancel a coroutine at its limit."""
 
 
 class RewardFailure(RuntimeError):
-    """A reward has not scored; the message says why, and no response is to blame."""
+    """A reward has not scored; the message says why. It is never the fault of a response."""
 
 
 class RewardTimeout(RewardFailure):
@@ -36,7 +36,7 @@ class RewardTimeout(RewardFailure):
 
 
 class ProcessKilled(RuntimeError):
-    """The process was killed since another call of it did not end."""
+    """The process was killed because another of its calls did not end."""
 
 
 class _Running:
@@ -106,7 +106,7 @@ class _Running:
         return self._is_killed or self._process.poll() is not None
 
     def request(self, request: dict[str, Any]) -> tuple[int, Future[dict[str, Any]]]:
-        """Begin a call; its number, and where its reply will be."""
+        """Begin a call; returns its number and the future of its reply."""
         future: Future[dict[str, Any]] = Future()
         assert self._process.stdin is not None
         with self._lock:
@@ -122,7 +122,7 @@ class _Running:
         return number, future
 
     def kill(self, number: int) -> bool:
-        """End it over a call that does not end; the others of it are told. Whether it was not ended yet."""
+        """Kill the process over a call that does not end; its other calls fail. False if killed before."""
         with self._lock:
             self._pending.pop(number, None)
             was_killed, self._is_killed = self._is_killed, True
@@ -130,14 +130,14 @@ class _Running:
         return not was_killed
 
     def reply(self, reply: dict[str, Any]) -> None:
-        """Hand a reply to who waits for it."""
+        """Pass a reply to the caller that waits for it."""
         with self._lock:
             future = self._pending.pop(reply["call"], None)
         if future is not None:
             future.set_result(reply)
 
     def end(self) -> None:
-        """There will be no more replies."""
+        """Fail all pending calls: no more replies will come."""
         status = self._process.wait()
         with self._lock:
             left, self._pending = list(self._pending.values()), {}
@@ -176,11 +176,11 @@ class RewardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of what runs now."""
+        """Process id of the running process; None without one."""
         return None if self._running is None else self._running.pid
 
     def start(self) -> bool:
-        """Have the process ready; returns whether its calls can run side by side.
+        """Start the process if needed; returns whether its calls can run concurrently.
 
         Raises:
             ValueError: the reward cannot be imported or built; says why.
@@ -189,7 +189,7 @@ class RewardProcess:
         return self._started().is_async
 
     def call(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
-        """The scores of responses to one task; blocks until they are there.
+        """Score responses to one task; blocks until the scores are there.
 
         Raises:
             RewardTimeout: they were not there in time; a process that this blocked is gone.
@@ -199,7 +199,7 @@ class RewardProcess:
         try:
             running = self._started()
         except ValueError as error:
-            # It could be built when the run began.
+            # The reward could be built when the run began.
             raise RewardFailure(f"cannot be built any more: {error}") from error
         request = {"task": dataclasses.asdict(task), "responses": encode_responses(responses)}
         number, future = running.request(request)

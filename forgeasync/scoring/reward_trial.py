@@ -1,4 +1,4 @@
-"""Tries rewards of a user's own before a run starts: what is wrong with them shows at once."""
+"""Tries the user's own rewards before a run starts: what is wrong with them shows at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,7 +14,7 @@ MADE_UP_TEXT = "0"
 
 
 def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task]) -> Iterator[Problem]:
-    """What would fail for every response: at most one problem for each reward.
+    """Find what would fail for every response: at most one problem for each reward.
 
     Every reward of kind ``python`` is built, in a process of its own, and called once with a made-up response
     to a task of its source; where no task is known (a data set of the hub), it is only built.

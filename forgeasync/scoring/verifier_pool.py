@@ -1,4 +1,4 @@
-"""A few processes of verifiers, handed out to threads."""
+"""A few processes of verifiers, shared by threads."""
 
 import logging
 import queue
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 MAX_ANSWER_BYTES = 1 << 20
-"""A longer answer scores 0 unread: no verifier needs as much, and for many time grows with its square."""
+"""Longest answer that is read; a longer one scores 0. Many verifiers take time quadratic in the length."""
 
 
 _NUM_LOGGED = 20
-"""Lost answers that are logged one by one, of each kind; all are counted."""
+"""Number of unverified answers of each kind that are logged one by one; all are counted."""
 
 
 class _Lost(StrEnum):
@@ -58,7 +58,7 @@ class VerifierPool:
 
     @property
     def counts(self) -> VerifierCounts:
-        """Answers so far that could not be verified."""
+        """Count the answers that could not be verified so far."""
         with self._lock:
             return VerifierCounts(
                 num_timeouts=self._num_lost[_Lost.TIMEOUT],
@@ -69,11 +69,11 @@ class VerifierPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that run now."""
+        """Process ids of the running workers."""
         return tuple(one.pid for one in self._processes if one.pid is not None)
 
     def start(self) -> str:
-        """Start all processes, side by side; returns a sentence on what isolates them.
+        """Start all processes concurrently; returns a sentence on what isolates them.
 
         Raises:
             ValueError: the choice of verifier is impossible, with the config field.
@@ -89,7 +89,7 @@ class VerifierPool:
         return description
 
     def score(self, problem: Problem, response: str) -> Score:
-        """The score of one response; 0.0, counted, where it cannot be verified within its limits.
+        """Score one response; 0.0, counted, if it cannot be verified within its limits.
 
         Raises:
             ProblemDiffers: the problem is not what its index generates.

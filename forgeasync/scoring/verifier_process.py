@@ -27,15 +27,15 @@ from forgeasync.scoring.worker import LOAD_LIMIT_S, WorkerSetup
 logger = logging.getLogger(__name__)
 
 STARTUP_LIMIT_S = 120.0
-"""A process that is not ready by then is taken for broken."""
+"""Seconds after which a process that is not ready counts as broken."""
 MAX_REPLY_BYTES = 1 << 16
 
 _GRACE_S = 5.0
-"""The parent's kill comes this much later than the process's own limits: it is for a process that hangs."""
+"""Seconds by which the parent's kill follows the process's own limits; it is for processes that hang."""
 
 
 class VerifierFailure(RuntimeError):
-    """The process of verifiers cannot do its work; no answer is to blame."""
+    """The process of verifiers cannot do its work; this is never the fault of an answer."""
 
 
 class ProblemDiffers(ValueError):
@@ -47,7 +47,7 @@ class AnswerLimits:
     """The resources that one answer may use."""
 
     time_s: float
-    """Wall time."""
+    """Wall time for verifying one answer, in seconds."""
     memory_bytes: int
     """Bytes that verifying one answer may allocate."""
 
@@ -65,11 +65,11 @@ class VerifierProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker that runs now."""
+        """Process id of the running worker; None without one."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> tuple[Layer, ...]:
-        """Have the process ready; returns what isolates it.
+        """Start the process if needed; returns what isolates it.
 
         Raises:
             ValueError: the choice of verifier is impossible, with the config field.
@@ -100,10 +100,10 @@ class VerifierProcess:
         return self._layers
 
     def verify(self, problem: Problem, answer: str) -> dict[str, Any]:
-        """The verdict on one answer, in a form of ``forgeasync.scoring.worker``'s protocol.
+        """Return the verdict on one answer, in a form of ``forgeasync.scoring.worker``'s protocol.
 
         Raises:
-            ProblemDiffers: the problem is another one here.
+            ProblemDiffers: the problem's index generates another problem here.
             VerifierFailure: the process does not start, or ends over the problem.
         """
         self.start()
@@ -146,7 +146,7 @@ class VerifierProcess:
         return scratch
 
     def _exchange(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any] | None:
-        """The reply to a request; None where there is none in time, and then the process is gone."""
+        """Return the reply to a request; None if there is none in time, after killing the process."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         # The kill ends a blocked write as well as a blocked read.

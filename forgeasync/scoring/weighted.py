@@ -1,4 +1,4 @@
-"""Several rewards as one: the weighted sum of their values."""
+"""Combines several rewards into one: the weighted sum of their values."""
 
 import dataclasses
 import math
@@ -9,11 +9,11 @@ from forgeasync.rollouts.score import Score
 
 
 def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:
-    """One score of what several rewards say of one response.
+    """Combine the scores of several rewards for one response.
 
     The value is the sum of their values times their weights. Parts are their values by name, without the
-    weights, and their own parts as ``<name>/<part>``; penalties of one name add up. Whether the response is
-    correct and has an answer, the first says. One reward alone keeps its parts and steps as they are.
+    weights, and their own parts as ``<name>/<part>``; penalties of one name add up. The first reward decides
+    whether the response is correct and has an answer. A single reward keeps its parts and steps.
 
     Raises:
         ValueError: one of several rewards scores steps, or the sum is too large.
