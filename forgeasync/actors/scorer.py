@@ -24,7 +24,7 @@ class ScoredResponses:
     counts: VerifierCounts
     """Since the scorer began."""
     memory: MemoryPeak | None = None
-    """Of the largest of the scorer's processes so far; None where nobody has measured."""
+    """Peak of the scorer's largest process so far; None where nobody has measured."""
 
 
 class ScorerActor(Actor):

@@ -14,7 +14,7 @@ class EngineStats:
     busy_s: float
     """Time with at least one request in flight."""
     memory: MemoryPeak | None = None
-    """Of the largest of the generator's processes so far; None where nobody has measured."""
+    """Peak of the generator's largest process so far; None where nobody has measured."""
 
 
 class GroupCancelled(Exception):

@@ -61,7 +61,7 @@ def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
 def weight_copies_in_shared_memory(config: RunConfig) -> int:
     """Versions of all weights in shared memory: two staged, and one that each generator fetches.
 
-    Of adapters only what a generator makes of them counts.
+    With adapters, only what each generator makes of them counts.
     """
     num_staged = 2 if config.lora is None else 0
     return num_staged + config.generator.num_replicas

@@ -278,9 +278,9 @@ OFF_POLICY = Topic(
 )
 
 MISMATCH = Topic(
-    heading="Trainer against sampler",
-    note="Differences are between the trainer's log-probability of a token and the sampler's, in nats, over "
-    "trained tokens.",
+    heading="Trainer against generator",
+    note="Differences are between the trainer's log-probability of a token and the generator's, in nats, "
+    "over trained tokens.",
     metrics=(
         Metric(
             key="mismatch/logprob_abs_mean",
@@ -294,7 +294,7 @@ MISMATCH = Topic(
         ),
         Metric(
             key="mismatch/kl",
-            meaning="Mean estimate (k3) of the KL divergence between sampler and trainer, in nats; a "
+            meaning="Mean estimate (k3) of the KL divergence between generator and trainer, in nats; a "
             "difference counts up to 20.",
             required_of=Reporter.TRAINER,
         ),

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens under the distribution the sampler drew from, and its entropies.
+"""Log-probabilities of given tokens under the distribution the generator drew from, and its entropies.
 
-The sampler divides logits by the temperature, cuts the vocabulary (top-k, top-p, min-p) and renormalizes over
-what it kept. Here the softmax runs over the same kept sets, token by token. Kept sets are CSR: the set of
+The generator divides logits by the temperature, cuts the vocabulary (top-k, top-p, min-p) and renormalizes
+over what it kept. Here the softmax runs over the same kept sets, token by token. Kept sets are CSR: the set of
 token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty one means the whole vocabulary.
 
 Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of all tokens, D model dim,
@@ -27,8 +27,8 @@ class Predictions(NamedTuple):
     logprobs_T: torch.Tensor
     """At least float32, differentiable."""
     entropies_T: torch.Tensor | None
-    """Of the distributions that the tokens were drawn from: the same dtype, in nats, without gradients; None
-    where nobody asked."""
+    """Entropies of the distributions that the tokens were drawn from, in nats: the same dtype, without
+    gradients; None where nobody asked."""
 
 
 def kept_logprobs(
@@ -108,7 +108,7 @@ class VocabularySlice:
     """The part of the vocabulary that this rank's logits cover; ``group`` is None where it is the whole."""
 
     size: int
-    """Of the whole vocabulary."""
+    """Size of the whole vocabulary."""
     start: int
     end: int
     group: dist.ProcessGroup | None
@@ -254,7 +254,7 @@ def _gathered_predictions(
         mine_N = ((kept_ids_N >= vocabulary.start) & (kept_ids_N < vocabulary.end)).nonzero().squeeze(1)
         token_N, local_ids_N = token_N[mine_N], kept_ids_N[mine_N] - vocabulary.start
     dots_N, logits_Uv = _SomeLogits.apply(hidden_TD, weight_vD, token_N, local_ids_N, token_U)
-    # Rounded to the dtype a matrix product would give, as in the sampler.
+    # Rounded to the dtype a matrix product would give, as in the generator.
     values_N = _scaled(dots_N.to(hidden_TD.dtype), temperature)
     if mine_N is not None:
         everywhere_N = torch.zeros(len(kept_ids_N), dtype=values_N.dtype, device=values_N.device)

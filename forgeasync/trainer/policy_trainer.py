@@ -112,7 +112,7 @@ class PolicyTrainer:
 
         Raises:
             MismatchTooLarge: on tokens sampled under the present weights, log-probabilities differ from the
-                sampler's by more than ``max_fresh_mismatch`` nats on average. No step was taken.
+                generator's by more than ``max_fresh_mismatch`` nats on average. No step was taken.
         """
         start_s = time.perf_counter()
         learning_rate = self._set_learning_rate()
@@ -202,7 +202,7 @@ class PolicyTrainer:
         self._optimizer.zero_grad()
         raise MismatchTooLarge(
             f"step {self.policy_version + 1}: on tokens sampled under the very weights that train, "
-            f"log-probabilities of trainer and sampler differ by {mismatch:.3g} nats on average, more than "
+            f"log-probabilities of trainer and generator differ by {mismatch:.3g} nats on average, more than "
             f"trainer.max_fresh_mismatch = {largest:g}: they do not compute the same distribution "
             "(temperature, kept sets, routing or weights); the step was not taken"
         )
@@ -283,7 +283,7 @@ class PolicyTrainer:
             result.loss.detach(),
             {
                 "the log-probability": logprobs_T,
-                "the sampler's log-probability": behavior_T,
+                "the generator's log-probability": behavior_T,
                 "the reference's log-probability": ref_logprobs_T,
                 "the advantage": tokens.advantages_T,
                 "the sample weight": tokens.sample_weights_T,

@@ -75,7 +75,7 @@ class StepResult:
     metrics: dict[str, float]
     skip_reason: str | None
     memory: MemoryPeak | None = None
-    """Of the largest of the trainer's processes so far; None where nobody has measured."""
+    """Peak of the trainer's largest process so far; None where nobody has measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

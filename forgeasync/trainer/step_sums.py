@@ -58,7 +58,7 @@ class StepSums:
     def add_mismatch(
         self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, mask_T: torch.Tensor, row: PackedRow
     ) -> None:
-        """How far the trainer's log-probabilities are from the sampler's, on the tokens masked in.
+        """How far the trainer's log-probabilities are from the generator's, on the tokens masked in.
 
         Fresh tokens are those of responses sampled from end to end under the very weights that train now:
         there the difference is numerics alone. A response that crossed an update is not fresh behind it
@@ -83,7 +83,7 @@ class StepSums:
         self._routing_M2 += torch.stack(list(counts_of_layers))
 
     def add_coverage(self, row: PackedRow) -> None:
-        """Count a row's tokens with a record. The last of each sequence never was input to the sampler."""
+        """Count a row's tokens with a record. The last of each sequence never was input to the generator."""
         is_real_L = row.sequence_ids_L != NO_SEQUENCE
         num_needed = int(is_real_L.sum()) - len(set(row.sequence_ids_L[is_real_L].tolist()))
         num_recorded = 0

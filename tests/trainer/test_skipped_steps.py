@@ -140,7 +140,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(seen: list[Seen]) -> N
         for name, text in expected.items():
             assert text in (rank.skipped[name].skip_reason or ""), (name, rank.skipped[name].skip_reason)
         assert [result.policy_version for result in rank.skipped.values()] == [1, 2, 3]
-    assert "the sampler's log-probability of its target 1 is -inf" in (
+    assert "the generator's log-probability of its target 1 is -inf" in (
         seen[0].skipped["inf log-probability"].skip_reason or ""
     )
 

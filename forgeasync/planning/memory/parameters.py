@@ -100,7 +100,7 @@ def trainer_parameters_per_rank(config: RunConfig, counts: ParameterCounts) -> i
 def generator_parameters_per_rank(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
     """Parameters on one GPU of an engine: vLLM splits heads, networks, vocabulary, and experts.
 
-    Of experts every rank has a slice of each or, with expert parallelism, some whole: equally much.
+    Every rank has a slice of each expert or, with expert parallelism, some whole experts: equally much.
     """
     tensor = config.generator.tensor_parallel
     padded = -(-facts.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
