@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens under the distribution the generator drew from, and its entropies.
 
 The generator divides logits by the temperature, cuts the vocabulary (top-k, top-p, min-p) and renormalizes
-over what it kept. Here the softmax runs over the same kept sets, token by token. Kept sets are CSR: the set of
-token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty one means the whole vocabulary.
+over what it kept. Here the softmax runs over the same kept sets, token by token. Kept sets are CSR: the set
+of token t is ``kept_ids[kept_offsets[t]:kept_offsets[t + 1]]``; an empty one means the whole vocabulary.
 
 Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of all tokens, D model dim,
 C tokens with a cut vocabulary, U tokens without.
