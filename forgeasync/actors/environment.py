@@ -25,7 +25,7 @@ from forgeasync.environments.episodes import (
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from forgeasync.schema.python_code import PythonCode
 from forgeasync.waiting import deadline
 

@@ -34,7 +34,7 @@ from forgeasync.rollouts.payload_store import PayloadStoreFull, PayloadWriter
 from forgeasync.rollouts.records import Records, check_rollout
 from forgeasync.rollouts.rollout import Rollout, StoredRollout
 from forgeasync.rollouts.routing import RecordError
-from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
 from forgeasync.weights.manifest import Manifest

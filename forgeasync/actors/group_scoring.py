@@ -32,7 +32,7 @@ class GroupScoring:
     """Scores groups, up to ``scorer.max_concurrent`` at once. A failure costs one group at most.
 
     The deadline of a group, ``timeouts.score_s``, is kept by the scorer, which knows when it begins with a
-    group (``forgeasync.actors.reward_scoring``). Here is only a backstop for a scorer that does not answer
+    group (``forgeasync.actors.scorer``). Here is only a backstop for a scorer that does not answer
     any more: since no more than ``max_concurrent`` groups are with it, none waits there for longer than that
     many deadlines. Waiting here, for a place among them, has no limit.
     """

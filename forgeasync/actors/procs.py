@@ -27,7 +27,7 @@ from forgeasync.actors.deaths import (
 )
 from forgeasync.actors.environment import EnvironmentActor, EnvironmentSetup
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
-from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.group_sampling import GroupEpisodes
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.scorer import ScorerActor

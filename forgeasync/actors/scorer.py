@@ -1,19 +1,232 @@
-"""The scorer actor: a thin shell around the rewards of a run."""
+"""The scorer actor, and the rewards of a run: every task finds those of its source."""
 
-from collections.abc import Sequence
+import asyncio
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from forgeasync.actors.reward_scoring import RunRewards
-from forgeasync.config.data import NamedSource
+from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryPeak, MemoryWatch
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
+from forgeasync.scoring.reward_pool import RewardPool
+from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
+from forgeasync.scoring.verifier import CHOICE_CODEC
+from forgeasync.scoring.weighted import weighted_score
+from forgeasync.waiting import deadline
+
+
+class _OneReward(Protocol):
+    """One reward with its processes."""
+
+    def start(self) -> str: ...
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]: ...
+
+    @property
+    def counts(self) -> VerifierCounts: ...
+
+    def close(self) -> None: ...
+
+
+class _Verified:
+    """A verifier of ours, which sees texts only."""
+
+    def __init__(self, scorer: VerifiedScorer, *, num_workers: int, limit_s: float) -> None:
+        self._scorer = scorer
+        self._scoring = ResponseScoring[str, Score](scorer, num_workers=num_workers, limit_s=limit_s)
+        self.start = scorer.start
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+        return await self._scoring.score(task, [response.text for response in responses])
+
+    @property
+    def counts(self) -> VerifierCounts:
+        return self._scorer.counts
+
+    def close(self) -> None:
+        self._scoring.close()
+        self._scorer.close()
+
+
+class _Own:
+    """A user's own reward."""
+
+    def __init__(self, section: PythonReward, *, num_workers: int, limit_s: float) -> None:
+        self._section = section
+        self._limit_s = limit_s
+        self._pool = RewardPool(section, num_workers)
+        self._scoring: ResponseScoring[Sequence[tuple[int, Response]], tuple[Score, ...]] | None = None
+
+    def start(self) -> str:
+        words = self._pool.start()
+        self._scoring = ResponseScoring(
+            _Rollouts(self._pool), num_workers=self._pool.num_places, limit_s=self._limit_s
+        )
+        return words
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+        assert self._scoring is not None, "started"
+        numbered = list(enumerate(responses))
+        is_whole = self._section.scores is ScoredUnit.GROUP
+        calls = await self._scoring.score(task, [numbered] if is_whole else [[one] for one in numbered])
+        return tuple(score for scores in calls for score in scores)
+
+    @property
+    def counts(self) -> VerifierCounts:
+        return VerifierCounts(num_killed_rewards=self._pool.num_killed)
+
+    def close(self) -> None:
+        self._pool.close()
+        if self._scoring is not None:
+            self._scoring.close()
+
+
+class _Rollouts:
+    """Calls of a reward whose errors name the rollouts."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+
+    def score(self, task: Task, rollouts: Sequence[tuple[int, Response]], /) -> tuple[Score, ...]:
+        first, last = rollouts[0][0], rollouts[-1][0]
+        name = f"rollout {first}" if first == last else f"rollouts {first} to {last}"
+        return self._pool.score(task, [response for _, response in rollouts], name)
+
+
+class RunRewards:
+    """All rewards of a run; a task is scored by those of its source."""
+
+    def __init__(
+        self, sources: Sequence[NamedSource], section: ScorerSection, *, limit_s: float, seed: int
+    ) -> None:
+        """Start nothing. ``limit_s`` is for one group and one reward; problems were made with ``seed``."""
+        self._section = section
+        self._limit_s = limit_s
+        # Sources with the same verifier share its processes.
+        self._by_setup: dict[bytes, _OneReward] = {}
+        self._of_source: dict[str, tuple[tuple[RewardSection, ...], tuple[_OneReward, ...]]] = {}
+        for source in sources:
+            members = tuple(self._member(reward, source, seed) for reward in source.rewards)
+            self._of_source[source.name] = (source.rewards, members)
+
+    def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> _OneReward:
+        sizes = {"num_workers": self._section.num_workers, "limit_s": self._limit_s}
+        build: Callable[[], _OneReward]
+        if isinstance(reward, PythonReward):
+            setup = reward.model_dump_json().encode()
+            build = functools.partial(_Own, reward, **sizes)
+        else:
+            choice = verifier_choice(reward, source, seed=seed)
+            setup = CHOICE_CODEC.dump_json(choice)
+            build = functools.partial(_Verified, VerifiedScorer(choice, self._section), **sizes)
+        if setup not in self._by_setup:
+            self._by_setup[setup] = build()
+        return self._by_setup[setup]
+
+    def start(self) -> str:
+        """Start the processes of all rewards; returns what they are and what isolates them.
+
+        Raises:
+            ValueError: a reward is impossible, with the config field or the reason.
+            VerifierFailure, RewardFailure: its process does not start.
+        """
+        return "; ".join(dict.fromkeys(member.start() for member in self._by_setup.values()))
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+        """The score of each response to one task.
+
+        Raises:
+            DeadlineExceeded: it took longer than ``timeouts.score_s``.
+            RewardFailure: the user's own reward has not scored; names it, the task and the rollout.
+            ValueError: the rewards of a list cannot be combined; names the task and the rollout.
+        """
+        rewards, members = self._of_source[task.source]
+        of_rewards = await asyncio.gather(*(member.score(task, responses) for member in members))
+        scores = []
+        for index, of_response in enumerate(zip(*of_rewards, strict=True)):
+            try:
+                scores.append(weighted_score(rewards, of_response))
+            except ValueError as error:
+                raise ValueError(f"task {task.task_id}, rollout {index}: {error}") from None
+        return tuple(scores)
+
+    @property
+    def counts(self) -> VerifierCounts:
+        """Sum up the answers that could not be verified so far."""
+        counts = (member.counts for member in self._by_setup.values())
+        return functools.reduce(operator.add, counts, VerifierCounts())
+
+    def close(self) -> None:
+        """Stop all processes."""
+        for member in self._by_setup.values():
+            member.close()
+
+
+ItemT = TypeVar("ItemT", contravariant=True)
+
+
+ResultT = TypeVar("ResultT", covariant=True)
+
+
+class Scorer(Protocol[ItemT, ResultT]):
+    """Scores the text of a response, a response, or all responses of a group to a task. Thread-safe."""
+
+    def score(self, task: Task, response: ItemT, /) -> ResultT:
+        """Score ``response``; an exception is never the fault of the response."""
+        ...
+
+
+class ResponseScoring(Generic[ItemT, ResultT]):
+    """A scorer's own queue: groups in the order in which they arrive, ``num_workers`` responses at once.
+
+    A group waits here for the responses of groups before it. Its deadline starts with its first response, and
+    by then all responses of those groups have begun: so queueing never counts, but for the last answers of
+    the group before.
+    """
+
+    def __init__(self, scorer: Scorer[ItemT, ResultT], *, num_workers: int, limit_s: float) -> None:
+        self._scorer = scorer
+        self._limit_s = limit_s
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="scoring")
+
+    async def score(self, task: Task, responses: Sequence[ItemT]) -> tuple[ResultT, ...]:
+        """The score of each response.
+
+        Raises:
+            DeadlineExceeded: it took longer than ``timeouts.score_s``; what has not begun is not scored any
+            more. Whatever the scorer raises.
+        """
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def score_one(response: ItemT) -> ResultT:
+            loop.call_soon_threadsafe(begun.set)
+            return self._scorer.score(task, response)
+
+        scores = [loop.run_in_executor(self._threads, score_one, response) for response in responses]
+        try:
+            if scores:
+                await begun.wait()
+            call = f"scoring {len(responses)} responses to task {task.task_id}"
+            async with deadline(self._limit_s, call=call, key="timeouts.score_s"):
+                return tuple(await asyncio.gather(*scores))
+        finally:
+            for one in scores:
+                one.cancel()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what has begun."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,10 +28,9 @@ from forgeasync.buffer.decisions import (
     DropReason,
     Start,
 )
-from forgeasync.buffer.entry import Entry
 from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
-from forgeasync.buffer.submissions import Submissions
+from forgeasync.buffer.submissions import Entry, Submissions
 from forgeasync.config.buffer import (
     AccountingPolicy,
     AccountingSection,

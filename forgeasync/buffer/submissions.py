@@ -1,4 +1,4 @@
-"""Prompts that wait to be started, and which of them starts next."""
+"""Prompts that wait to be started, which of them starts next, and what is known of one that has started."""
 
 import dataclasses
 import heapq
@@ -6,16 +6,20 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.task import Task
 
 HISTORY_DECAY = 0.5
 """Weight of the newest length in the expected length: policies change their lengths as they learn."""
 
+
 MAX_PROMPTS_IN_HISTORY = 200_000
 """Most prompts whose lengths are remembered, the last measured ones; each takes about 200 bytes."""
 
+
 FIRST = -1
 """Cohort of prompts that are submitted again: they start before all others."""
+
 
 ATTEMPT_STRIDE = 10**9
 """Draw ids of one attempt lie between two multiples of this: no run submits as many prompts."""
@@ -122,3 +126,25 @@ class Submissions:
     def _push(self, submission: Submission, *, cohort: int) -> None:
         expected = self.history.expected(submission.task) if self._longest_first else 0.0
         heapq.heappush(self._heap, (cohort, -expected, submission.submission_id, submission))
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """A group's state in the buffer."""
+
+    submission: Submission
+    deadline: int
+    """Last optimizer step that may train on it, as far as is known; rises with progress."""
+    sampled: Group | None = None
+    """The group with all its rollouts; None until they are sampled."""
+    group: Group | None = None
+    """The group with the rollouts that are trained on and their rewards; None until it is complete."""
+    is_expired: bool = False
+    """Whether the group is in flight past its deadline: the trainer no longer waits for it."""
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Numbers of sampled tokens of all its rollouts; None until they are sampled."""
+        if self.sampled is None:
+            return None
+        return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)

@@ -30,7 +30,7 @@ from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.models.rules import check_config
 from forgeasync.models.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.observability.run_dir import check_run_dir
-from forgeasync.planning.memory.machine import available_host_bytes, check_memory
+from forgeasync.planning.memory.host import available_host_bytes, check_memory
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.rollouts.task import Task

@@ -6,7 +6,7 @@ import numpy as np
 
 from forgeasync.environments.conversation import Conversation, MessageRenderer
 from forgeasync.environments.environment import ContextFull, Message, Turn
-from forgeasync.rollouts.turns import SampledTurn
+from forgeasync.rollouts.trajectory import SampledTurn
 
 SampleTurn = Callable[[np.ndarray, int], Awaitable[SampledTurn | None]]
 """Appends token ids to the episode's trajectory and samples at most this many tokens. Returns None if the

@@ -21,7 +21,7 @@ import numpy as np
 
 from forgeasync.environments.environment import Message
 from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.turns import SampledTurn
+from forgeasync.rollouts.trajectory import SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

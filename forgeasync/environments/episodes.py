@@ -17,7 +17,7 @@ from forgeasync.environments.environment import ContextFull, Environment
 from forgeasync.observability.failures import last_words
 from forgeasync.rollouts.score import NO_SCORE, Score
 from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,15 @@ import torch
 
 from forgeasync.models.hf_folder import CheckpointTensors
 from forgeasync.weights.fetcher import ReceiveBuffer, received_images
-from forgeasync.weights.layout import ALIGNMENT, Box, Piece, RankLayout, WeightLayout, whole_tensors
-from forgeasync.weights.named_weight import merged
+from forgeasync.weights.layout import (
+    ALIGNMENT,
+    Box,
+    Piece,
+    RankLayout,
+    WeightLayout,
+    merged,
+    whole_tensors,
+)
 
 PREFIX = "base_model.model."
 

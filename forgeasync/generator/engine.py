@@ -47,8 +47,7 @@ from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClie
 from forgeasync.generator.workarounds.served_adapters import AdapterSetup, ServedAdapter, engine_rank, install
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.rollouts.trajectory import Trajectory
-from forgeasync.rollouts.turns import SampledTurn
+from forgeasync.rollouts.trajectory import SampledTurn, Trajectory
 
 CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
 

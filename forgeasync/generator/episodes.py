@@ -15,7 +15,7 @@ from forgeasync.generator.engine import EngineSequence, GeneratorEngine
 from forgeasync.generator.interruption import RunningGroup
 from forgeasync.generator.reports import GroupCancelled
 from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 
 
 @dataclass(slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from forgeasync.trainer.step_sums import Probe, StepSums
-from forgeasync.weights.named_weight import NamedWeight
+from forgeasync.weights.layout import NamedWeight
 
 
 class PolicyTrainer:

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgeasync.weights.layout import assign_boxes, lay_out, shard_box
+from forgeasync.weights.layout import NamedWeight, assign_boxes, lay_out, shard_box
 from forgeasync.weights.manifest import StagedShard
-from forgeasync.weights.named_weight import NamedWeight
 from forgeasync.weights.staging import NUM_SLOTS, StagingBuffers
 from forgeasync.weights.transports.transport import RankStaging, StagingSource, Transport
 

@@ -11,7 +11,7 @@ import pytest
 
 from forgeasync.actors.environment import SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.group_sampling import GroupEpisodes
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.starvation import NothingTrains
@@ -29,7 +29,7 @@ from forgeasync.environments.episodes import (
 from forgeasync.environments.single_turn import SingleTurn
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from forgeasync.schema.problems import ConfigError
 from forgeasync.schema.python_code import PythonCode
 from tests.support.buffer_world import make_task

@@ -20,7 +20,7 @@ from forgeasync.generator.reports import GroupCancelled, SwapReport
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.records import check_rollout
 from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.rollouts.turns import EpisodeId, SampledTurn
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from tests.support.engines import (
     RECORDS,
     kept_by_definition,

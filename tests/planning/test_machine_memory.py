@@ -8,7 +8,7 @@ import pytest
 
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
-from forgeasync.planning.memory.machine import available_host_bytes, check_memory
+from forgeasync.planning.memory.host import available_host_bytes, check_memory
 from tests.support.config_samples import FACTS, MINIMAL, only
 
 GIB = 2**30

@@ -13,8 +13,7 @@ import pytest
 
 from forgeasync.actors.group_sampling import ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.reward_scoring import ResponseScoring
-from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.scorer import ResponseScoring, ScoredResponses
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import ScorerSection
 from forgeasync.controller.evaluation import evaluate

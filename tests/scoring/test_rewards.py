@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.reward_scoring import RunRewards
-from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.scorer import RunRewards, ScoredResponses
 from forgeasync.config.data import (
     MathReward,
     NamedSource,

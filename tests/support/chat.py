@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.turns import SampledTurn
+from forgeasync.rollouts.trajectory import SampledTurn
 
 START, END = "<|im_start|>", "<|im_end|>"
 

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from forgeasync.weights.fetcher import ReceiveBuffer, WeightFetcher
-from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout, lay_out
+from forgeasync.weights.layout import Box, NamedWeight, Piece, RankLayout, WeightLayout, lay_out
 from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.named_weight import NamedWeight
 from forgeasync.weights.staging import StagingBuffers
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
 from forgeasync.weights.transports.transport import RankSource, StagingSource

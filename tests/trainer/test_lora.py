@@ -14,7 +14,7 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.lora import ATTENTION_MODULES, EXPERT_PARAMETERS
 from forgeasync.trainer.lora_checkpoint import WEIGHTS_FILE
 from forgeasync.trainer.packing import TrainingSequence, pack_row
-from forgeasync.weights.named_weight import merged
+from forgeasync.weights.layout import merged
 from tests.support.lora import LORA, PREFIX, adapters, base_weights, free, make_trainer, reference_logprobs
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks

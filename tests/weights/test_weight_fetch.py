@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from forgeasync.rollouts.run_folder import SHARED_MEMORY
 from forgeasync.weights.fetcher import FetchReport, ReceiveBuffer, WeightFetcher, received_images
-from forgeasync.weights.layout import BLOCK_BYTES, Box, Piece, RankLayout, WeightLayout, whole_tensors
+from forgeasync.weights.layout import (
+    BLOCK_BYTES,
+    Box,
+    Piece,
+    RankLayout,
+    WeightLayout,
+    whole_tensors,
+)
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import StagingBuffers
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport

@@ -20,9 +20,8 @@ from forgeasync.models.rules import check_config
 from forgeasync.schema.problems import ConfigError
 from forgeasync.schema.python_code import PythonCode
 from forgeasync.weights.fetcher import ReceiveBuffer, WeightFetcher, received_images
-from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, WeightLayout, whole_tensors
+from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, NamedWeight, WeightLayout, whole_tensors
 from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.named_weight import NamedWeight
 from forgeasync.weights.publisher import WeightPublisher
 from forgeasync.weights.transports.auto import AutoTransport
 from forgeasync.weights.transports.build import (
