@@ -499,3 +499,23 @@ def test_an_environment_that_does_not_answer_costs_one_group() -> None:
         assert isinstance(held_out, Unscored) and TASK.task_id in held_out.reason
 
     asyncio.run(go())
+
+
+def test_an_evaluation_set_is_sampled_in_its_own_way() -> None:
+    asked: list[object] = []
+
+    async def evaluate(task: Task, rank: int, sampling: SamplingSection, seed: int) -> EpisodeResult:
+        asked.append((rank, sampling, seed))
+        return EpisodeResult(
+            score=Score(value=1.0, is_correct=True), num_turns=1, is_truncated=False, episode_s=0.1
+        )
+
+    class Actor:
+        pass
+
+    greedy = SamplingSection(max_response_tokens=7, temperature=0.1)
+    actor = Actor()
+    actor.evaluate = Endpoint(evaluate)
+    groups = GroupEpisodes(actor, PinningRouter(), group_size=4, timeouts=TimeoutSection())
+    found = asyncio.run(groups.score(TASK, sampling=greedy, seed=3))
+    assert isinstance(found, Score) and asked == [(7, greedy, 3)]
