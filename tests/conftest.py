@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function):
             for mark in tiers.started_by(item):
-                item.add_marker(mark)
+                item.add_marker(mark.value)
     starting = {item.path for item in items if any(item.get_closest_marker(mark) for mark in tiers.Starts)}
     items.sort(key=lambda item: item.path not in starting)
 
