@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from forgeasync.weights.device_copies import finish_copies, page_lock, start_copy
 from forgeasync.weights.layout import BLOCK_BYTES, RankLayout
 from forgeasync.weights.manifest import StagedShard, block_range, checksum
 
@@ -60,13 +61,15 @@ class StagingBuffers:
     """Writes versions of one rank's shards."""
 
     def __init__(self, folder: Path, layout: RankLayout, dtype: torch.dtype) -> None:
-        """Allocate both buffers as files in ``folder``."""
+        """Allocate both buffers as files in ``folder``, page-locked where there is a GPU to copy from."""
         self._layout = layout
         self._dtype = dtype
         self._files = [
             SharedFile(folder / f"weights-{layout.rank}-{slot}", layout.num_bytes, is_new=True, reserve=True)
             for slot in range(NUM_SLOTS)
         ]
+        for slot in range(NUM_SLOTS):
+            page_lock(self.bytes(slot))
         self._targets = [
             [
                 self.bytes(slot)[piece.offset :][: piece.num_elements * dtype.itemsize].view(dtype)
@@ -88,8 +91,19 @@ class StagingBuffers:
         """Copy the local ``shards`` (one per piece, cast on the way) into a buffer."""
         start_s = time.perf_counter()
         sums = _Checksums(self._files[slot].memory, self._layout)
-        for piece, target, shard in zip(self._layout.pieces, self._targets[slot], shards, strict=True):
-            source = shard.to(self._dtype) if shard.device.type != "cpu" else shard
+        targets = self._targets[slot]
+        # A device copies all of its shards before anything waits for one of them.
+        on_device = [shard.device.type != "cpu" for shard in shards]
+        for target, shard, is_on_device in zip(targets, shards, on_device, strict=True):
+            if is_on_device:
+                start_copy(target, shard)
+        finish_copies(shards)
+        for piece, target, source, is_copied in zip(
+            self._layout.pieces, targets, shards, on_device, strict=True
+        ):
+            if is_copied:
+                sums.advance(piece.offset + target.nbytes)
+                continue
             if target.nbytes <= BLOCK_BYTES or not source.is_contiguous():
                 target.view(source.shape).copy_(source)
                 sums.advance(piece.offset + target.nbytes)
