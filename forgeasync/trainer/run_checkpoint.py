@@ -14,9 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from forgeasync.checkpoint.folders import TRAINER_FOLDER, partial_folder, prune, publish
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.trainer.host_copies import HostCopies
 from forgeasync.trainer.workarounds.checkpoint_reader import SafeFileSystemReader
 
 State = dict[str, torch.Tensor]
@@ -43,7 +45,9 @@ def _moments(optimizer: torch.optim.AdamW, parameter: torch.nn.Parameter) -> dic
     """Return a parameter's moments; if it has none yet, those that AdamW makes at its first step."""
     moments = optimizer.state[parameter]
     if not moments:
-        moments["step"] = torch.tensor(0.0)
+        # Where AdamW has it with ``fused``: on the parameter's device.
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        moments["step"] = local.new_zeros((), dtype=torch.float32)
         moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         moments["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return moments
@@ -113,12 +117,6 @@ def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) 
     return None
 
 
-@torch.no_grad()
-def _copy_to_host(state: State) -> State:
-    """Shards stay shards."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-
-
 class CheckpointWriter:
     """Writes checkpoints of one rank, one at a time; every rank calls the same methods in the same order."""
 
@@ -127,6 +125,7 @@ class CheckpointWriter:
         self._open_storage = open_storage
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
+        self._copies = HostCopies()
         self._group: dist.ProcessGroup | None = None
         self._staged: Future[State] | None = None
         self._written: Future[None] | None = None
@@ -139,7 +138,7 @@ class CheckpointWriter:
         self.finish()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        self._staged = self._copying.submit(_copy_to_host, state)
+        self._staged = self._copying.submit(self._copies.copy, state, self._copies.now())
         self._written = self._writing.submit(self._write, self._staged, folder, run_state, keep)
 
     def _write(self, staged: Future[State], folder: Path, run_state: bytes, keep: int) -> None:

@@ -1,0 +1,54 @@
+"""Copies of a rank's tensors in host memory, made beside the computation."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+
+
+class Event(Protocol):
+    """A point in the work that a device was given."""
+
+
+class HostCopies:
+    """Copies named tensors to the host, always the same ones.
+
+    From a GPU they are copied on a stream of their own, into page-locked memory, which is kept for the next
+    time. Without a GPU every copy is a new one.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stream: torch.Stream | None = None
+
+    def now(self) -> Event | None:
+        """Return the point that a copy has to wait for; to be called by the thread that trains."""
+        if DEVICE_TYPE == "cpu":
+            return None
+        return torch.get_device_module(DEVICE_TYPE).current_stream().record_event()
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, torch.Tensor], after: Event | None) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors as they are at ``after``; shards stay shards.
+
+        Blocks until all of it is there. The tensors must not change meanwhile; what was returned before is
+        overwritten.
+        """
+        if after is None:
+            return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        device = torch.get_device_module(DEVICE_TYPE)
+        if self._stream is None:
+            self._stream = device.Stream()
+        with device.stream(self._stream):
+            self._stream.wait_event(after)
+            for name, tensor in tensors.items():
+                self._buffer_for(name, tensor).copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
+        return {name: self._buffers[name] for name in tensors}
+
+    def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return self._buffers[name]
