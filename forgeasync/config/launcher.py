@@ -69,8 +69,9 @@ class SlurmLauncher(Section):
     account: str | None = None
     qos: str | None = None
     cpus_per_task: Count | None = None
+    """CPUs of each host; null: what the plan says (``forgeasync.planning.host_requests``)."""
     mem: str | None = None
-    """Memory per host in sbatch's notation, such as 512G; null: the partition's default."""
+    """Memory per host in sbatch's notation, such as 512G; null: what the plan says."""
     slurm_args: tuple[str, ...] = ()
     """Further #SBATCH lines, such as --constraint=h100."""
     python: str = "python"
@@ -93,9 +94,10 @@ class KubernetesLauncher(Section):
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the MonarchMesh objects."""
     resources: dict[str, int | str] = Field(default_factory=dict)
-    """Requests and limits of a pod besides its GPUs, such as {cpu: 32, memory: 512Gi}."""
+    """Requests and limits of a pod besides its GPUs, such as {cpu: 32, memory: 512Gi}. The plan gives either of
+    these two where it is missing (``forgeasync.planning.host_requests``)."""
     shared_memory_size: str | None = None
-    """Size of each pod's /dev/shm, which holds payloads and weights, such as 64Gi; null: the cluster's."""
+    """Size of each pod's /dev/shm, which holds payloads and weights, such as 64Gi; null: as planned."""
     port: int = Field(default=26600, gt=0, le=65535)
     kubeconfig: str | None = None
     """Path of a kubeconfig file, for a controller outside the cluster; null: the controller runs in a pod."""

@@ -113,11 +113,12 @@ def show_plan(config: RunConfig) -> None:
     """Check the config and print what it would start; needs no GPU and starts nothing."""
     # Imported here: it builds the model on the meta device, which only a dry run should wait for.
     from forgeasync.launch.render import render_launch
+    from forgeasync.planning.host_requests import with_host_requests
     from forgeasync.planning.report import dry_run_report
 
     facts, looked_at = check_plan(config)
     shape_from = model_config_file(config.model.path)
     report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at)
     Console(width=REPORT_COLUMNS).print(report)
-    if (spec := render_launch(config)) is not None:
+    if (spec := render_launch(with_host_requests(config, facts))) is not None:
         print(f"\nwith launcher {config.launcher.kind}:\n{spec}")

@@ -30,6 +30,7 @@ from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.models.rules import check_config
 from forgeasync.models.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.observability.run_dir import check_run_dir
+from forgeasync.planning.host_requests import with_host_requests
 from forgeasync.planning.memory.host import available_host_bytes, check_memory
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
@@ -201,7 +202,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         ConfigError: lists every problem found.
     """
     facts = check(config, is_resumed=resume is not None)
-    config = resolve(config, facts)
+    config = with_host_requests(resolve(config, facts), facts)
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
     raise_if_any(
         [

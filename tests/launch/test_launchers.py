@@ -11,7 +11,9 @@ from forgeasync.config.launcher import KubernetesLauncher, LocalLauncher, Proces
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.run import RunConfig
 from forgeasync.launch.render import render_launch
+from forgeasync.models.config_file import read_model_facts
 from forgeasync.models.rules import check_config
+from forgeasync.planning.host_requests import host_needs, with_host_requests
 from forgeasync.schema.problems import ConfigError
 from tests.support.app_runs import run_here
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL, only
@@ -160,6 +162,46 @@ def test_a_dry_run_shows_hosts_and_script_and_starts_nothing(tmp_path: Path) -> 
 def test_without_gpus_none_are_asked_for(config_file: Path) -> None:
     config = load_config(config_file, [SLURM, "launcher.gpus_per_host=0"])
     assert "gpus" not in rendered(config)
+
+
+def test_what_the_config_leaves_open_is_asked_for_as_planned() -> None:
+    """30.5 billion parameters in bfloat16 are 56.9 GiB; a generator host has four replicas on two GPUs each."""
+    facts = read_model_facts(shipped("slurm").model.path)
+    planned = with_host_requests(shipped("slurm"), facts)
+    directives = set(re.findall(r"^#SBATCH (\S+)$", rendered(planned), re.MULTILINE))
+    # Two for the host and four for each trainer proc; 8 GiB for the host and for each engine rank, four
+    # versions that are fetched, and payload.capacity_gib: 16.
+    assert {"--cpus-per-task=34", "--mem=316G"} <= directives
+    own = with_host_requests(shipped("slurm", "launcher.mem=1T", "launcher.cpus_per_task=96"), facts)
+    assert {"--cpus-per-task=96", "--mem=1T"} <= set(
+        re.findall(r"^#SBATCH (\S+)$", rendered(own), re.MULTILINE)
+    )
+
+
+def test_pods_get_what_is_missing_as_planned() -> None:
+    config = shipped("kubernetes", "launcher.shared_memory_size=null", "launcher.resources={cpu: 12}")
+    launcher = with_host_requests(config, read_model_facts(config.model.path)).launcher
+    assert isinstance(launcher, KubernetesLauncher)
+    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "244Gi"
+
+
+@pytest.mark.parametrize(
+    ("override", "more_gib"),
+    [
+        # On each of two trainer hosts: half of the parameters and moments in float32, 12 bytes for each.
+        ("checkpoint.every_steps=10", 30.53e9 * 12 / 2 / 2**30),
+        ("trainer.cpu_offload=true", 30.53e9 * 16 / 2 / 2**30),
+    ],
+)
+def test_trainer_hosts_hold_checkpoints_and_what_is_offloaded(override: str, more_gib: float) -> None:
+    # One replica a host, so that the trainer's hosts are the larger ones.
+    small = ["generator.num_replicas=2", "checkpoint.every_steps=null"]
+    facts = read_model_facts(shipped("slurm").model.path)
+    before = host_needs(shipped("slurm", *small), facts)
+    after = host_needs(shipped("slurm", *small, override), facts)
+    staged_gib = 30.53e9 * 2 * 2 / 2 / 2**30
+    assert before.memory_bytes / 2**30 == pytest.approx(8 + 8 * 8 + staged_gib, rel=0.01)
+    assert (after.memory_bytes - before.memory_bytes) / 2**30 == pytest.approx(more_gib, rel=0.01)
 
 
 def test_pods_are_what_the_config_asks_for() -> None:
