@@ -165,7 +165,7 @@ def test_without_gpus_none_are_asked_for(config_file: Path) -> None:
 
 
 def test_what_the_config_leaves_open_is_asked_for_as_planned() -> None:
-    """30.5 billion parameters in bfloat16 are 56.9 GiB; a generator host has four replicas on two GPUs each."""
+    """30.5 billion parameters in bfloat16 are 56.9 GiB; a host has four replicas on two GPUs each."""
     facts = read_model_facts(shipped("slurm").model.path)
     planned = with_host_requests(shipped("slurm"), facts)
     directives = set(re.findall(r"^#SBATCH (\S+)$", rendered(planned), re.MULTILINE))
