@@ -94,8 +94,8 @@ class KubernetesLauncher(Section):
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the MonarchMesh objects."""
     resources: dict[str, int | str] = Field(default_factory=dict)
-    """Requests and limits of a pod besides its GPUs, such as {cpu: 32, memory: 512Gi}. The plan gives either of
-    these two if it is missing (``forgeasync.planning.host_requests``)."""
+    """Requests and limits of a pod besides its GPUs, such as {cpu: 32, memory: 512Gi}. The plan gives either
+    of these two if it is missing (``forgeasync.planning.host_requests``)."""
     shared_memory_size: str | None = None
     """Size of each pod's /dev/shm, which holds payloads and weights, such as 64Gi; null: as planned."""
     port: int = Field(default=26600, gt=0, le=65535)
