@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors.buffer import BufferReport
+from forgeasync.actors.buffer import BufferActor, BufferReport
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_sampling import ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.scorer import ScoredResponses
@@ -20,7 +21,7 @@ from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import RunConfig, ScorerSection
-from forgeasync.controller.preparation import prepare
+from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.starting import Roles
 from forgeasync.environments.reward import Response
 from forgeasync.observability.failures import root_cause
@@ -137,20 +138,31 @@ class Recorder:
         self.problems.append(problem)
 
 
+def make_roles(
+    prepared: Prepared, generators: Generators, scoring: GroupScoring, buffer: BufferActor
+) -> Roles:
+    """Roles of a run that never trains."""
+    config = prepared.config
+    groups = ResponseGroups(
+        generators,
+        scoring,
+        prepared.prompts,
+        group_size=config.algorithm.group_size,
+        sampling=config.sampling,
+    )
+    return Roles(trainer=None, generators=generators, scorer=scoring, buffer=buffer, groups=groups)
+
+
 async def _first_batch(
     config: RunConfig, generators: Generators, recorder: Recorder, log_dir: Path, scoring: GroupScoring | None
 ) -> Ended:
     fleet = Procs(log_dir)
     try:
+        prepared, buffer = prepare(config), await fleet.start_buffer(config)
         run = GrpoRun(
             config,
-            prepare(config),
-            Roles(
-                trainer=None,
-                generators=generators,
-                scorer=scoring or make_scoring(),
-                buffer=await fleet.start_buffer(config),
-            ),
+            prepared,
+            make_roles(prepared, generators, scoring or make_scoring(), buffer),
             recorder=recorder,
             checkpoints=log_dir,
         )
@@ -253,15 +265,11 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
     async def starve() -> None:
         fleet = Procs(tmp_path)
         try:
+            prepared, buffer = prepare(config), await fleet.start_buffer(config)
             run = GrpoRun(
                 config,
-                prepare(config),
-                Roles(
-                    trainer=None,
-                    generators=Generators(),
-                    scorer=make_scoring(),
-                    buffer=await fleet.start_buffer(config),
-                ),
+                prepared,
+                make_roles(prepared, Generators(), make_scoring(), buffer),
                 recorder=Recorder(),
                 checkpoints=tmp_path,
             )

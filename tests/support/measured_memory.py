@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.trainer.logprobs import Predictions
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
@@ -86,9 +87,9 @@ def measure(case: Case) -> Measured:
     kept: list[int] = []
     with LiveTensors(known) as step:
 
-        def watch(module: torch.nn.Module, inputs: object, logprobs_T: torch.Tensor) -> None:
+        def watch(module: torch.nn.Module, inputs: object, predictions: Predictions) -> None:
             # The output layer comes last: its gradient is the beginning of the backward pass.
-            logprobs_T.register_hook(lambda gradient: kept.append(step.num_bytes))
+            predictions.logprobs_T.register_hook(lambda gradient: kept.append(step.num_bytes))
 
         trainer.model.lm_head.register_forward_hook(watch)
         trainer.train_step([row, row])
