@@ -22,6 +22,7 @@ from .algorithms.filters import OverlongFilter as OverlongFilter
 from .algorithms.filters import OverlongPenalty as OverlongPenalty
 from .algorithms.filters import ResampleOnCorrect as ResampleOnCorrect
 from .algorithms.group_facts import Filtered as Filtered
+from .algorithms.group_facts import FilterReason as FilterReason
 from .algorithms.group_facts import GroupFacts as GroupFacts
 from .algorithms.kl import K1 as K1
 from .algorithms.kl import K2 as K2

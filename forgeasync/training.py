@@ -20,7 +20,7 @@ from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.run import RunConfig
 from forgeasync.observability.run_dir import RunDir, default_run_dir
 from forgeasync.schema.problems import EXIT_REFUSED, ConfigError, Problem
-from forgeasync.schema.python_code import code_of
+from forgeasync.schema.python_code import code_of, section_of
 from forgeasync.schema.section import Section
 
 Overrides = Mapping[str, object] | Sequence[str]
@@ -114,7 +114,7 @@ def _write_config(
     else:
         paths += [config] if isinstance(config, str | Path) else config
     texts = list(overrides) if not isinstance(overrides, Mapping) else list(_as_texts(overrides))
-    texts += _as_texts({key: _as_section(key, thing) for key, thing in given.items() if thing is not None})
+    texts += _as_texts({key: thing for key, thing in given.items() if thing is not None})
     run = load_config(paths, texts)
     (folder / "config.yaml").write_text(dump_config(run), encoding="utf-8")
     return run
@@ -123,17 +123,32 @@ def _write_config(
 def _as_texts(values: Mapping[str, object]) -> Iterable[str]:
     """``key=value`` for every key, with values as JSON, which YAML reads too."""
     for key, value in values.items():
-        plain = value.model_dump(mode="json") if isinstance(value, Section) else value
-        yield f"{key}={json.dumps(plain, default=str)}"
+        yield f"{key}={json.dumps(_as_plain(key, value))}"
 
 
-def _as_section(key: str, thing: Callable[..., object] | Section) -> object:
-    if isinstance(thing, Section):
-        return thing
+def _as_plain(key: str, value: object) -> object:
+    """Return a value as YAML has it; sections, classes and functions may be anywhere within it.
+
+    Raises:
+        ConfigError: it is or holds something that no config can hold; names ``key``.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _as_plain(f"{key}.{name}", one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_plain(f"{key}.{index}", one) for index, one in enumerate(value)]
     try:
-        factory, pickled = code_of(thing)
+        if isinstance(value, Section):
+            own = section_of(value)
+            return value.model_dump(mode="json") if own is None else own
+        if not callable(value):
+            raise ValueError("must be plain data, a section, or a class or function")
+        factory, pickled = code_of(value)
     except ValueError as error:
-        raise ConfigError([Problem(field=key, value=thing, remedy=str(error))]) from error
+        raise ConfigError([Problem(field=key, value=value, remedy=str(error))]) from error
     return {"kind": "python", "factory": factory} | ({} if pickled is None else {"pickled": pickled})
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_advantages
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
 from forgeasync.schema.section import SHORT_FORM, Count, Section
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ AnyAdvantage = Annotated[
     Grpo | DrGrpo | Rloo | ReinforcePlusPlus | GroupPassAtK | PythonAdvantage,
     Field(discriminator="kind"),
     *SHORT_FORM,
+    OWN_INSTANCE,
 ]
 
 

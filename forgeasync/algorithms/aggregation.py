@@ -21,7 +21,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import WrongResult, check_scalar
 from forgeasync.algorithms.row_tokens import num_sequences, sequence_sums
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
 from forgeasync.schema.section import Count, Section
 
 if TYPE_CHECKING:
@@ -178,4 +178,5 @@ class PythonAggregation(PythonCode, Aggregation):
 AnyAggregation = Annotated[
     TokenMean | SequenceMeanOfTokenMean | SequenceMeanOfTokenSum | ConstantLength | PythonAggregation,
     Field(discriminator="kind"),
+    OWN_INSTANCE,
 ]

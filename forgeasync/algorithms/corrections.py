@@ -16,7 +16,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_weights
 from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
 from forgeasync.schema.section import Factor, Section
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ class PythonCorrection(PythonCode, Correction):
 AnyCorrection = Annotated[
     TruncatedIs | MaskedIs | IcePop | OffPolicySequenceMask | AgeWeight | PythonCorrection,
     Field(discriminator="kind"),
+    OWN_INSTANCE,
 ]
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
 from forgeasync.algorithms.own_results import check_filtered
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
 from forgeasync.schema.section import MAX_COUNT, Count, Factor, Section
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ class PythonFilter(PythonCode, Filter):
 AnyFilter = Annotated[
     DynamicSampling | OverlongPenalty | OverlongFilter | ResampleOnCorrect | PythonFilter,
     Field(discriminator="kind"),
+    OWN_INSTANCE,
 ]
 
 

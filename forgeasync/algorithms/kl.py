@@ -17,7 +17,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_estimates
 from forgeasync.algorithms.row_tokens import RowTokens, capped, sequence_sums
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
 from forgeasync.schema.section import SHORT_FORM, Factor, Section
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class PythonKlEstimator(PythonCode, KlEstimator):
 
 
 AnyKlEstimator = Annotated[
-    K1 | K2 | K3 | UnbiasedK3 | PythonKlEstimator, Field(discriminator="kind"), *SHORT_FORM
+    K1 | K2 | K3 | UnbiasedK3 | PythonKlEstimator, Field(discriminator="kind"), *SHORT_FORM, OWN_INSTANCE
 ]
 
 

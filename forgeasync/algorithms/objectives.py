@@ -14,7 +14,7 @@ from pydantic import Field
 
 from forgeasync.algorithms.own_results import check_losses
 from forgeasync.algorithms.row_tokens import RowTokens, capped
-from forgeasync.schema.python_code import PythonCode, build_code
+from forgeasync.schema.python_code import OWN_INSTANCE, PythonCode, build_code
 from forgeasync.schema.section import Factor, Section
 
 if TYPE_CHECKING:
@@ -251,4 +251,5 @@ class PythonObjective(PythonCode, Objective):
 AnyObjective = Annotated[
     PpoClip | Cispo | Gspo | Reinforce | DecoupledPpo | Topr | Kimi15 | Supervised | PythonObjective,
     Field(discriminator="kind"),
+    OWN_INSTANCE,
 ]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from forgeasync.algorithms.group_facts import Filtered, GroupFacts
+from forgeasync.algorithms.group_facts import Filtered, FilterReason, GroupFacts
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,11 @@ def check_filtered(result: object, *, facts: GroupFacts) -> Filtered:
     """Check what a filter left of a group."""
     if not isinstance(result, Filtered):
         raise WrongResult(f"gave a {type(result).__name__}; must give what facts.keep or facts.drop does")
+    if result.reason is not None and not isinstance(result.reason, FilterReason):
+        raise WrongResult(
+            f"drops a group for the reason {result.reason!r}; must be one of fa.FilterReason: "
+            f"{', '.join(reason.name for reason in FilterReason)}"
+        )
     kept = list(result.kept)
     if kept != sorted(set(kept)) or not all(0 <= index < facts.size for index in kept):
         raise WrongResult(

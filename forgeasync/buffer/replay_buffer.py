@@ -40,14 +40,8 @@ from forgeasync.config.buffer import (
     StaleGroups,
 )
 from forgeasync.rollouts.rollout import Group, GroupProgress
-from forgeasync.rollouts.score import Score, Step
+from forgeasync.rollouts.score import Score, steps_of
 from forgeasync.rollouts.task import Task
-
-
-def _steps(scores: Sequence[Score] | None) -> tuple[tuple[Step, ...], ...] | None:
-    """Return the steps of all rollouts; None if no rollout has any."""
-    steps = tuple(score.steps for score in scores or ())
-    return steps if any(steps) else None
 
 
 class ReplayBuffer:
@@ -145,7 +139,7 @@ class ReplayBuffer:
             rollouts=tuple(entry.sampled.rollouts[index] for index in kept),
             rewards=tuple(rewards),
             scores=None if scores is None else tuple(scores),
-            steps=_steps(scores),
+            steps=None if scores is None else steps_of(scores),
         )
         if entry.is_expired:
             return self._lose(group_id, DropReason.STALE)

@@ -215,7 +215,8 @@ class DataSection(Section):
             what = "is required" if self.source is None else "cannot be given beside data.sources"
             raise PydanticCustomError(
                 "key_of_section",
-                "{what}: give data.source, or data.sources with a list of sources and their weights",
+                "{what}: give data.source, or data.sources with a list of sources and their weights; a file "
+                "that is merged over one with data.source needs source: null for that",
                 {"key": "source", "what": what},
             )
         return self

@@ -60,6 +60,21 @@ def check_data(config: RunConfig) -> Iterator[Problem]:
     ]
     yield from {(problem.field, str(problem)): problem for problem in found}.values()
     yield from _check_template(config)
+    if config.environment is not None:
+        yield from _check_unused_rewards(config)
+
+
+def _check_unused_rewards(config: RunConfig) -> Iterator[Problem]:
+    """An environment scores its episodes itself."""
+    given = {
+        "data.reward": config.data.reward,
+        **{f"data.sources.{i}.reward": one.reward for i, one in enumerate(config.data.sources or ())},
+        **{f"evaluation.sets.{i}.reward": one.reward for i, one in enumerate(config.evaluation.sets)},
+    }
+    for field, reward in given.items():
+        if reward is not None:
+            remedy = "must be left out with an environment, which scores its episodes itself"
+            yield Problem(field=field, value=field.rpartition(".")[2], remedy=remedy)
 
 
 def _check_names(sources: tuple[NamedSource, ...]) -> Iterator[Problem]:

@@ -45,17 +45,22 @@ def check_own_code(algorithm: AlgorithmSection) -> Iterator[Problem]:
     ]
     for name, part in parts:
         if isinstance(part, PythonCode):
-            yield from _check(part, f"algorithm.{name}", algorithm.group_size)
+            yield from _check(
+                part,
+                f"algorithm.{name}",
+                group_size=algorithm.group_size,
+                has_reference=algorithm.kl is not None,
+            )
 
 
-def _check(part: PythonCode, field: str, group_size: int) -> Iterator[Problem]:
+def _check(part: PythonCode, field: str, *, group_size: int, has_reference: bool) -> Iterator[Problem]:
     try:
         _build(part)
         match part:
             case PythonObjective():
-                _try_objective(part)
+                _try_objective(part, has_reference=has_reference)
             case PythonCorrection():
-                _try_correction(part)
+                _try_correction(part, has_reference=has_reference)
             case PythonAggregation():
                 _try_aggregation(part)
             case PythonKlEstimator():
@@ -96,8 +101,14 @@ def _call(call: Callable[..., T], *arguments: object, where: str) -> T:
         raise ValueError(f"its function raised {type(error).__name__}: {error} on {where}") from error
 
 
-def _rows() -> Iterator[tuple[RowTokens, torch.Tensor, str]]:
-    """Yield rows as a run makes them, with the leaf that receives gradients and a description."""
+def _rows(
+    *, has_reference: bool, has_proximal: bool = False
+) -> Iterator[tuple[RowTokens, torch.Tensor, str]]:
+    """Yield rows as a run makes them, with the leaf that receives gradients and a description.
+
+    Rows have log-probabilities of the reference only where the run has a KL penalty, and proximal ones only
+    for an objective that asks for them, from the second optimizer step of a batch on.
+    """
     behavior_T = torch.tensor([-0.7, -1.2, -0.1, -2.3, -0.9, -0.4, -1.6, torch.nan])
     # The first sequence has the ratio 1.
     drift_T = torch.tensor([0.0, 0.0, 0.02, -0.01, -0.03, 0.01, 0.05, 0.0])
@@ -111,16 +122,20 @@ def _rows() -> Iterator[tuple[RowTokens, torch.Tensor, str]]:
         sequence_ids_T=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
         ages_T=torch.tensor([0, 0, 1, 1, 0, 2, 0, 0], dtype=torch.int32),
         sample_weights_T=torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]),
-        ref_logprobs_T=leaf_T.detach() - 0.1 * drift_T.sign() - 0.05,
-        proximal_logprobs_T=leaf_T.detach() + 0.01,
+        ref_logprobs_T=leaf_T.detach() - 0.1 * drift_T.sign() - 0.05 if has_reference else None,
+        proximal_logprobs_T=leaf_T.detach() + 0.01 if has_proximal else None,
     )
     yield row, leaf_T, "8 made-up tokens"
-    empty = {field.name: getattr(row, field.name)[:0] for field in dataclasses.fields(row)}
+    columns = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    empty = {name: None if column is None else column[:0] for name, column in columns.items()}
     yield RowTokens(**empty), leaf_T, "a row without tokens, which some ranks get"
 
 
-def _try_objective(objective: PythonObjective) -> None:
-    for row, leaf_T, where in _rows():
+def _try_objective(objective: PythonObjective, *, has_reference: bool) -> None:
+    rows = list(_rows(has_reference=has_reference))
+    if objective.needs_proximal:
+        rows += _rows(has_reference=has_reference, has_proximal=True)
+    for row, leaf_T, where in rows:
         losses_T, sums = _call(objective, row, where=where)
         _check_sums(sums, where)
         _check_finite(losses_T, row, "losses", where)
@@ -128,8 +143,8 @@ def _try_objective(objective: PythonObjective) -> None:
             _check_gradient(losses_T, leaf_T, row.mask_T, "losses")
 
 
-def _try_correction(correction: PythonCorrection) -> None:
-    for row, _, where in _rows():
+def _try_correction(correction: PythonCorrection, *, has_reference: bool) -> None:
+    for row, _, where in _rows(has_reference=has_reference):
         weights_T, sums = _call(correction, row, where=where)
         _check_sums(sums, where)
         if not bool(weights_T.isfinite().all() and (weights_T[~row.mask_T] == 0).all()):
@@ -139,7 +154,7 @@ def _try_correction(correction: PythonCorrection) -> None:
 
 
 def _try_estimator(estimator: PythonKlEstimator) -> None:
-    for row, leaf_T, where in _rows():
+    for row, leaf_T, where in _rows(has_reference=True):
         kl_T = _call(estimator, row, where=where)
         _check_finite(kl_T, row, "estimates", where)
         if len(kl_T):
@@ -147,7 +162,7 @@ def _try_estimator(estimator: PythonKlEstimator) -> None:
 
 
 def _try_aggregation(aggregation: PythonAggregation) -> None:
-    for row, leaf_T, where in _rows():
+    for row, leaf_T, where in _rows(has_reference=True):
         values_T = (leaf_T * 2.0)[: len(row.mask_T)]
 
         def aggregate(row: RowTokens = row, values_T: torch.Tensor = values_T) -> torch.Tensor:
@@ -160,7 +175,7 @@ def _try_aggregation(aggregation: PythonAggregation) -> None:
 
         loss = _call(aggregate, where=where)
         if not bool(loss.isfinite()):
-            raise ValueError(f"its loss is {float(loss)} on {where}; must be finite")
+            raise ValueError(f"its loss is {float(loss.detach())} on {where}; must be finite")
         if len(row.mask_T):
             _check_gradient(loss, leaf_T, row.mask_T, "loss")
 

@@ -43,10 +43,11 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
         help="YAML file of the run; given again, each file is merged over the ones before it",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the files")
+    modes = parser.add_mutually_exclusive_group()
     if dry_run:
-        parser.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
+        modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
     if resume:
-        parser.add_argument(
+        modes.add_argument(
             "--resume",
             metavar="latest|FOLDER",
             help="continue the run in run_dir from its newest checkpoint, or from the checkpoint in a folder",

@@ -5,8 +5,9 @@ and sampling concurrently, with a replay buffer between them, see apps/grpo.py.
 """
 
 import asyncio
+import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
@@ -30,13 +31,27 @@ from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.run_dir import default_run_dir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.rollout import Group, StoredRollout
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.score import Score, steps_of
 from forgeasync.rollouts.task import Task
-from forgeasync.trainer.advantage_spans import whole_response
+from forgeasync.schema.problems import Problem, raise_if_any
+from forgeasync.trainer.advantage_spans import steps_problem, whole_response
 from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
+
+
+def _unused(config: RunConfig) -> Iterator[Problem]:
+    """Settings that only apps.grpo acts on: a loop of your own would pass over them in silence."""
+    algorithm, trainer, evaluation = config.algorithm, config.trainer, config.evaluation
+    for field, value, is_set in (
+        ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
+        ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
+        ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
+    ):
+        if is_set:
+            remedy = "must be left out: a Fleet does not act on it, your own loop does what it likes"
+            yield Problem(field=field, value=value, remedy=remedy)
 
 
 class Fleet:
@@ -83,6 +98,7 @@ class Fleet:
             ConfigError: lists every problem, before any process starts.
             ActorDied: a proc has died; within an exception group where the body was running.
         """
+        raise_if_any(_unused(config))
         prepared = prepare(config)
         config = prepared.config
         folder = default_run_dir(config.name, datetime.now()) if config.run_dir is None else config.run_dir
@@ -126,15 +142,15 @@ class Fleet:
         group_id = next(self._group_ids)
         answer = await self._groups.sample(group_id, task, seed=sampling_seed(self.config.seed, group_id))
         if isinstance(answer, RefusedGroup | CancelledGroup):
-            problem = answer.problem if isinstance(answer, RefusedGroup) else "cancelled"
-            self.problems.append(f"group {group_id}: {problem}")
+            problem = answer.problem if isinstance(answer, RefusedGroup) else f"group {group_id}: cancelled"
+            self.problems.append(problem)
             return None
         scores = await self._scores(group_id, task, answer)
         if isinstance(scores, Unscored):
             await self.generators.free_payloads(answer.rollouts)
             self.problems.append(scores.reason)
             return None
-        return Group(
+        group = Group(
             group_id=group_id,
             draw_id=group_id,
             task=task,
@@ -142,6 +158,11 @@ class Fleet:
             rewards=tuple(score.value for score in scores),
             scores=scores,
         )
+        if (problem := steps_problem(group, scores, self.config.algorithm)) is not None:
+            await self.generators.free_payloads(answer.rollouts)
+            self.problems.append(problem)
+            return None
+        return dataclasses.replace(group, steps=steps_of(scores))
 
     async def _scores(self, group_id: int, task: Task, sampled: SampledGroup) -> tuple[Score, ...] | Unscored:
         if sampled.results is not None:

@@ -1,7 +1,7 @@
 """The score of one response, and counts of responses that could not be verified."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Real
 
@@ -147,3 +147,9 @@ class VerifierCounts:
             "scoring/num_oversized": self.num_oversized,
             "scoring/num_killed_rewards": self.num_killed_rewards,
         }
+
+
+def steps_of(scores: Sequence[Score]) -> tuple[tuple[Step, ...], ...] | None:
+    """Return the rewards of steps of every rollout; None where no rollout has any."""
+    steps = tuple(score.steps for score in scores)
+    return steps if any(steps) else None

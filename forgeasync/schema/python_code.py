@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import cloudpickle
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from forgeasync.schema.section import Section
 
@@ -54,6 +54,31 @@ def code_of(thing: Callable[..., object]) -> tuple[str, str | None]:
             f"{name} cannot be sent to other processes ({type(error).__name__}: {error}); define it in a "
             "module, or remove from it what cannot be pickled"
         ) from error
+
+
+def section_of(thing: object) -> dict[str, object] | None:
+    """Return the ``kind: python`` section for an instance of a user's own class, such as ``MyLoss(width=2)``.
+
+    None for everything else, built-in sections among them.
+
+    Raises:
+        ValueError: the class cannot be sent to another process.
+    """
+    if not isinstance(thing, Section) or type(thing).__module__.startswith("forgeasync."):
+        return None
+    factory, pickled = code_of(type(thing))
+    section: dict[str, object] = {"kind": "python", "factory": factory}
+    section["options"] = thing.model_dump(mode="json", exclude={"kind"}, exclude_defaults=True)
+    return section if pickled is None else section | {"pickled": pickled}
+
+
+def _read_own(value: object) -> object:
+    own = section_of(value)
+    return value if own is None else own
+
+
+OWN_INSTANCE = BeforeValidator(_read_own)
+"""Annotation of a union of sections that instances of a user's own classes may be given for, too."""
 
 
 def _is_importable(thing: Callable[..., object]) -> bool:
@@ -108,11 +133,32 @@ def _build(section_json: str, parameters: tuple[str, ...]) -> Callable[..., obje
         return built
     if not inspect.isclass(found) and _fits(signature, parameters, section.options):
         return functools.partial(found, **section.options) if section.options else found
+    if (problem := _option_problem(signature, parameters, section.options)) is not None:
+        raise ValueError(f"{section.factory} takes {signature}; {problem}")
     options = [f"{name}=..." for name in section.options]
     raise ValueError(
         f"{section.factory} takes {signature}; must take ({', '.join(options)}), its options, and return a "
         f"function of ({', '.join(parameters)}), or take ({', '.join([*parameters, *options])}) itself"
     )
+
+
+def _option_problem(
+    signature: inspect.Signature, parameters: tuple[str, ...], options: dict[str, object]
+) -> str | None:
+    """Say which option is missing or unknown, if that is all that is wrong."""
+    named = [
+        one
+        for one in signature.parameters.values()
+        if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    others = [one for one in named if one.name not in parameters]
+    missing = [one.name for one in others if one.default is one.empty and one.name not in options]
+    unknown = [name for name in options if name not in {one.name for one in others}]
+    if len(others) == len(signature.parameters) and (missing or unknown):
+        words = [f"options lacks {name!r}" for name in missing]
+        words += [f"options.{name} is none of its arguments" for name in unknown]
+        return ", ".join(words)
+    return None
 
 
 def _fits(signature: inspect.Signature, parameters: tuple[str, ...], options: dict[str, object]) -> bool:

@@ -97,4 +97,5 @@ _ADVICE = {
     FilterReason.LOW_SPREAD: "low_spread: lower min_std of dynamic_sampling.",
     FilterReason.OVERLONG: "overlong: nearly all responses are cut; raise sampling.max_response_tokens or "
     "leave overlong_filter out.",
+    FilterReason.NONE_KEPT: "none_kept: a filter of your own keeps no rollout of these groups.",
 }

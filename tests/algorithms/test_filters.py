@@ -292,3 +292,10 @@ def test_a_filter_that_keeps_nothing_drops_the_group() -> None:
     )
     with pytest.raises(ValueError, match="1 rewards for 2 kept rollouts"):
         group([0.0, 1.0]).keep([0, 1], [1.0])
+
+
+@pytest.mark.parametrize("reason", FilterReason)
+def test_every_reason_to_drop_groups_comes_with_advice(reason: FilterReason) -> None:
+    watch = FilterWatch(1)
+    watch.dropped(reason, 0.5)
+    assert f"{reason.value}:" in str(watch.check())

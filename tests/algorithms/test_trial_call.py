@@ -309,3 +309,49 @@ def test_the_examples_in_the_docstrings_work(tmp_path: Path, monkeypatch: pytest
         (tmp_path / f"docstring_{part}.py").write_text(source)
         assert problems(f"docstring_{part}.{name}", part) == [], part
         assert f".{name}" in base.__doc__, "the text says how it is named in a config"
+
+
+@pytest.mark.parametrize("column", ["ref_logprobs_T", "proximal_logprobs_T"])
+def test_columns_that_the_run_will_not_have_are_missed_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    body = f"return -row.advantages_T * (row.logprobs_T - row.{column}), {{}}"
+    factory = write_loss(tmp_path, f"columns_{column}", body)
+    assert "NoneType" in only(problems(factory))
+    kl = {"estimator": "k3", "coefficient": 0.1}
+    assert len(problems(factory, kl=kl)) == (0 if column == "ref_logprobs_T" else 1)
+
+
+def test_an_objective_that_asks_for_proximal_logprobs_is_tried_with_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "proximal.py").write_text(
+        "import forgeasync as fa\n"
+        "class Careless(fa.Objective):\n"
+        "    @property\n"
+        "    def needs_proximal(self): return True\n"
+        "    def __call__(self, row):\n"
+        "        return -row.advantages_T * (row.logprobs_T - row.proximal_logprobs_T), {}\n"
+        "class Careful(Careless):\n"
+        "    def __call__(self, row):\n"
+        "        if row.proximal_logprobs_T is None:\n"
+        "            return -row.advantages_T * row.logprobs_T, {}\n"
+        "        return super().__call__(row)\n"
+    )
+    assert "NoneType" in only(problems("proximal.Careless"))
+    assert problems("proximal.Careful") == []
+
+
+def test_a_missing_or_unknown_option_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "wide.py").write_text(
+        "import forgeasync as fa\n"
+        "class Wide(fa.Objective):\n"
+        "    width: float\n"
+        "    def __call__(self, row): return -self.width * row.advantages_T * row.logprobs_T, {}\n"
+    )
+    own = {"kind": "python", "factory": "wide.Wide", "options": {"wdith": 2.0}}
+    found = list(check_own_code(AlgorithmSection(objective=own, group_size=4, groups_per_step=2)))
+    assert "options lacks 'width', options.wdith is none of its arguments" in only(found)

@@ -17,12 +17,15 @@ from transformers import PreTrainedTokenizerFast
 from forgeasync.checkpoint.run_state import differences
 from forgeasync.config.data import DataSection, named_sources
 from forgeasync.config.evaluation import EvaluationSection, named_sets
+from forgeasync.config.load import load_config
+from forgeasync.config.rules import check_without_model
 from forgeasync.environments.json_records import json_like
 from forgeasync.environments.order import TaskOrder, WeightedOrder, weighted_order
 from forgeasync.environments.sources import build_source
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.schema.problems import ConfigError
 from tests.support.buffer_world import make_task
+from tests.support.config_samples import MINIMAL
 from tests.support.loops import Generators, make_config, make_problem, make_run
 
 OWN = "tests.support.own_rewards"
@@ -273,3 +276,15 @@ def test_a_checkpoint_from_before_these_keys_has_the_same_data(tmp_path: Path) -
     before = {key: now[key] for key in ("source", "num_train", "num_held_out", "chat_template")}
     assert list(differences(before, now)) == []
     assert dataclasses.replace(make_problem(1), record={"a": 1}) != make_problem(1)
+
+
+def test_rewards_beside_an_environment_are_refused(tmp_path: Path) -> None:
+    """The environment scores its episodes: they would never be asked."""
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    own = "{kind: python, factory: tests.support.own_rewards.length}"
+    environment = "environment={kind: python, factory: tests.support.environments.TryAgain}"
+    assert check_without_model(load_config(file, [environment])) == []
+    found = check_without_model(load_config(file, [environment, f"data.reward={own}"]))
+    assert [problem.field for problem in found] == ["data.reward"]
+    assert "environment" in str(found[0])

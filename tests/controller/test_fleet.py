@@ -1,0 +1,83 @@
+"""A fleet's own logic, with a sampler that answers at once."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forgeasync.actors.environment import SampledGroup
+from forgeasync.controller.fleet import Fleet
+from forgeasync.environments.episodes import EpisodeResult
+from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.score import Score, Step
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError
+from tests.support.loops import make_config, make_prepared, make_problem
+from tests.support.rollouts import make_stored_rollout
+
+
+class Sampler:
+    """Every group has rollouts of seven tokens, scored as it is told."""
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self._steps = steps
+
+    async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup:
+        rollouts = tuple(make_stored_rollout((0, 0, 7), text="right") for _ in range(4))
+        results = tuple(
+            EpisodeResult(
+                score=Score(value=float(index), is_correct=False, steps=self._steps),
+                num_turns=1,
+                is_truncated=False,
+                episode_s=0.1,
+            )
+            for index in range(4)
+        )
+        return SampledGroup(rollouts=rollouts, results=results)
+
+
+def make_fleet(folder: Path, steps: tuple[Step, ...], freed: list[StoredRollout], *overrides: str) -> Fleet:
+    async def free(rollouts: tuple[StoredRollout, ...]) -> None:
+        freed.extend(rollouts)
+
+    prepared = make_prepared(make_config(folder, *overrides))
+    return Fleet(prepared, None, SimpleNamespace(free_payloads=free), None, Sampler(steps))  # type: ignore[arg-type]
+
+
+def test_rewards_of_steps_reach_the_groups_of_a_fleet(tmp_path: Path) -> None:
+    freed: list[StoredRollout] = []
+    fleet = make_fleet(tmp_path, (Step(end=5, value=1.0),), freed)
+    (group,) = asyncio.run(fleet.sample([make_problem(0)]))
+    assert group.steps is not None and len(group.steps) == 4
+    assert fleet.problems == freed == []
+    (plain,) = asyncio.run(make_fleet(tmp_path, (), freed).sample([make_problem(0)]))
+    assert plain.steps is None
+
+
+def test_steps_that_cannot_train_cost_their_group(tmp_path: Path) -> None:
+    freed: list[StoredRollout] = []
+    behind = (Step(end=10_000, value=1.0),)
+    fleet = make_fleet(tmp_path, behind, freed)
+    assert asyncio.run(fleet.sample([make_problem(0)])) == []
+    assert len(fleet.problems) == 1 and len(freed) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("algorithm.filters=[{kind: dynamic_sampling}]", "algorithm.filters"),
+        ("trainer.steps_per_batch=2", "trainer.steps_per_batch"),
+        (
+            "evaluation.sets=[{name: more, source: {kind: reasoning_gym, task: chain_sum}, num_problems: 4}]",
+            "evaluation.sets",
+        ),
+    ],
+)
+def test_settings_that_a_fleet_passes_over_are_refused(tmp_path: Path, override: str, field: str) -> None:
+    async def start() -> None:
+        async with Fleet.start(make_config(tmp_path, override)):
+            raise AssertionError("started")
+
+    with pytest.raises(ConfigError, match=rf"{field} = .*a Fleet does not act on it"):
+        asyncio.run(start())
