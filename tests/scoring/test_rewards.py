@@ -37,6 +37,9 @@ from forgeasync.scoring.reward_trial import try_rewards
 from forgeasync.scoring.weighted import weighted_score
 from tests.support.config_samples import MINIMAL
 
+# Workers are processes of their own.
+pytestmark = pytest.mark.procs
+
 OWN = "tests.support.own_rewards"
 TASK = Task(
     task_id="t1",

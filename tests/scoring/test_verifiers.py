@@ -36,6 +36,9 @@ from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES, VerifierPool
 from forgeasync.scoring.verifier_process import ProblemDiffers, VerifierFailure
 from tests.support.hostile_answers import hostile_answers
 
+# Workers are processes of their own.
+pytestmark = pytest.mark.procs
+
 REPOSITORY = Path(__file__).parents[2]
 RIGHT = Score(value=1.0, is_correct=True)
 WRONG = Score(value=0.0, is_correct=False)
