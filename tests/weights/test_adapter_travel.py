@@ -13,18 +13,16 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.model import LoraSection
 from forgeasync.config.run import RunConfig
-from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, assign_rows
-from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.fetcher import FetchReport
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
+from tests.support.trainer_and_generators import start_both
 
 NUM_UPDATES = 3
 SERVED = "attention"
@@ -61,26 +59,9 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
-    facts = read_model_facts(str(folder))
     fleet = Procs(out / "logs")
     try:
-        async with asyncio.TaskGroup() as starting:
-            generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
-            trainer_task = starting.create_task(
-                fleet.start_trainer(
-                    TrainerSetup(
-                        section=config.trainer,
-                        facts=facts,
-                        temperature=config.sampling.temperature,
-                        loss=Loss(),
-                        seed=0,
-                        checkpoint=folder,
-                        lora=config.lora,
-                    ),
-                    config.timeouts,
-                )
-            )
-        trainer, generators = trainer_task.result(), generators_task.result()
+        trainer, generators = await start_both(fleet, config, folder)
         await trainer.connect(generators)
         await fleet.connect_weights(config, trainer, generators)
         mismatches = [await _train_on_fresh(trainer, generators)]

@@ -21,21 +21,19 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import RunConfig
 from forgeasync.environments.reward import Response
 from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
-from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
 from forgeasync.rollouts.payload_store import PayloadReader
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import TrainingItem, assign_rows
-from forgeasync.trainer.setup import TrainerSetup
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
+from tests.support.trainer_and_generators import start_both
 
 pytestmark = pytest.mark.procs
 
@@ -122,26 +120,10 @@ async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
-    facts = read_model_facts(str(folder))
     # Payloads are read as from another host; tests/end_to_end/test_grpo_app.py reads them from shared memory.
     fleet = Procs(out / "logs", LocalHosts(trainer_id="host-1"))
     try:
-        async with asyncio.TaskGroup() as starting:
-            generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
-            trainer_task = starting.create_task(
-                fleet.start_trainer(
-                    TrainerSetup(
-                        section=config.trainer,
-                        facts=facts,
-                        temperature=config.sampling.temperature,
-                        loss=Loss(),
-                        seed=0,
-                        checkpoint=folder,
-                    ),
-                    config.timeouts,
-                )
-            )
-        trainer, generators = trainer_task.result(), generators_task.result()
+        trainer, generators = await start_both(fleet, config, folder)
         await trainer.connect(generators)
         await fleet.connect_weights(config, trainer, generators)
         fresh = await _sample(generators)

@@ -19,7 +19,6 @@ from forgeasync.actors.generator import RefusedGroup
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.algorithms.loss import Loss
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import RunConfig
 from forgeasync.config.trainer import ParallelSection
@@ -27,7 +26,6 @@ from forgeasync.config.weights import TransportChoice, WeightsSection
 from forgeasync.launch.hosts import LocalHosts
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
-from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.exchange import WeightExchange
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
@@ -35,6 +33,7 @@ from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.own_transport import write_own_transport
 from tests.support.runs import tiny_config
+from tests.support.trainer_and_generators import start_both
 
 NUM_UPDATES = 20
 ROW_TOKENS = 64
@@ -148,22 +147,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
     facts = read_model_facts(str(folder))
     fleet = Procs(out / "logs", LocalHosts(trainer_id=case.trainer_host))
     try:
-        async with asyncio.TaskGroup() as starting:
-            generators_task = starting.create_task(fleet.start_generators(config, facts, folder))
-            trainer_task = starting.create_task(
-                fleet.start_trainer(
-                    TrainerSetup(
-                        section=config.trainer,
-                        facts=facts,
-                        temperature=config.sampling.temperature,
-                        loss=Loss(),
-                        seed=0,
-                        checkpoint=folder,
-                    ),
-                    config.timeouts,
-                )
-            )
-        trainer, generators = trainer_task.result(), generators_task.result()
+        trainer, generators = await start_both(fleet, config, folder)
         await fleet.connect_weights(config, trainer, generators)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
         fetches: list[FetchReport] = []

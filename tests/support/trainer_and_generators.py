@@ -1,0 +1,30 @@
+"""A trainer and generators of one config as real procs, without the rest of a run."""
+
+import asyncio
+from pathlib import Path
+
+from forgeasync.actors.procs import Procs
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.algorithms.loss import Loss
+from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.trainer.setup import TrainerSetup
+
+
+async def start_both(procs: Procs, config: RunConfig, folder: Path) -> tuple[TrainerMesh, GeneratorRouter]:
+    """Start them side by side from the model in ``folder``; their weights are not connected yet."""
+    facts = read_model_facts(str(folder))
+    setup = TrainerSetup(
+        section=config.trainer,
+        facts=facts,
+        temperature=config.sampling.temperature,
+        loss=Loss(),
+        seed=0,
+        checkpoint=folder,
+        lora=config.lora,
+    )
+    async with asyncio.TaskGroup() as starting:
+        generators = starting.create_task(procs.start_generators(config, facts, folder))
+        trainer = starting.create_task(procs.start_trainer(setup, config.timeouts))
+    return trainer.result(), generators.result()
