@@ -103,7 +103,7 @@ async def run_mode(
     from forgeasync.generator.updates import WeightUpdates
 
     policy = interruption_policy(mode, client=engine._client, gate=engine._gate)
-    engine._updates = WeightUpdates(engine._client, policy, KvAfterSwap.KEEP)
+    engine._updates = WeightUpdates(engine._client, engine._groups, policy, KvAfterSwap.KEEP)
 
     streams = Streams(engine, f"{mode}-{manifest.version}")
     for index in range(1, num_sequences):
@@ -115,6 +115,7 @@ async def run_mode(
     start_s, first_token = time.perf_counter(), clock.num_tokens
     fetch = await receiver.begin(manifest)
     assert fetch.is_complete, fetch
+    await receiver.stage()
     await receiver.finish()
     update_s, num_tokens = time.perf_counter() - start_s, clock.num_tokens - first_token
     await asyncio.sleep(RATE_S)

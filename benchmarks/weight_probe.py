@@ -144,6 +144,7 @@ class ProbedGenerator(GeneratorActor):
         choices: Sequence[str],
     ) -> None:
         """Plan once, for all transports: workers know one receive buffer. ``sources`` are by rank."""
+        from forgeasync.generator.host_memory import HostMemory
         from forgeasync.generator.weight_receiver import WeightReceiver
 
         self._layout = layout
@@ -160,7 +161,7 @@ class ProbedGenerator(GeneratorActor):
             self._engine,
             layout=layout,
             transports=self._transports[choices[0]],
-            receive_buffer=folder / "receive-buffer-0",
+            host_memory=HostMemory(receive_buffer=folder / "receive-buffer-0"),
             delta=False,
         )
         self._receiver_of: dict[str, WeightReceiver] = {}
@@ -181,7 +182,9 @@ class ProbedGenerator(GeneratorActor):
             transports=self._transports[choice],
             delta=is_delta,
         )
-        self._receiver_of[choice] = WeightReceiver(self._engine, fetcher, self._first_receiver._make_ready)
+        self._receiver_of[choice] = WeightReceiver(
+            self._engine, fetcher, self._first_receiver._make_ready, self._first_receiver.route
+        )
 
     @concurrent_endpoint
     async def update(self, choice: str, manifest: Manifest) -> Update:
@@ -189,6 +192,7 @@ class ProbedGenerator(GeneratorActor):
         receiver, first_step, start_s = self._receiver_of[choice], len(self._clock.ends), time.perf_counter()
         fetch = await receiver.begin(manifest)
         assert fetch.is_complete, fetch
+        await receiver.stage()
         swap = await receiver.finish()
         total_s = time.perf_counter() - start_s
         swap_gap_s = await self._clock.gap_before(manifest.version)

@@ -35,7 +35,7 @@ from forgeasync.rollouts.records import Records, check_rollout
 from forgeasync.rollouts.rollout import Rollout, StoredRollout
 from forgeasync.rollouts.routing import RecordError
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
-from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.fetcher import FetchReport, HostShare
 from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.build import connect_transports
@@ -234,13 +234,17 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def connect_weights(
-        self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path
-    ) -> None:
+        self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path, share: HostShare
+    ) -> str:
         """Plan how versions get from the trainer's ranks into the engine, by a receive buffer in ``folder``.
+
+        ``share`` is this generator's among those of its host; the first is connected before the others.
+        Returns in words how the engine takes versions.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
+        from forgeasync.generator.host_memory import HostMemory
         from forgeasync.generator.weight_receiver import AdapterBase, WeightReceiver
 
         assert self._engine is not None
@@ -250,7 +254,9 @@ class GeneratorActor(Actor):
             self._engine,
             layout=layout,
             transports=transports,
-            receive_buffer=folder / f"receive-buffer-{self._rank}",
+            host_memory=HostMemory(
+                receive_buffer=folder / "receive-buffer", shadow=setup.weights.shadow, share=share
+            ),
             delta=setup.weights.delta,
             base=None
             if setup.lora is None
@@ -261,15 +267,26 @@ class GeneratorActor(Actor):
                 scaling=setup.lora.alpha / setup.lora.rank,
             ),
         )
+        return str(self._receiver.route)
 
     @concurrent_endpoint
     async def begin_update(self, manifest: Manifest) -> FetchReport:
-        """Fetch a version that the caller has leased; returns when it may end the lease."""
+        """Fetch this generator's share of a version that the caller has leased."""
         return await self._receiver.begin(manifest)
 
     @concurrent_endpoint
+    async def stage_update(self) -> None:
+        """Make the version ready, all shares of which have arrived on this host."""
+        await self._receiver.stage()
+
+    @concurrent_endpoint
+    async def abandon_update(self) -> None:
+        """Keep the old weights: a share of the version has not arrived on this host."""
+        await self._receiver.abandon()
+
+    @concurrent_endpoint
     async def finish_update(self) -> SwapReport:
-        """Wait until the engine samples under the version fetched last."""
+        """Wait until the engine samples under the version that all generators of this host have staged."""
         return await self._receiver.finish()
 
     @concurrent_endpoint

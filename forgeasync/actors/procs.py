@@ -167,8 +167,10 @@ class Procs:
 
     async def connect_weights(
         self, config: RunConfig, trainer: TrainerMesh, generators: GeneratorRouter
-    ) -> None:
+    ) -> list[str]:
         """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
+
+        Returns in words how engines take versions.
 
         Raises:
             ValueError: trainer and engines do not have the same tensors, the transport asked for cannot work,
@@ -185,15 +187,16 @@ class Procs:
         layout = await trainer.lay_out_weights(dtype)
         staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
         receive_buffer = sum(rank.num_bytes for rank in layout.ranks)
-        folders = await _make_folders(
-            [*trainer_hosts, *generator_hosts], [*staged, *[receive_buffer] * generators.num_replicas]
-        )
+        # The generators of a host share one.
+        first_of_hosts = {replicas[0] for replicas in generators.hosts}
+        received = [receive_buffer * (rank in first_of_hosts) for rank in range(generators.num_replicas)]
+        folders = await _make_folders([*trainer_hosts, *generator_hosts], [*staged, *received])
         sources = await trainer.open_staging(
             folders[: trainer.num_procs],
             choice,
             generator_hosts=frozenset(host.id for host in generator_hosts),
         )
-        await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
+        return await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
 
     async def start_trainer(self, setup: TrainerSetup, timeouts: TimeoutSection) -> TrainerMesh:
         """Start the trainer mesh, with its process group and its model."""
@@ -226,7 +229,7 @@ class Procs:
         ids = [host.id for host in hosts]
         sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]
         self.payload_folders = await _make_folders(hosts, sizes)
-        generators = GeneratorRouter(actors, section.num_replicas, config.timeouts)
+        generators = GeneratorRouter(actors, ids, config.timeouts)
         setup = GeneratorSetup(
             model_path=model_path,
             facts=facts,
@@ -242,7 +245,7 @@ class Procs:
             lora=config.lora,
             payload_capacity_bytes=capacity_bytes,
         )
-        await generators.setup(setup, ids, self.payload_folders)
+        await generators.setup(setup, self.payload_folders)
         return generators
 
     async def start_scorer(self, config: RunConfig) -> GroupScoring:

@@ -15,30 +15,42 @@ from forgeasync.environments.reward import Response
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.waiting import deadline
-from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.fetcher import FetchReport, HostShare, of_host
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.transport import StagingSource
 
 
+def named_generators(ranks: Sequence[int]) -> str:
+    """Return how messages call them."""
+    return f"generator{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 class GeneratorRouter:
     """The generator mesh as one generator."""
 
-    def __init__(self, generators: GeneratorActor, num_replicas: int, timeouts: TimeoutSection) -> None:
+    def __init__(self, generators: GeneratorActor, host_ids: Sequence[str], timeouts: TimeoutSection) -> None:
+        """``host_ids`` says for every replica of the mesh which host it is on."""
         self.actors = generators
-        self._replicas = [generators.slice(procs=rank) for rank in range(num_replicas)]
-        self._num_in_flight = [0] * num_replicas
+        self._replicas = [generators.slice(procs=rank) for rank in range(len(host_ids))]
+        self._host_ids = host_ids
+        self.hosts = tuple(
+            tuple(rank for rank, of_rank in enumerate(host_ids) if of_rank == name)
+            for name in dict.fromkeys(host_ids)
+        )
+        """The replicas on every host: they take versions together."""
+        self._num_in_flight = [0] * len(host_ids)
         self._timeouts = timeouts
 
-    async def setup(self, setup: GeneratorSetup, host_ids: Sequence[str], folders: Sequence[Path]) -> None:
-        """Load every engine; by replica, which host it is on and that host's folder for payloads."""
+    async def setup(self, setup: GeneratorSetup, folders: Sequence[Path]) -> None:
+        """Load every engine; ``folders`` are for payloads, by replica."""
         async with deadline(
             self._timeouts.setup_s, call="loading the generators' engines", key="timeouts.setup_s"
         ):
             await asyncio.gather(
                 *(
                     replica.setup.call_one(setup, host_id, folder)
-                    for replica, host_id, folder in zip(self._replicas, host_ids, folders, strict=True)
+                    for replica, host_id, folder in zip(self._replicas, self._host_ids, folders, strict=True)
                 )
             )
 
@@ -129,41 +141,60 @@ class GeneratorRouter:
 
     async def connect_weights(
         self, layout: WeightLayout, sources: Sequence[StagingSource], folders: Sequence[Path]
-    ) -> None:
+    ) -> list[str]:
         """Let every generator plan how versions get into its engine, by way of its host's folder.
+
+        Returns in words, without repetition, how engines take versions.
 
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
+        routes: dict[str, None] = {}
+
+        async def connect_host(replicas: Sequence[int]) -> None:
+            # The first makes the files that the others open.
+            for index, rank in enumerate(replicas):
+                share = HostShare(index=index, count=len(replicas))
+                connect = self._replicas[rank].connect_weights
+                routes[await connect.call_one(layout, sources, folders[rank], share)] = None
+
         call = "connecting the generators to the trainer's weights"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             try:
-                await asyncio.gather(
-                    *(
-                        replica.connect_weights.call_one(layout, sources, folder)
-                        for replica, folder in zip(self._replicas, folders, strict=True)
-                    )
-                )
+                await asyncio.gather(*map(connect_host, self.hosts))
             except ActorError as error:
                 if isinstance(error.exception, ValueError):
                     raise error.exception from error
                 raise
+        return list(routes)
 
-    async def begin_update(self, rank: int, manifest: Manifest) -> FetchReport:
-        """Have one generator fetch a leased version; when this returns the lease may end."""
-        call = f"generator {rank} fetching version {manifest.version}"
+    async def begin_update(self, host: int, manifest: Manifest) -> FetchReport:
+        """Have the generators of a host fetch a leased version; when this returns the lease may end.
+
+        If a part of it does not arrive, all of them keep their weights.
+        """
+        replicas = [self._replicas[rank] for rank in self.hosts[host]]
+        call = f"{named_generators(self.hosts[host])} fetching version {manifest.version}"
         async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
-            return await self._replicas[rank].begin_update.call_one(manifest)
+            fetched = of_host(
+                await asyncio.gather(*(one.begin_update.call_one(manifest) for one in replicas))
+            )
+            if not fetched.is_complete:
+                await asyncio.gather(*(one.abandon_update.call_one() for one in replicas))
+        return fetched
 
-    async def finish_update(self, rank: int, version: int) -> SwapReport:
-        """Wait until one generator samples under ``version``, which it has fetched.
+    async def finish_update(self, host: int, version: int) -> list[SwapReport]:
+        """Wait until all generators of a host sample under ``version``, which they have fetched.
 
         A generator that drains waits for its longest sequence.
         """
+        replicas = [self._replicas[rank] for rank in self.hosts[host]]
         limit_s = self._timeouts.weights_s + self._timeouts.generate_s
-        call = f"generator {rank} swapping in version {version}"
+        call = f"{named_generators(self.hosts[host])} swapping in version {version}"
         async with deadline(limit_s, call=call, key="timeouts.weights_s + timeouts.generate_s"):
-            return await self._replicas[rank].finish_update.call_one()
+            # Each stages a part for all: none may swap before the last has staged.
+            await asyncio.gather(*(one.stage_update.call_one() for one in replicas))
+            return list(await asyncio.gather(*(one.finish_update.call_one() for one in replicas)))
 
     async def stats(self) -> list[EngineStats]:
         """Counters of every engine since it started."""

@@ -55,6 +55,15 @@ class KvAfterSwap(StrEnum):
     """The KV cache is computed again under the new weights."""
 
 
+class ShadowMemory(StrEnum):
+    """Where a generator on GPUs keeps the next version until the swap."""
+
+    HOST = "host"
+    """Page-locked memory, shared by the generators of a host; the swap takes its bytes over PCIe."""
+    DEVICE = "device"
+    """Memory of each GPU, as much as the weights take there; the swap takes tens of milliseconds."""
+
+
 class WeightsSection(Section):
     """How new weights travel from the trainer to the generators."""
 
@@ -68,6 +77,9 @@ class WeightsSection(Section):
     """Let new requests use cached prefixes that were computed under old weights."""
     delta: bool = False
     """Fetch only the blocks that changed since the version that a generator holds."""
+    shadow: ShadowMemory = ShadowMemory.HOST
+    """Where the next version waits for the swap: host or device. Has no effect without GPUs, on adapters,
+    and where vLLM has to load every version again (the run says so at its start)."""
     lease_timeout_s: float = Field(default=60.0, ge=1.0, le=MAX_SECONDS)
     """Time that a generator has for a fetch, in seconds (with RDMA, whole seconds). After that the trainer
     may overwrite the staging buffer that it reads."""

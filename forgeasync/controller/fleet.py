@@ -17,7 +17,7 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_sampling import GroupSampler
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.router import GeneratorRouter, named_generators
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
@@ -201,15 +201,16 @@ class Fleet:
         if self._num_steps == self._served_version:
             return self._served_version
         manifest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
-        await asyncio.gather(*(self._update(rank, manifest) for rank in range(self.generators.num_replicas)))
+        await asyncio.gather(*(self._update(host, manifest) for host in range(len(self.generators.hosts))))
         self._served_version = manifest.version
         return manifest.version
 
-    async def _update(self, rank: int, manifest: Manifest) -> None:
-        fetched = await self.generators.begin_update(rank, manifest)
+    async def _update(self, host: int, manifest: Manifest) -> None:
+        fetched = await self.generators.begin_update(host, manifest)
         if not fetched.is_complete:
-            raise RuntimeError(f"generator {rank} could not fetch all of version {manifest.version}")
-        await self.generators.finish_update(rank, manifest.version)
+            replicas = named_generators(self.generators.hosts[host])
+            raise RuntimeError(f"{replicas} could not fetch all of version {manifest.version}")
+        await self.generators.finish_update(host, manifest.version)
 
     async def evaluate(self) -> HeldOutScores:
         """Score one response to each held-out problem, under the weights that were published last."""

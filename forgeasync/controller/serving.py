@@ -1,13 +1,13 @@
 """New weights on their way from the trainer to the generators: the serving loops of a run.
 
-Each generator has a loop of its own that fetches and swaps in the newest version whenever there is one newer
-than its own; one more loop publishes what had to be skipped. Training waits for none of them.
+The generators of each host have a loop of their own: they fetch and swap in the newest version whenever there
+is one newer than theirs. One more loop publishes what had to be skipped. Training waits for none of them.
 """
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.router import GeneratorRouter, named_generators
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.weights import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
@@ -45,8 +45,8 @@ class WeightServing:
 
     def loops(self) -> list[Coroutine[None, None, None]]:
         """Return the loops that must run concurrently for as long as the run lasts."""
-        replicas = range(self._generators.num_replicas)
-        return [*(self._serve(replica) for replica in replicas), self._catch_up()]
+        hosts = range(len(self._generators.hosts))
+        return [*(self._serve(host) for host in hosts), self._catch_up()]
 
     async def publish(self) -> None:
         """Have the trainer's current weights staged for the generators."""
@@ -56,30 +56,39 @@ class WeightServing:
         """Wait until every generator samples under ``version``."""
         await self._served.until(lambda versions: min(versions) == version)
 
-    async def _serve(self, replica: int) -> None:
-        """Have one generator fetch the newest weights and swap them in, whenever there are newer ones."""
+    async def _serve(self, host: int) -> None:
+        """Have the generators of a host fetch and swap in the newest weights whenever there are newer ones.
+
+        They share memory for them, so the next version has to wait until the last of them has swapped.
+        """
+        replicas = self._generators.hosts[host]
         num_failed = 0
         while num_failed < MAX_FAILED_FETCHES:
-            newest = self._exchange.lease(replica, newer_than=self._served.state[replica])
+            newest = self._exchange.lease(host, newer_than=self._served.state[replicas[0]])
             async with newest as manifest:
-                fetched = await self._generators.begin_update(replica, manifest)
-            # The generator has a copy of its own now: the trainer may write over the one it has read.
+                fetched = await self._generators.begin_update(host, manifest)
+            # The host has a copy of its own now: the trainer may write over the one that was read.
             self._recorder.record_fetch(fetched)
             num_failed = 0 if fetched.is_complete else num_failed + 1
             if fetched.is_complete:
-                swap = await self._generators.finish_update(replica, manifest.version)
-                self._recorder.record_swap(swap)
-                # First: with it groups that run on become younger than their start says.
-                await self._buffer.progressed.call_one(swap.progress)
-                await self._set_served(replica, manifest.version)
+                for swap in await self._generators.finish_update(host, manifest.version):
+                    self._recorder.record_swap(swap)
+                    # First: with it groups that run on become younger than their start says.
+                    await self._buffer.progressed.call_one(swap.progress)
+                await self._set_served(replicas, manifest.version)
         raise RuntimeError(
-            f"generator {replica}: {num_failed} fetches in a row did not arrive as their manifests say; "
-            "a lease that is too short (weights.lease_timeout_s) or faulty memory does this"
+            f"{named_generators(replicas)}: {num_failed} fetches in a row did not arrive as their manifests "
+            "say; a lease that is too short (weights.lease_timeout_s) or faulty memory does this"
         )
 
-    async def _set_served(self, replica: int, version: int) -> None:
-        """A generator samples under ``version`` from now on."""
-        self._served.change(lambda versions: versions.__setitem__(replica, version))
+    async def _set_served(self, replicas: Sequence[int], version: int) -> None:
+        """Generators sample under ``version`` from now on."""
+
+        def serve(versions: list[int]) -> None:
+            for replica in replicas:
+                versions[replica] = version
+
+        self._served.change(serve)
         served = min(self._served.state)
         # Below the version of a run that is resumed, others still load it.
         if served:

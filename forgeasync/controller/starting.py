@@ -64,7 +64,8 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, conso
             role.add_done_callback(partial(_tell_ready, console, name))
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
-    await fleet.connect_weights(config, trainer.result(), generators.result())
+    for words in await fleet.connect_weights(config, trainer.result(), generators.result()):
+        console.message(words)
     groups = await connect_groups(fleet, prepared, environment.result(), generators.result(), scorer.result())
     console.end_phase()
     return Roles(

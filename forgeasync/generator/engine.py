@@ -51,7 +51,7 @@ from forgeasync.rollouts.trajectory import SampledTurn, Trajectory
 
 CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
 
-GPU_WORKER_EXTENSION = "forgeasync.generator.reloading_worker.ReloadingWorker"
+GPU_WORKER_EXTENSION = "forgeasync.generator.gpu_worker.UpdatableGPUWorker"
 
 
 R = TypeVar("R")

@@ -5,16 +5,17 @@ others; what takes long runs in a thread of the worker.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.engine.core import EngineCore
 
-from forgeasync.generator.workarounds.load_trace import LoadTrace
+from forgeasync.generator.host_memory import HostMemory
+from forgeasync.generator.weight_route import WeightRoute
+from forgeasync.generator.workarounds.load_trace import LoadTrace, WorkerTrace
 from forgeasync.weights.copies import StridedCopy, needed_blocks
 from forgeasync.weights.layout import WeightLayout
 
@@ -43,39 +44,52 @@ class EngineWeights:
 
     def __init__(self, between_steps: BetweenSteps) -> None:
         self._between_steps = between_steps
+        self._route = WeightRoute()
+        self._traces: list[LoadTrace] = []
 
     async def _call(self, method: str, *arguments: object) -> list[Any]:
         return await self._between_steps(lambda core: core.collective_rpc(method, args=arguments))
 
-    async def trace(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[LoadTrace]:
-        """Find out where every worker keeps the tensors of a model.
-
-        Empty where workers leave that to vLLM's own loaders.
+    async def trace(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WeightRoute:
+        """Find out where every worker keeps the tensors of a model, and so how it can take new ones.
 
         Raises:
             ValueError: the engine does not have the same tensors; names the offending ones.
         """
-        traces: list[LoadTrace | None] = await self._call("trace_weights", shapes, dtype)
-        known = [trace for trace in traces if trace is not None]
-        if known:
-            check_traces(known, shapes, dtype)
-        return known
+        answers: list[WorkerTrace] = await self._call("trace_weights", shapes, dtype)
+        reasons = dict.fromkeys(reason for answer in answers for reason in answer.reload_because)
+        self._route = WeightRoute(reload_because=tuple(reasons))
+        self._traces = [answer.trace for answer in answers]
+        foreign = {name for answer in answers for name in answer.foreign}
+        check_traces(self._traces, shapes, dtype, foreign=foreign, is_copy=self._route.is_copy)
+        return self._route
 
-    async def connect(self, layout: WeightLayout, receive_buffer: Path) -> EngineNeeds:
+    async def connect(self, layout: WeightLayout, host_memory: HostMemory) -> EngineNeeds:
         """Plan how every worker takes versions of this layout out of the receive buffer; after ``trace``."""
-        plans: list[Sequence[StridedCopy] | None] = await self._call(
-            "connect_weights", layout, receive_buffer
-        )
-        copies = [copy for plan in plans if plan is not None for copy in plan]
-        if not copies:
+        is_copy = self._route.is_copy
+        plans: list[Sequence[StridedCopy]] = await self._call("connect_weights", layout, host_memory, is_copy)
+        if not is_copy:
             return all_of(layout)
+        copies = [copy for plan in plans for copy in plan]
         blocks = needed_blocks(layout, copies)
         distinct = {(copy.rank, copy.source_offset, copy.size, copy.source_strides): copy for copy in copies}
         num_elements = sum(copy.num_elements for copy in distinct.values())
         return EngineNeeds(blocks=blocks, num_bytes=num_elements * layout.dtype.itemsize)
 
+    def sharing_parameters(self, names: Iterable[str]) -> set[str]:
+        """Return all tensors that the engine keeps in one parameter with any of ``names``, these included.
+
+        After ``trace``; all tensors where vLLM loads every version whole.
+        """
+        regions = [region for trace in self._traces for region in trace.regions]
+        if not self._route.is_copy:
+            return {region.name for region in regions}
+        wanted = set(names)
+        touched = {region.parameter for region in regions if region.name in wanted}
+        return {region.name for region in regions if region.parameter in touched}
+
     async def stage(self) -> None:
-        """Have every worker make the receive buffer's version ready; returns when all are."""
+        """Have every worker make its part of the receive buffer's version ready; returns when all have."""
         await self._call("start_staging")
         delay_s = POLL_START_S
         while not all(await self._call("staging_done")):
@@ -95,33 +109,36 @@ def all_of(layout: WeightLayout) -> EngineNeeds:
 
 
 def check_traces(
-    traces: Sequence[LoadTrace], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    traces: Sequence[LoadTrace],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    *,
+    foreign: Set[str] = frozenset(),
+    is_copy: bool = True,
 ) -> None:
     """Compare what the engine's workers take with what the trainer publishes.
+
+    ``foreign`` are tensors that the engine's own folder does not have. Unless workers copy (``is_copy``),
+    vLLM's loaders decide about the others.
 
     Raises:
         ValueError: they differ; names the tensors and parameters.
     """
     taken = {region.name for trace in traces for region in trace.regions}
     untraceable = {line for trace in traces for line in trace.untraceable}
-    problems = {
-        "the engine cannot take": untraceable,
-        "the engine does not know": set(shapes) - taken - {line.split(" ")[0] for line in untraceable},
-        "nothing is published for the engine's": {line for trace in traces for line in trace.unfilled},
-        f"weights are published as {dtype}, but these parameters of the engine are not": {
-            line for trace in traces for line in trace.other_dtypes
-        },
-    }
+    problems = {"the engine's own folder does not have": set(foreign)}
+    if is_copy:
+        problems |= {
+            "the engine cannot take": untraceable,
+            "the engine does not know": set(shapes) - taken - {line.split(" ")[0] for line in untraceable},
+            "nothing is published for the engine's": {line for trace in traces for line in trace.unfilled},
+            f"weights are published as {dtype}, but these parameters of the engine are not": {
+                line for trace in traces for line in trace.other_dtypes
+            },
+        }
     found = [f"{text}: {_some(sorted(lines))}" for text, lines in problems.items() if lines]
     if found:
         raise ValueError("trainer and engine do not have the same weights: " + "; ".join(found))
-
-
-def sharing_parameters(traces: Sequence[LoadTrace], names: Iterable[str]) -> set[str]:
-    """Return all tensors that the engine keeps in one parameter with any of ``names``, these included."""
-    wanted = set(names)
-    touched = {region.parameter for trace in traces for region in trace.regions if region.name in wanted}
-    return {region.name for trace in traces for region in trace.regions if region.parameter in touched}
 
 
 def _some(lines: Sequence[str]) -> str:

@@ -1,30 +1,36 @@
 """Takes published versions into one engine: fetched and made ready beside it, then swapped in.
 
-Who waits for whom: ``begin`` returns once the version lies in this generator's own memory, from when on the
-trainer may overwrite the staging buffer; ``finish`` once the engine samples under it.
+The generators of a host share its receive buffer, and on GPUs the shadow too: each fetches and fills its
+share. So an update has three acts, and each starts when all generators of the host have ended the one before:
+``begin`` fetches, after which the trainer may overwrite the staging buffer; ``stage`` makes the version ready
+beside the engine; ``finish`` returns once the engine samples under it. After ``finish`` of all of them the
+next version may be fetched. If a share did not arrive, ``abandon`` takes the place of the last two.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.v1.engine.core import EngineCore
 
 from forgeasync.generator.adapter_merger import AdapterMerger, base_name, merged_layout
 from forgeasync.generator.engine import GeneratorEngine
-from forgeasync.generator.engine_weights import EngineWeights, all_of, sharing_parameters
+from forgeasync.generator.engine_weights import EngineWeights, all_of
+from forgeasync.generator.host_memory import HostMemory
 from forgeasync.generator.reports import SwapReport
+from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
-from forgeasync.weights.fetcher import FetchReport, ReceiveBuffer, WeightFetcher, received_images
+from forgeasync.weights.fetcher import ALONE, FetchReport, ReceiveBuffer, WeightFetcher, received_images
 from forgeasync.weights.layout import WeightLayout, whole_tensors
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.transport import Transport
 
 
 class IncompleteFetch(RuntimeError):
-    """A version did not arrive as its manifest says; the engine goes on under the old weights."""
+    """A version did not arrive as its manifest says; the engine continues under the old weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +51,30 @@ MakeReady = Callable[[int], Awaitable[Install]]
 """Makes a version that was fetched ready beside the engine; what then runs between two steps."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Update:
+    """An update under way; the futures are what it waits for, and what others wait for."""
+
+    fetched: asyncio.Future[FetchReport]
+    is_whole: asyncio.Future[bool]
+    """Whether the whole host has all that it needs; set by ``stage`` or ``abandon``."""
+    staged: asyncio.Future[None]
+    all_staged: asyncio.Future[None]
+    task: asyncio.Task[SwapReport] | None = None
+
+
 class WeightReceiver:
     """The versions of one engine, one update at a time."""
 
-    def __init__(self, engine: GeneratorEngine, fetcher: WeightFetcher, make_ready: MakeReady) -> None:
+    def __init__(
+        self, engine: GeneratorEngine, fetcher: WeightFetcher, make_ready: MakeReady, route: WeightRoute
+    ) -> None:
         self._engine = engine
         self._fetcher = fetcher
         self._make_ready = make_ready
-        self._update: asyncio.Task[SwapReport] | None = None
+        self.route = route
+        """How versions get into the engine's parameters."""
+        self._update: _Update | None = None
 
     @classmethod
     async def connect(
@@ -61,25 +83,28 @@ class WeightReceiver:
         *,
         layout: WeightLayout,
         transports: Mapping[int, Transport],
-        receive_buffer: Path,
+        host_memory: HostMemory,
         delta: bool,
         base: AdapterBase | None = None,
     ) -> "WeightReceiver":
         """Plan how versions of this layout get into the engine; with ``base`` they are adapters of it.
 
+        The host's first generator makes the files of ``host_memory``: it is connected before the others.
+
         Raises:
             ValueError: engine and layout do not have the same tensors.
         """
-        memory = ReceiveBuffer(receive_buffer, layout)
+        share = host_memory.share
+        memory = ReceiveBuffer(host_memory.receive_buffer, layout, is_new=share.index == 0)
         weights = EngineWeights(engine.between_steps)
-        needs = all_of(layout)
+        needs, route = all_of(layout), WeightRoute()
         if engine.adapter is not None:
-            make_ready = _serve_adapters(engine.adapter, layout, receive_buffer)
+            make_ready = _serve_adapters(engine.adapter, layout, host_memory.receive_buffer)
         elif base is not None:
-            make_ready = await _merge_adapters(weights, base, layout, receive_buffer)
+            make_ready = await _merge_adapters(weights, base, layout, host_memory)
         else:
-            await weights.trace(layout.shapes, layout.dtype)
-            needs = await weights.connect(layout, receive_buffer)
+            route = await weights.trace(layout.shapes, layout.dtype)
+            needs = await weights.connect(layout, host_memory)
             make_ready = _take_whole(weights)
         fetcher = WeightFetcher(
             layout=layout,
@@ -88,43 +113,67 @@ class WeightReceiver:
             receive_buffer=memory,
             transports=transports,
             delta=delta,
+            share=share,
         )
-        return cls(engine, fetcher, make_ready)
+        return cls(engine, fetcher, make_ready, route)
 
     async def begin(self, manifest: Manifest) -> FetchReport:
-        """Start an update; returns when the version was fetched, or could not be fetched whole."""
+        """Start an update; returns when this generator's share was fetched, or could not be fetched whole."""
         assert self._update is None, "an update is under way: finish it first"
-        fetched: asyncio.Future[FetchReport] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        update = self._update = _Update(
+            fetched=loop.create_future(),
+            is_whole=loop.create_future(),
+            staged=loop.create_future(),
+            all_staged=loop.create_future(),
+        )
         ready: list[Install] = []
 
         async def prefetch() -> None:
-            report = await self._fetcher.fetch(manifest)
-            fetched.set_result(report)
-            if not report.is_complete:
-                raise IncompleteFetch(f"version {manifest.version}: {report.num_bad_blocks} bad blocks")
+            update.fetched.set_result(await self._fetcher.fetch(manifest))
+            if not await update.is_whole:
+                raise IncompleteFetch(f"version {manifest.version}")
             ready.append(await self._make_ready(manifest.version))
+            update.staged.set_result(None)
+            await update.all_staged
 
-        update = asyncio.create_task(
+        update.task = asyncio.create_task(
             self._engine.update_weights(
                 manifest.version, prefetch=prefetch, install=lambda core: ready[0](core)
             )
         )
-        await asyncio.wait([fetched, update], return_when=asyncio.FIRST_COMPLETED)
-        if not fetched.done():
-            update.result()  # raises what went wrong before anything was fetched
-        report = fetched.result()
-        if report.is_complete:
-            self._update = update
-        else:
-            await asyncio.wait([update])
-            assert isinstance(update.exception(), IncompleteFetch), update.exception()
-        return report
+        await self._until(update.fetched)
+        return update.fetched.result()
+
+    async def stage(self) -> None:
+        """Make the version ready: the shares of all generators of this host have arrived."""
+        assert self._update is not None, "no update is under way"
+        self._update.is_whole.set_result(True)
+        await self._until(self._update.staged)
 
     async def finish(self) -> SwapReport:
-        """Wait until the engine samples under the version that ``begin`` has fetched."""
-        assert self._update is not None, "no update is under way"
+        """Wait until the engine samples under the version: all generators of this host have staged it."""
+        assert self._update is not None and self._update.task is not None, "no update is under way"
         update, self._update = self._update, None
-        return await update
+        update.all_staged.set_result(None)
+        return await update.task
+
+    async def _until(self, reached: asyncio.Future[Any]) -> None:
+        """Wait for a point of the update; raises what went wrong before it."""
+        assert self._update is not None and self._update.task is not None
+        task = self._update.task
+        await asyncio.wait([reached, task], return_when=asyncio.FIRST_COMPLETED)
+        if not reached.done():
+            self._update = None
+            task.result()
+
+    async def abandon(self) -> None:
+        """End the update after its fetch, as a share has not arrived whole: the engine keeps its weights."""
+        assert self._update is not None and self._update.task is not None, "no update is under way"
+        update, self._update = self._update, None
+        update.is_whole.set_result(False)
+        await asyncio.wait([update.task])
+        assert isinstance(update.task.exception(), IncompleteFetch), update.task.exception()
 
 
 def _take_whole(weights: EngineWeights) -> MakeReady:
@@ -150,14 +199,15 @@ def _serve_adapters(adapter: ServedAdapter, layout: WeightLayout, receive_buffer
 
 
 async def _merge_adapters(
-    weights: EngineWeights, base: AdapterBase, adapters: WeightLayout, receive_buffer: Path
+    weights: EngineWeights, base: AdapterBase, adapters: WeightLayout, host_memory: HostMemory
 ) -> MakeReady:
-    """The receive buffer holds adapters: the engine takes merged weights out of a second receive buffer."""
-    traces = await weights.trace(base.shapes, base.dtype)
+    """The receive buffer holds adapters: each engine takes merged weights out of a buffer of its own."""
+    await weights.trace(base.shapes, base.dtype)
     adapted = {base_name(name) for name in adapters.shapes}
-    made = sharing_parameters(traces, adapted) if traces else set(base.shapes)
+    made = weights.sharing_parameters(adapted)
     layout = merged_layout(base.shapes, sorted(made), base.dtype)
-    out = receive_buffer.with_name(f"{receive_buffer.name}-merged")
+    receive_buffer = host_memory.receive_buffer
+    out = receive_buffer.with_name(f"{receive_buffer.name}-merged-{host_memory.share.index}")
     merger = AdapterMerger(
         base=base.folder,
         scaling=base.scaling,
@@ -166,7 +216,8 @@ async def _merge_adapters(
         merged=layout,
         out=out,
     )
-    await weights.connect(layout, out)
+    own = HostMemory(receive_buffer=out, shadow=host_memory.shadow, share=ALONE)
+    await weights.connect(layout, own)
     take_whole = _take_whole(weights)
 
     async def make_ready(version: int) -> Install:

@@ -91,6 +91,9 @@ class CheckpointTensors:
         self._open: dict[Path, safe_open] = {}
         self._folder = folder
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._file(name).get_tensor(name)
 

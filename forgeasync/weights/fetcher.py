@@ -1,7 +1,8 @@
-"""Fetches versions from the trainer ranks' staging buffers into a generator's own memory and checks them.
+"""Fetches versions from the trainer ranks' staging buffers into a host's own memory and checks them.
 
-The receive buffer holds an image of each rank's staging buffer. Only ``WeightFetcher`` writes it, so what
-was checked does not change afterwards. A block counts as held once its checksum equals the manifest's.
+The receive buffer holds an image of each rank's staging buffer. A host has one, however many generators it
+has: each fetches its share of every version. Only ``WeightFetcher`` writes it, so what was checked does not
+change afterwards. A block counts as held once its checksum equals the manifest's.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.weights.layout import BLOCK_BYTES, RankLayout, WeightLayout
+from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, RankLayout, WeightLayout
 from forgeasync.weights.manifest import Manifest, block_range, checksum
 from forgeasync.weights.staging import SharedFile
 from forgeasync.weights.transports.transport import ByteRange, Transport
@@ -23,8 +24,44 @@ MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """One generator among those of its host, which fetch and stage every version together."""
+
+    index: int = 0
+    count: int = 1
+
+    def of_blocks(self, rank: RankLayout, granularity: int) -> np.ndarray:
+        """Blocks (bool) of a rank's staging buffer that this generator fetches.
+
+        Stripes of a segment go round, and start with another generator for each rank, so that all of them
+        read from all ranks at once.
+        """
+        blocks_per_stripe = granularity * max(1, SEGMENT_BYTES // granularity) // BLOCK_BYTES
+        stripes = np.arange(rank.num_blocks) // blocks_per_stripe
+        return (stripes + rank.rank) % self.count == self.index
+
+    def of_sizes(self, sizes: Mapping[str, int]) -> list[str]:
+        """Names that this generator is in charge of: large ones first, each to the one with the least so far.
+
+        Every generator of the host must be given the same sizes.
+        """
+        load = [0] * self.count
+        own = []
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            least = min(range(self.count), key=load.__getitem__)
+            load[least] += sizes[name]
+            if least == self.index:
+                own.append(name)
+        return own
+
+
+ALONE = HostShare()
+"""The share of a generator that has its host for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport:
-    """One fetch of a version."""
+    """One fetch of a version, by one generator or by all of a host."""
 
     version: int
     is_complete: bool
@@ -36,14 +73,26 @@ class FetchReport:
     fetch_s: float
 
 
-class ReceiveBuffer:
-    """A generator's memory for fetched weights: one file in shared memory, which its workers read too."""
+def of_host(shares: Sequence[FetchReport]) -> FetchReport:
+    """Join what the generators of a host, which all need the same, have fetched of a version."""
+    return FetchReport(
+        version=shares[0].version,
+        is_complete=all(share.is_complete for share in shares),
+        num_bytes_moved=sum(share.num_bytes_moved for share in shares),
+        num_bytes_needed=shares[0].num_bytes_needed,
+        num_bad_blocks=sum(share.num_bad_blocks for share in shares),
+        fetch_s=max(share.fetch_s for share in shares),
+    )
 
-    def __init__(self, path: Path, layout: WeightLayout) -> None:
-        """Make the file; pages of what is never fetched are never allocated."""
+
+class ReceiveBuffer:
+    """A host's memory for fetched weights: one file in shared memory, which all of its workers read."""
+
+    def __init__(self, path: Path, layout: WeightLayout, *, is_new: bool = True) -> None:
+        """Make the file, or open it; pages of what is never fetched are never allocated."""
         self.path = path
         num_bytes = _image_starts(layout)[-1]
-        self._images = _images(SharedFile(path, num_bytes, is_new=True), layout)
+        self._images = _images(SharedFile(path, num_bytes, is_new=is_new), layout)
 
     def image(self, rank: int) -> torch.Tensor:
         """The image of a rank's staging buffer, uint8."""
@@ -83,10 +132,14 @@ class WeightFetcher:
         receive_buffer: ReceiveBuffer,
         transports: Mapping[int, Transport],
         delta: bool,
+        share: HostShare = ALONE,
     ) -> None:
         """``needed`` says for every rank which of its blocks the engine takes (bool)."""
         self._layout = layout
-        self._needed = needed
+        self._needed = [
+            blocks & share.of_blocks(rank, transports[rank.rank].granularity) if rank.num_bytes else blocks
+            for rank, blocks in zip(layout.ranks, needed, strict=True)
+        ]
         self._num_bytes_needed = num_bytes_needed
         self._receive_buffer = receive_buffer
         self._transports = transports

@@ -46,8 +46,8 @@ BLOCK_BYTES = 256 * 2**10
 """Bytes that one checksum covers: few enough to be still in the cache after they were copied."""
 
 
-SEGMENT_BYTES = 16 * BLOCK_BYTES
-"""Bytes that a transport between hosts moves at once."""
+SEGMENT_BYTES = 128 * BLOCK_BYTES
+"""Bytes that a transport between hosts moves at once: 32 MiB, 1,900 handles for a model of 61 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -520,10 +520,10 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
             return await super().begin_update(replica, manifest)
 
-        async def finish_update(self, replica: int, version: int) -> SwapReport:
+        async def finish_update(self, replica: int, version: int) -> list[SwapReport]:
             progress = (GroupProgress(group_id=replica, version=version, num_running=4, num_tokens=0),)
-            swap = await super().finish_update(replica, version)
-            return dataclasses.replace(swap, progress=progress)
+            (swap,) = await super().finish_update(replica, version)
+            return [dataclasses.replace(swap, progress=progress)]
 
         async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
             assert len({version for _, version in zip("ab", self._fetched, strict=True)}) == 1

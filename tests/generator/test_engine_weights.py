@@ -45,6 +45,7 @@ def _generator(*, tensor_parallel: int = 1, compile: bool = False) -> GeneratorS
 
 async def _update_scenario(folder: Path, other: Path, out: Path, generator: GeneratorSection) -> Updated:
     from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator.host_memory import HostMemory
     from forgeasync.generator.weight_receiver import WeightReceiver
 
     engine = await GeneratorEngine.start(
@@ -61,7 +62,7 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            receive_buffer=out / "receive-buffer",
+            host_memory=HostMemory(receive_buffer=out / "receive-buffer"),
             delta=False,
         )
         prompt = np.arange(3, 12, dtype=np.int32)
@@ -69,6 +70,7 @@ async def _update_scenario(folder: Path, other: Path, out: Path, generator: Gene
         for version in (1, 2, 3):
             tensors = publisher.tensors if version == 2 else load_file(other / "model.safetensors")
             report = await receiver.begin(publisher.stage(version % 2, version, tensors))
+            await receiver.stage()
             await receiver.finish()
         rollouts = await engine.generate(prompt_ids_P=prompt, num_samples=4, sampling=SAMPLING)
         return Updated(report=report, parameters=await engine.parameters(), rollouts=rollouts)

@@ -35,6 +35,7 @@ def _records(folder: Path) -> Records:
 
 async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollout, ...]]:
     from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator.host_memory import HostMemory
     from forgeasync.generator.weight_receiver import WeightReceiver
 
     engine = await GeneratorEngine.start(
@@ -51,12 +52,13 @@ async def _sample(before: Path, after: Path, out: Path) -> dict[int, tuple[Rollo
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            receive_buffer=out / "receive-buffer",
+            host_memory=HostMemory(receive_buffer=out / "receive-buffer"),
             delta=False,
         )
         prompt = np.arange(3, 12, dtype=np.int32)
         rollouts = {0: await engine.generate(prompt_ids_P=prompt, num_samples=3, sampling=SAMPLING)}
         await receiver.begin(publisher.stage(1, 1, load_file(after / "model.safetensors")))
+        await receiver.stage()
         await receiver.finish()
         rollouts[1] = await engine.generate(prompt_ids_P=prompt, num_samples=3, sampling=SAMPLING)
         return rollouts

@@ -88,6 +88,7 @@ def _worker_bytes(worker: Any) -> tuple[int, int, int]:
 
 async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFacts) -> Measured:
     from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator.host_memory import HostMemory
     from forgeasync.generator.weight_receiver import WeightReceiver
 
     engine = await GeneratorEngine.start(
@@ -105,10 +106,11 @@ async def _scenario(folder: Path, out: Path, config: RunConfig, facts: ModelFact
             engine,
             layout=publisher.layout,
             transports=publisher.transports(),
-            receive_buffer=receive_buffer,
+            host_memory=HostMemory(receive_buffer=receive_buffer),
             delta=False,
         )
         await receiver.begin(publisher.stage(1, 1, load_file(folder / "model.safetensors")))
+        await receiver.stage()
         await receiver.finish()
         (worker,) = await engine.between_steps(lambda core: core.collective_rpc(_worker_bytes))
         weights, kv_cache, shadows = worker

@@ -99,7 +99,7 @@ class LocalBuffer:
 
 
 class Generators:
-    """A router over generators that answer at once.
+    """A router over generators that answer at once, each on a host of its own.
 
     ``is_complete`` says of a replica's n-th fetch how it ends; groups in ``endless`` end when cancelled; with
     ``refuses`` no group can be trained on.
@@ -115,6 +115,7 @@ class Generators:
     ) -> None:
         self._refuses = refuses
         self.num_replicas = num_replicas
+        self.hosts = tuple((replica,) for replica in range(num_replicas))
         self._is_complete = is_complete
         self._endless = {group_id: asyncio.Event() for group_id in endless}
         self.num_fetches = [0] * num_replicas
@@ -175,12 +176,14 @@ class Generators:
             fetch_s=0.0,
         )
 
-    async def finish_update(self, replica: int, version: int) -> SwapReport:
+    async def finish_update(self, replica: int, version: int) -> list[SwapReport]:
         assert version == self._fetched[replica]
         self.swapped.append((replica, self._fetched[replica]))
-        return SwapReport(
-            pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
-        )
+        return [
+            SwapReport(
+                pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
+            )
+        ]
 
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         self.cancelled += group_ids

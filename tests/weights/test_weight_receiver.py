@@ -7,6 +7,7 @@ import pytest
 
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.weight_receiver import Install, WeightReceiver
+from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
 
@@ -64,7 +65,7 @@ async def make_ready(version: int) -> Install:
 
 def make_receiver(broken: tuple[int, ...] = ()) -> tuple[Engine, WeightReceiver]:
     engine = Engine()
-    return engine, WeightReceiver(engine, Fetcher(broken), make_ready)
+    return engine, WeightReceiver(engine, Fetcher(broken), make_ready, WeightRoute())
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -79,6 +80,7 @@ def test_an_update_begins_with_the_fetch_and_ends_with_the_swap() -> None:
             report = await receiver.begin(make_manifest(version))
             assert report.version == version and report.is_complete
             assert version not in engine.versions, "the trainer need not wait for the swap"
+            await receiver.stage()
             engine.may_swap.set()
             assert (await receiver.finish()).pause_s == 0.5
             assert engine.core == engine.versions == list(range(1, version + 1))
@@ -92,9 +94,11 @@ def test_a_version_that_did_not_arrive_whole_is_not_swapped_in() -> None:
         engine.may_swap.set()
         report = await receiver.begin(make_manifest(1))
         assert not report.is_complete and report.num_bad_blocks == 2
+        await receiver.abandon()
         with pytest.raises(AssertionError, match="no update is under way"):
             await receiver.finish()
         assert (await receiver.begin(make_manifest(2))).is_complete, "the next one may begin at once"
+        await receiver.stage()
         await receiver.finish()
         assert engine.core == [2]
 
@@ -107,6 +111,7 @@ def test_one_update_at_a_time() -> None:
         await receiver.begin(make_manifest(1))
         with pytest.raises(AssertionError, match="finish it first"):
             await receiver.begin(make_manifest(2))
+        await receiver.stage()
         engine.may_swap.set()
         await receiver.finish()
         with pytest.raises(AssertionError, match="no update is under way"):
@@ -125,13 +130,31 @@ def test_what_goes_wrong_before_the_fetch_is_raised_by_begin() -> None:
     run(scenario)
 
 
-def test_what_goes_wrong_after_the_fetch_is_raised_by_finish() -> None:
+def test_what_goes_wrong_after_the_fetch_is_raised_by_stage() -> None:
     async def scenario() -> None:
         engine, receiver = make_receiver()
         engine.may_swap.set()
         assert (await receiver.begin(make_manifest(13))).is_complete
         with pytest.raises(ValueError, match="version 13 cannot be merged"):
-            await receiver.finish()
+            await receiver.stage()
         assert engine.core == []
+
+    run(scenario)
+
+
+def test_no_generator_of_a_host_swaps_before_the_last_has_staged() -> None:
+    """Each fetches and stages a part for all of them."""
+
+    async def scenario() -> None:
+        engine, receiver = make_receiver()
+        engine.may_swap.set()
+        await receiver.begin(make_manifest(1))
+        await asyncio.sleep(0)
+        assert receiver._update.staged.done() is False, "another one may still be fetching its share"
+        await receiver.stage()
+        await asyncio.sleep(0)
+        assert engine.core == [], "another one may still be staging its share"
+        await receiver.finish()
+        assert engine.core == [1]
 
     run(scenario)

@@ -149,6 +149,7 @@ class Readers:
 
 async def _scenario(folder: Path, out: Path) -> Seen:
     from forgeasync.generator.engine import GeneratorEngine
+    from forgeasync.generator.host_memory import HostMemory
     from forgeasync.generator.weight_receiver import WeightReceiver
 
     seen = Seen()
@@ -166,7 +167,7 @@ async def _scenario(folder: Path, out: Path) -> Seen:
         engine,
         layout=publisher.layout,
         transports=publisher.transports(),
-        receive_buffer=out / "receive-buffer",
+        host_memory=HostMemory(receive_buffer=out / "receive-buffer"),
         delta=False,
     )
     readers = Readers(publisher, exchange, seen, out)
@@ -200,7 +201,10 @@ async def _scenario(folder: Path, out: Path) -> Seen:
             async with exchange.lease(NUM_READERS, newer_than=served) as manifest:
                 report = await receiver.begin(manifest)
             served = manifest.version
-            if report.is_complete:
+            if not report.is_complete:
+                await receiver.abandon()
+            else:
+                await receiver.stage()
                 await receiver.finish()
                 seen.num_swaps += 1
                 if seen.num_swaps == 1:

@@ -113,10 +113,10 @@ async def _respond(generators: GeneratorRouter) -> tuple[Response, ...]:
 
 async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0) -> None:
     manifest = await trainer.stage_weights(slot)
-    for replica in range(generators.num_replicas):
-        fetched = await generators.begin_update(replica, manifest)
+    for host in range(len(generators.hosts)):
+        fetched = await generators.begin_update(host, manifest)
         assert fetched.is_complete, fetched
-        await generators.finish_update(replica, manifest.version)
+        await generators.finish_update(host, manifest.version)
 
 
 async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:

@@ -119,13 +119,13 @@ async def _load(generators: GeneratorRouter, is_done: asyncio.Event, spans: list
 
 
 async def _serve(
-    replica: int, exchange: WeightExchange, generators: GeneratorRouter, fetches: list[FetchReport]
+    host: int, exchange: WeightExchange, generators: GeneratorRouter, fetches: list[FetchReport]
 ) -> None:
     served = 0
     while served < NUM_UPDATES:
-        async with exchange.lease(replica, newer_than=served) as manifest:
-            fetches.append(await generators.begin_update(replica, manifest))
-        await generators.finish_update(replica, manifest.version)
+        async with exchange.lease(host, newer_than=served) as manifest:
+            fetches.append(await generators.begin_update(host, manifest))
+        await generators.finish_update(host, manifest.version)
         served = manifest.version
 
 
@@ -159,8 +159,8 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
                 load.create_task(_load(generators, is_done, spans))
             async with asyncio.TaskGroup() as work:
                 work.create_task(_publish(trainer, exchange, facts.vocab_size))
-                for replica in range(case.num_generators):
-                    work.create_task(_serve(replica, exchange, generators, fetches))
+                for host in range(len(generators.hosts)):
+                    work.create_task(_serve(host, exchange, generators, fetches))
             is_done.set()
         catching_up.cancel()
         await trainer.save_hf(out / "exported", source=folder)

@@ -1,15 +1,15 @@
 """vLLM's CPU worker with records of its choices, and weights that change under running sequences."""
 
-import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from forgeasync.generator.host_memory import HostMemory
+from forgeasync.generator.staging_thread import StagingThread
 from forgeasync.generator.workarounds.cpu_capture import RecordingCPUModelRunner
 from forgeasync.generator.workarounds.cpu_weights import CpuWeights, keep_linear_weights
-from forgeasync.generator.workarounds.load_trace import LoadTrace, trace_load
+from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
 from forgeasync.generator.workarounds.served_adapters import allow_dense_adapters_of_moe
 from forgeasync.weights.copies import StridedCopy, plan_copies
 from forgeasync.weights.fetcher import received_images
@@ -34,37 +34,28 @@ class UpdatableCPUWorker(CPUWorker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         self._weights = CpuWeights(self.model_runner.get_model())
 
-    def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> LoadTrace:
+    def trace_weights(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> WorkerTrace:
         """Find where tensors of these names and shapes go in this worker."""
         self._trace = trace_load(self.model_runner.get_model(), shapes, dtype)
-        return self._trace
+        return WorkerTrace(trace=self._trace)
 
-    def connect_weights(self, layout: WeightLayout, receive_buffer: Path) -> Sequence[StridedCopy]:
+    def connect_weights(
+        self, layout: WeightLayout, host_memory: HostMemory, is_copy: bool
+    ) -> Sequence[StridedCopy]:
         """Map the receive buffer and plan this worker's copies out of it; after ``trace_weights``."""
-        self._images = received_images(receive_buffer, layout)
+        assert is_copy, "this worker packs for its kernels itself"
+        self._images = received_images(host_memory.receive_buffer, layout)
         copies = plan_copies(layout, self._trace.regions)
         self._weights.plan(copies)
         return copies
 
     def start_staging(self) -> None:
         """Begin to fill the shadow parameters from the receive buffer."""
-        self._staging_error: Exception | None = None
-        self._staging = threading.Thread(target=self._stage, name="weight-staging", daemon=True)
-        self._staging.start()
-
-    def _stage(self) -> None:
-        try:
-            self._weights.stage(self._images)
-        except Exception as error:
-            self._staging_error = error
+        self._staging = StagingThread(lambda: self._weights.stage(self._images))
 
     def staging_done(self) -> bool:
         """Whether the shadows are complete; raises what went wrong."""
-        if self._staging.is_alive():
-            return False
-        if self._staging_error is not None:
-            raise self._staging_error
-        return True
+        return self._staging.is_done()
 
     def swap_weights(self) -> None:
         """Make the shadows the model's parameters."""

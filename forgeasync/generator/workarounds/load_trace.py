@@ -49,6 +49,17 @@ class LoadTrace:
     """Tensors that the engine does not take as they are, with the reason."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTrace:
+    """A worker's answer to what it takes, and how."""
+
+    trace: LoadTrace
+    foreign: tuple[str, ...] = ()
+    """Tensors that the folder which the worker has loaded does not have."""
+    reload_because: tuple[str, ...] = ()
+    """Reasons why copies into the parameters would be wrong (see ``forgeasync.generator.weight_route``)."""
+
+
 class _CopyRecorder(TorchDispatchMode):
     """Writes down copies into the parameters instead of making them."""
 
