@@ -13,6 +13,7 @@ from forgeasync.config.launcher import (
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
 from forgeasync.models.sizes import BYTES_PER_ELEMENT, num_adapter_parameters, published_weight_bytes
+from forgeasync.planning.memory.host import host_shadow_bytes
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
 from forgeasync.planning.memory.parameters import count_merged, count_parameters, merges_adapters
 
@@ -78,10 +79,11 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
     generator = config.generator
     num_replicas = generator.num_replicas // num_hosts(launcher).generators
     machine = Machine.GPU if launcher.kind != "process" and launcher.gpus_per_host else Machine.CPU
-    fetched = _version_bytes(config, facts)
+    # The replicas of a host receive a version once; what adapters are merged into is each one's own.
+    weights = _version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
     if config.lora is not None and merges_adapters(config, machine):
-        fetched += count_merged(facts, config.lora) * BYTES_PER_ELEMENT[generator.dtype]
-    shared = num_replicas * fetched + round(config.payload.capacity_gib * 2**30)
+        weights += num_replicas * count_merged(facts, config.lora) * BYTES_PER_ELEMENT[generator.dtype]
+    shared = weights + round(config.payload.capacity_gib * 2**30)
     return HostNeeds(
         num_cpus=CPUS_OF_HOST + num_replicas * (CPUS_OF_REPLICA + generator.tensor_parallel - 1),
         shared_bytes=shared,

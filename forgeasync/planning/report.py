@@ -10,13 +10,15 @@ from forgeasync.config.rules import num_gpus_needed
 from forgeasync.config.run import RunConfig, resolve
 from forgeasync.models.config_file import SHIPPED_MODELS
 from forgeasync.models.sizes import kv_bytes_per_token
+from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
     count_parameters,
     generator_parameters_per_rank,
     trainer_parameters_per_rank,
 )
-from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows
+from forgeasync.planning.memory.plan import NOTE, memory_plan, memory_rows, planned_machine
+from forgeasync.planning.weight_times import weight_times
 
 Row = tuple[str, str, str]
 
@@ -42,6 +44,7 @@ def dry_run_report(
         _data(config, looked_at),
         _steps(config, facts),
         _staleness(config),
+        _weight_times(config, facts),
     )
     for rows in sections:
         for row in rows:
@@ -166,6 +169,14 @@ def _staleness(config: RunConfig) -> list[Row]:
     return [
         ("max_off_policy_steps", str(bound), meaning),
         ("groups outstanding", f"<= {groups:,}", admission),
+    ]
+
+
+def _weight_times(config: RunConfig, facts: ModelFacts) -> list[Row]:
+    if planned_machine(config) is Machine.CPU:
+        return []
+    return [
+        (f"weights, {term.name}", f"{term.seconds:.3g} s", term.how) for term in weight_times(config, facts)
     ]
 
 

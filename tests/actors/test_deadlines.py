@@ -192,7 +192,7 @@ def test_ranks_that_wait_for_one_that_has_failed_are_noticed(monkeypatch: pytest
 def test_a_late_generator_is_told_by_its_group() -> None:
     async def scenario() -> None:
         timeouts = TimeoutSection(generate_s=0.1)
-        router = GeneratorRouter(Rank(sample_group=60.0), 1, timeouts)  # type: ignore[arg-type]
+        router = GeneratorRouter(Rank(sample_group=60.0), ["host-0"], timeouts)  # type: ignore[arg-type]
         sampling = SamplingSection(max_response_tokens=8)
         with pytest.raises(DeadlineExceeded, match=r"^generator 0 sampling group 17 .* timeouts\.generate_s"):
             await router.sample_group(17, np.zeros(3, np.int32), num_samples=2, sampling=sampling)

@@ -150,7 +150,7 @@ def test_an_engine_allocates_what_was_planned(name: str, tmp_path: Path) -> None
         kv_cache=generator["KV cache"],
         shadow_weights=generator["shadow weights"],
         staging=host["staging buffers, all ranks"],
-        receive_buffer=host["fetched weights, each replica"],
+        receive_buffer=host["receive buffer, each host"],
     )
     for item, found in dataclasses.asdict(measured).items():
         assert dataclasses.asdict(planned)[item] == pytest.approx(found, rel=TOLERANCE), item

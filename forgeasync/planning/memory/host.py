@@ -7,6 +7,7 @@ from pathlib import Path
 from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, longest_response
+from forgeasync.config.weights import ShadowMemory
 from forgeasync.models.sizes import (
     BYTES_PER_ELEMENT,
     kept_bytes_per_token,
@@ -99,7 +100,7 @@ PAYLOAD_HEADER_BYTES = 256
 
 
 def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
-    """Staging buffers of all trainer ranks together, one replica's receive buffer, and the payload store."""
+    """Staging buffers of all trainer ranks together, what a host of generators receives, and payloads."""
     element, dtype = BYTES_PER_ELEMENT[config.generator.dtype], config.generator.dtype.value
     version, what = published_weight_bytes(config, facts), "version"
     merged = []
@@ -116,13 +117,30 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
             how=f"2 x one {what} in {dtype}: one read, one written",
         ),
         MemoryItem(
-            name="fetched weights, each replica",
+            name="receive buffer, each host",
             num_bytes=version,
-            how=f"one {what}, before it is swapped in",
+            how=f"one {what}, for all replicas of a host",
         ),
         *merged,
+        *_host_shadow(config, facts, machine),
         _payload_store(config, facts),
     ]
+
+
+def _host_shadow(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:
+    if (num_bytes := host_shadow_bytes(config, facts, machine)) == 0:
+        return []
+    how = f"the next version as the kernels of {config.generator.tensor_parallel} ranks keep it"
+    return [MemoryItem(name="shadow weights, each host", num_bytes=num_bytes, how=how)]
+
+
+def host_shadow_bytes(config: RunConfig, facts: ModelFacts, machine: Machine) -> int:
+    """Bytes of the shadows that the generators of one host share; 0 where they have none on the host."""
+    generator = config.generator
+    if machine is Machine.CPU or config.lora is not None or config.weights.shadow is not ShadowMemory.HOST:
+        return 0
+    per_rank = generator_parameters_per_rank(config, facts, count_parameters(facts))
+    return generator.tensor_parallel * per_rank * BYTES_PER_ELEMENT[generator.dtype]
 
 
 def _payload_store(config: RunConfig, facts: ModelFacts) -> MemoryItem:
