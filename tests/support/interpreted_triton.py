@@ -10,7 +10,7 @@ This module changes the whole process that imports it.
 import os
 import sys
 
-assert "vllm" not in sys.modules, "vLLM has looked for Triton already"
+assert not {"vllm", "triton"} & sys.modules.keys(), "Triton was compiling, or missing, for whoever imported it"
 
 os.environ.update(
     TRITON_INTERPRET="1",
