@@ -1,0 +1,131 @@
+"""vLLM's GPU model runner records what the product's own capture records on CPUs, and what transformers says.
+
+Both runners compute the same model with the same kernels, in float32; sampling and its records are their own
+code. Random draws differ by design (counters and hashes on GPUs, generators on CPUs), so distributions are
+compared along the same tokens: the GPU's runner takes the CPU's draws, by vLLM's trace replay. Where top_k is
+1, both draw for themselves.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forgeasync.config.generator import SamplingSection
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.records import check_rollout
+from forgeasync.rollouts.rollout import Rollout
+from tests.gpu_path.crowd import Round, Sampled, sample_rounds
+from tests.support.engines import RECORDS, Expected, assert_logprobs, assert_routing, expected
+from tests.support.gpu_runner import run_on_gpu_runner
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+
+LOGPROB_TOLERANCE = 1e-4
+"""Between the runners. Seen: 1.5e-5; the model's logits are 12 times as wide as usual."""
+CUT = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=12)
+MIN_P = SamplingSection(temperature=1.3, min_p=0.1, max_response_tokens=8)
+UNCUT = SamplingSection(temperature=0.8, max_response_tokens=8)
+GREEDY = SamplingSection(top_k=1, max_response_tokens=16)
+COMPARED = ("crowd", "min_p", "uncut")
+"""Rounds in which the GPU's runner takes the CPU's draws."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=12.0, num_experts=8, top_k=3)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def make_rounds(vocab_size: int) -> dict[str, Round]:
+    """The crowd's long prompts end shortly before a cache block of 128 tokens does, or share one."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, vocab_size, 128)
+    prompts = [rng.integers(3, vocab_size, length).astype(np.int32) for length in (3, 71, 122, 124, 126)]
+    prompts += [np.append(shared, token).astype(np.int32) for token in (3, 4)]
+    few = prompts[:2]
+    return {
+        "crowd": Round(prompts=prompts, num_samples=2, sampling=CUT),
+        "min_p": Round(prompts=few, num_samples=1, sampling=MIN_P),
+        "uncut": Round(prompts=few, num_samples=1, sampling=UNCUT),
+        "greedy": Round(prompts=few, num_samples=1, sampling=GREEDY),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_cpu(folder: Path, reference: torch.nn.Module) -> Sampled:
+    return run_alone(sample_rounds, folder, make_rounds(reference.config.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def on_gpu(folder: Path, reference: torch.nn.Module, on_cpu: Sampled) -> Sampled:
+    own = make_rounds(reference.config.vocab_size)
+    compared = {name: dataclasses.replace(own[name], drawn=on_cpu.rollouts[name]) for name in COMPARED}
+    drawn = {"own draws": dataclasses.replace(own["min_p"], sampling=CUT)}
+    return run_on_gpu_runner(sample_rounds, folder, own | compared | drawn)
+
+
+def test_both_engines_were_busy(on_cpu: Sampled, on_gpu: Sampled) -> None:
+    for sampled in (on_cpu, on_gpu):
+        seen = sampled.happened
+        assert seen.num_preemptions > 1 and seen.num_prefix_hits > 2, seen
+        assert seen.num_chunks > 10 and seen.most_at_once > 3, seen
+
+
+@pytest.mark.parametrize("name", [*COMPARED, "greedy"])
+def test_records_are_those_of_the_cpu_capture(on_cpu: Sampled, on_gpu: Sampled, name: str) -> None:
+    for theirs, ours in zip(on_cpu.rollouts[name], on_gpu.rollouts[name], strict=True):
+        np.testing.assert_array_equal(ours.response_ids_T, theirs.response_ids_T)
+        np.testing.assert_allclose(ours.logprobs_T, theirs.logprobs_T, rtol=0, atol=LOGPROB_TOLERANCE)
+        np.testing.assert_array_equal(
+            ours.routed_experts.expert_ids_RMK, theirs.routed_experts.expert_ids_RMK, strict=True
+        )
+        np.testing.assert_array_equal(
+            ours.routed_experts.is_recorded_S, theirs.routed_experts.is_recorded_S, strict=True
+        )
+        np.testing.assert_array_equal(ours.kept_tokens.offsets, theirs.kept_tokens.offsets)
+        np.testing.assert_array_equal(ours.kept_tokens.ids_N, theirs.kept_tokens.ids_N)
+
+
+def reference_of(model: torch.nn.Module, rollout: Rollout) -> Expected:
+    return expected({0: model}, rollout, recomputed=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"), [("crowd", CUT), ("own draws", CUT), ("min_p", MIN_P), ("uncut", UNCUT)]
+)
+def test_records_are_those_of_transformers(
+    on_gpu: Sampled, reference: torch.nn.Module, name: str, sampling: SamplingSection
+) -> None:
+    widths = []
+    for rollout in on_gpu.rollouts[name]:
+        exact = reference_of(reference, rollout)
+        assert_routing(rollout, exact)
+        assert_logprobs(rollout, exact, sampling)
+        widths += np.diff(rollout.kept_tokens.offsets).tolist()
+    if sampling is UNCUT:
+        assert set(widths) == {0}, "the whole vocabulary is kept, which is stored as nothing"
+    elif name == "crowd":
+        assert min(widths) < 4 and max(widths) > 6, "sets of one size would hide mistakes"
+
+
+def test_greedy_tokens_are_the_most_likely(on_gpu: Sampled, reference: torch.nn.Module) -> None:
+    for rollout in on_gpu.rollouts["greedy"]:
+        logits_SV = reference_of(reference, rollout).logits_SV[len(rollout.prompt_ids_P) - 1 :]
+        np.testing.assert_array_equal(rollout.response_ids_T, logits_SV.argmax(-1).numpy())
+        np.testing.assert_array_equal(rollout.kept_tokens.ids_N, rollout.response_ids_T)
+        assert not rollout.logprobs_T.any()
+
+
+def test_every_record_passes_the_check(on_gpu: Sampled, folder: Path) -> None:
+    facts = read_model_facts(str(folder))
+    for rollouts in on_gpu.rollouts.values():
+        for rollout in rollouts:
+            check_rollout(rollout, RECORDS, facts)

@@ -1,0 +1,55 @@
+"""Engines in the form that they have on GPUs, in processes of their own, Triton's kernels interpreted.
+
+What is the GPU's: our engine's arguments and worker extension, vLLM's GPU model runner with its sampler, its
+native records of experts and kept tokens, and the worker that CPU and GPU workers have in common. What is the
+CPU's: attention, linear layers and experts, and so the layout of weights.
+"""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from tests.support.fork_server import ForkServer
+from tests.support.tiers import Starts, starts
+
+R = TypeVar("R")
+
+_ENGINES = ForkServer(
+    "tests.support.interpreted_triton",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu.model_runner",
+    "forgeasync.generator.engine",
+    "pytest",
+)
+
+
+@starts(Starts.ENGINE)
+def run_on_gpu_runner(function: Callable[..., R], *arguments: object) -> R:
+    """The result of ``function(*arguments)`` in a process whose engines take the way of GPUs.
+
+    The function may start ``GeneratorEngine`` as ever, one or several after another.
+    """
+    return _ENGINES.run(_as_on_a_gpu, (function, arguments), environments=[dict(os.environ)])[0]
+
+
+def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
+    import vllm.v1.sample.ops.topk_topp_sampler as truncation
+    import vllm.v1.worker.gpu.sample.sampler as sampler
+
+    from forgeasync.generator import engine
+    from forgeasync.generator.workarounds import batch_invariance, served_adapters
+
+    # The one kernel that the interpreter does not run ("'int' object has no attribute 'to'").
+    sampler.apply_top_k_top_p = truncation.apply_top_k_top_p_pytorch
+    for module in (engine, batch_invariance, served_adapters):
+        module.current_platform = _Gpu()
+    return function(*arguments)
+
+
+class _Gpu:
+    """What our own code asks the platform; vLLM goes on seeing a CPU."""
+
+    @staticmethod
+    def is_cpu() -> bool:
+        return False

@@ -1,0 +1,31 @@
+"""Import this before vllm: its GPU model runner then runs here, Triton's kernels interpreted. For vLLM 0.32.
+
+vLLM's newer model runner ("V2") is the one that GPUs have; the CPU build has it too, as a subclass without a
+line about computing, and only lacks Triton. Triton's interpreter needs no device, but vLLM counts active
+drivers before it takes Triton for usable.
+
+This module changes the whole process that imports it.
+"""
+
+import os
+import sys
+
+assert not {"vllm", "triton"} & sys.modules.keys(), "Triton was compiling, or missing, for whoever imported it"
+
+os.environ.update(
+    TRITON_INTERPRET="1",
+    CUDA_VISIBLE_DEVICES="",
+    VLLM_USE_V2_MODEL_RUNNER="1",
+    VLLM_CPU_CI_ENV="1",
+)
+
+import triton.backends  # noqa: E402
+
+
+class _Driver:
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+triton.backends.backends["cpu"] = type("InterpretedBackend", (), {"driver": _Driver, "compiler": None})
