@@ -28,7 +28,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.model import LoraSection
 from forgeasync.config.weights import WeightsSection
 from forgeasync.generator.interruption import (
     GROUP_ARGUMENT,
@@ -44,7 +43,13 @@ from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
 from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
-from forgeasync.generator.workarounds.served_adapters import AdapterSetup, ServedAdapter, engine_rank, install
+from forgeasync.generator.workarounds.served_adapters import (
+    AdapterSetup,
+    ServedAdapter,
+    engine_modules,
+    engine_rank,
+    install,
+)
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.rollout import FinishReason, Rollout
 from forgeasync.rollouts.trajectory import SampledTurn, Trajectory
@@ -75,12 +80,6 @@ def _in_process_core(*, salt_with_version: bool) -> Iterator[None]:
         yield
     finally:
         core_client.EngineCoreClient.make_async_mp_client = original
-
-
-def _engine_modules(lora: LoraSection) -> list[str]:
-    """Return vLLM's names of the modules of these targets: it fuses q, k and v."""
-    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-    return sorted({fused.get(target, target) for target in lora.targets})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,7 +171,7 @@ class GeneratorEngine:
             return_sampling_mask=records.kept_tokens and not is_cpu,
             enable_lora=adapters is not None,
             max_lora_rank=16 if adapters is None else engine_rank(adapters.lora.rank),
-            lora_target_modules=None if adapters is None else _engine_modules(adapters.lora),
+            lora_target_modules=None if adapters is None else engine_modules(adapters),
         )
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if is_cpu:

@@ -1,8 +1,9 @@
 """Engines in the form that they have on GPUs, in processes of their own, Triton's kernels interpreted.
 
 What is the GPU's: our engine's arguments and worker extension, vLLM's GPU model runner with its sampler, its
-native records of experts and kept tokens, and the worker that CPU and GPU workers have in common. What is the
-CPU's: attention, linear layers and experts, and so the layout of weights.
+native records of experts and kept tokens, the worker that CPU and GPU workers have in common, and adapters
+with their kernels. What is the CPU's: attention, linear layers and, without adapters, experts, and so the
+layout of weights. With adapters the experts are Triton's.
 """
 
 import os
@@ -36,12 +37,18 @@ def run_on_gpu_runner(function: Callable[..., R], *arguments: object) -> R:
 def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
     import vllm.v1.sample.ops.topk_topp_sampler as truncation
     import vllm.v1.worker.gpu.sample.sampler as sampler
+    from vllm.platforms import current_platform
 
     from forgeasync.generator import engine
     from forgeasync.generator.workarounds import batch_invariance, served_adapters
+    from tests.support import cuda_operators
 
     # The one kernel that the interpreter does not run ("'int' object has no attribute 'to'").
     sampler.apply_top_k_top_p = truncation.apply_top_k_top_p_pytorch
+    cuda_operators.stand_in()
+    # The choice of vllm.platforms.cuda, which the CPU build cannot import.
+    wrapper = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
+    type(current_platform).get_punica_wrapper = classmethod(lambda _: wrapper)
     for module in (engine, batch_invariance, served_adapters):
         module.current_platform = _Gpu()
     return function(*arguments)

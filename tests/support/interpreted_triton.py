@@ -10,7 +10,7 @@ This module changes the whole process that imports it.
 import os
 import sys
 
-assert not {"vllm", "triton"} & sys.modules.keys(), "Triton was compiling, or missing, for whoever imported it"
+assert not {"vllm", "triton"} & sys.modules.keys(), "who imported them has set up Triton in another way"
 
 os.environ.update(
     TRITON_INTERPRET="1",

@@ -4,6 +4,12 @@ An engine serves one adapter, "policy", which every request names; it starts as 
 base model and a sequence that crosses the first update has an adapter to change. vLLM reads adapters from
 folders only: a version is written to one in shared memory, beside decoding, and read at the swap.
 
+vLLM passes over what it cannot apply without a word: modules of an adapter that none of its wrapped layers
+asks for. All experts of a layer are one such layer, ``experts``, which no name of a projection matches, and
+which takes adapters of all three projections or none. So ``engine_modules`` names it, ``write`` adds adapters
+of zeros for projections without one, and ``install`` compares what each worker has applied with what was
+written.
+
 The CPU build has no kernel for adapters of experts and refuses MoE models once adapters are on, whatever
 their targets. There, attention projections are served (``allow_dense_adapters_of_moe``), and anything else is
 merged (``forgeasync.generator.adapter_merger``). That can go when it selects its MoE kernel by what is
@@ -11,25 +17,44 @@ adapted.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.fused_moe import layer as moe_layer
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.worker_base import WorkerBase
 
 from forgeasync.config.model import LoraSection
+from forgeasync.config.rules import EXPERT_TARGETS
 
 ATTENTION_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
+MAX_NAMES = 5
+"""In an error message."""
+
 _ADAPTER_ID = 1
+
+_PREFIX = "base_model.model."
+
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+"""vLLM's names of layers that it fuses."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class AdapterNotApplied(RuntimeError):
+    """vLLM has loaded an adapter, but does not compute with all of it."""
 
 
 def can_serve(lora: LoraSection) -> bool:
@@ -64,6 +89,24 @@ class AdapterSetup:
     folder: Path
     """In shared memory of the engine's host; made here."""
 
+    def modules(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the base model's linear layers that have adapters in the engine."""
+        targets = set(self.lora.targets)
+        adapts_experts = bool(targets & set(EXPERT_TARGETS))
+        for name, shape in self.shapes.items():
+            module = name.removesuffix(".weight")
+            is_of_expert = _EXPERT.search(module) is not None
+            if module.rpartition(".")[2] in targets or (is_of_expert and adapts_experts):
+                yield module, shape
+
+
+def engine_modules(setup: AdapterSetup) -> list[str]:
+    """Return vLLM's names of the layers that it has to wrap for these adapters."""
+    names = {_FUSED.get(target, target) for target in setup.lora.targets}
+    if any(_EXPERT.search(module) for module, _ in setup.modules()):
+        names.add("experts")
+    return sorted(names)
+
 
 class ServedAdapter:
     """The versions of an engine's one adapter, as folders."""
@@ -72,6 +115,11 @@ class ServedAdapter:
         self._setup = setup
         setup.folder.mkdir()
         self._before: Path | None = None
+        rank = setup.lora.rank
+        self._shapes: dict[str, tuple[int, int]] = {}
+        for module, (num_outputs, num_inputs) in setup.modules():
+            self._shapes[f"{_PREFIX}{module}.lora_A.weight"] = (rank, num_inputs)
+            self._shapes[f"{_PREFIX}{module}.lora_B.weight"] = (num_outputs, rank)
 
     @property
     def request(self) -> LoRARequest:
@@ -81,22 +129,26 @@ class ServedAdapter:
 
     def write_zero(self) -> LoRARequest:
         """The adapter that changes nothing."""
-        tensors = {}
-        for name, shape in self._setup.shapes.items():
-            module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] in self._setup.lora.targets:
-                stem = f"base_model.model.{module}"
-                tensors[f"{stem}.lora_A.weight"] = torch.zeros(self._setup.lora.rank, shape[1])
-                tensors[f"{stem}.lora_B.weight"] = torch.zeros(shape[0], self._setup.lora.rank)
-        return self.write(0, tensors)
+        return self._write(0, {})
 
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> LoRARequest:
         """A version's folder; the one before it is not needed any more."""
+        targets = self._setup.lora.targets
+        expected = {name for name in self._shapes if name.split(".")[-3] in targets}
+        differences = sorted(expected ^ tensors.keys())
+        assert not differences, f"missing or adapting no target: {differences[:MAX_NAMES]}"
+        return self._write(version, tensors)
+
+    def _write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> LoRARequest:
+        """As ``write``, with zeros for tensors that are missing."""
         lora = self._setup.lora
         folder = self._setup.folder / str(version)
         folder.mkdir(exist_ok=True)
         save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            {
+                name: tensors[name].contiguous() if name in tensors else torch.zeros(shape)
+                for name, shape in self._shapes.items()
+            },
             folder / "adapter_model.safetensors",
         )
         config = {
@@ -104,7 +156,7 @@ class ServedAdapter:
             "task_type": "CAUSAL_LM",
             "r": lora.rank,
             "lora_alpha": lora.alpha,
-            "target_modules": list(lora.targets),
+            "target_modules": sorted({name.split(".")[-3] for name in self._shapes}),
             "bias": "none",
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -115,6 +167,33 @@ class ServedAdapter:
 
 
 def install(core: EngineCore, request: LoRARequest) -> None:
-    """Load a version over the one before, between two steps."""
+    """Load a version over the one before, between two steps.
+
+    Raises:
+        AdapterNotApplied: a worker of the engine computes without a part of it; names the modules.
+    """
     loaded = core.add_lora(request)
     assert loaded, f"vLLM did not load {request}"
+    for rank, missing in enumerate(core.collective_rpc(not_applied, args=(request.lora_path,))):
+        if missing:
+            rest = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
+            raise AdapterNotApplied(
+                f"worker {rank} of the engine does not apply the adapters of "
+                f"{', '.join(missing[:MAX_NAMES])}{rest}"
+            )
+
+
+def not_applied(worker: WorkerBase, folder: str) -> list[str]:
+    """Modules of the adapter in ``folder`` that this worker, which has just loaded it, does not compute with.
+
+    A module is applied if the layer that takes it, itself or fused with others, is wrapped, is in the loaded
+    adapter, and the adapter is in the slot that requests use.
+    """
+    manager = worker.model_runner.lora_manager._adapter_manager
+    with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as tensors:
+        written = {parse_fine_tuned_lora_name(name)[0] for name in tensors.keys()}
+    if _ADAPTER_ID not in manager.lora_index_to_id:
+        return sorted(written)
+    layer_of = {part: layer for layer, parts in manager.packed_modules.items() for part in parts}
+    applied = manager.modules.keys() & manager.get_adapter(_ADAPTER_ID).loras.keys()
+    return sorted(module for module in written if layer_of.get(module, module) not in applied)
