@@ -9,6 +9,7 @@ This module changes the whole process that imports it.
 
 import os
 import sys
+import threading
 
 assert not {"vllm", "triton"} & sys.modules.keys(), "who imported them has set up Triton in another way"
 
@@ -29,3 +30,17 @@ class _Driver:
 
 
 triton.backends.backends["cpu"] = type("InterpretedBackend", (), {"driver": _Driver, "compiler": None})
+
+from triton.runtime import interpreter  # noqa: E402
+
+_one_kernel = threading.RLock()
+_run = interpreter.GridExecutor.__call__
+
+
+def _run_alone(self: object, *arguments: object, **keywords: object) -> object:
+    """The interpreter changes ``triton.language`` while a kernel runs: engines of one process take turns."""
+    with _one_kernel:
+        return _run(self, *arguments, **keywords)
+
+
+interpreter.GridExecutor.__call__ = _run_alone
