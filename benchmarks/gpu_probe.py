@@ -44,7 +44,7 @@ class Part:
 
 
 PARTS = (
-    Part(name="machine", module="gpu_probe_machine", function="machine", limit_s=60),
+    Part(name="machine", module="gpu_probe_machine", function="machine", limit_s=90),
     Part(name="staging", module="gpu_probe_copies", function="staging", limit_s=90),
     Part(name="swap", module="gpu_probe_copies", function="swap", limit_s=90),
     Part(name="fused_adamw", module="gpu_probe_trainer", function="fused_adamw", limit_s=60),

@@ -93,11 +93,11 @@ def attend(
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(q_QNH.device)
 
-    keys = slice(part.key_start, part.stop)
+    keys = (0, part.key_start, part.stop - part.key_start)
     return kernel(
         q_QNH,
-        k_LJH[keys],
-        v_LJH[keys],
+        k_LJH.narrow(*keys),
+        v_LJH.narrow(*keys),
         cumulative(part.num_queries),
         cumulative(part.num_keys),
         max(part.num_queries),

@@ -201,10 +201,11 @@ def open_trainer_package(device: Device, report: Report) -> None:
 
 @contextlib.contextmanager
 def group_of_one(backend: str) -> Iterator[None]:
-    """A process group of this process alone, over no network."""
+    """A process group of this process alone."""
     import torch.distributed as dist
 
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:

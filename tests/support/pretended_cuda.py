@@ -33,8 +33,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def _moved(value: Any) -> Any:
-    is_cuda = value == "cuda" if isinstance(value, str) else value == torch.device("cuda")
-    return "cpu" if isinstance(value, (str, torch.device)) and is_cuda else value
+    return "cpu" if isinstance(value, (str, torch.device)) and str(value) == "cuda" else value
 
 
 class Graph(TorchDispatchMode):
