@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 GIB = 2**30
 
@@ -37,7 +38,7 @@ def _moved(value: Any) -> Any:
 
 
 class Graph(TorchDispatchMode):
-    """Writes down what is computed within it, and computes it again into the same outputs."""
+    """Writes down what is computed within it, and computes it again from and into the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,9 @@ class Graph(TorchDispatchMode):
         keywords: dict[str, Any] | None = None,
     ) -> Any:
         result = function(*arguments, **(keywords or {}))
-        self._calls.append((function, arguments, keywords or {}, result))
+        # Memory, not tensors: a tensor that is given other memory is not seen.
+        addresses = tree_map_only(torch.Tensor, torch.Tensor.detach, (arguments, keywords or {}))
+        self._calls.append((function, *addresses, result))
         return result
 
     def replay(self) -> None:
