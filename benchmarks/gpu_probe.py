@@ -27,7 +27,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-LOG_TAIL_LINES = 15
+LOG_TAIL_LINES = 25
 
 KILL_WAIT_S = 10.0
 """A process that hangs in the driver may outlive its signal: it is not waited for any longer."""
@@ -47,7 +47,7 @@ PARTS = (
     Part(name="machine", module="gpu_probe_machine", function="machine", limit_s=90),
     Part(name="staging", module="gpu_probe_copies", function="staging", limit_s=90),
     Part(name="swap", module="gpu_probe_copies", function="swap", limit_s=90),
-    Part(name="fused_adamw", module="gpu_probe_trainer", function="fused_adamw", limit_s=60),
+    Part(name="fused_adamw", module="gpu_probe_optimizer", function="fused_adamw", limit_s=60),
     Part(name="varlen_attention", module="gpu_probe_attention", function="varlen_attention", limit_s=60),
     Part(name="moe_trainer", module="gpu_probe_trainer", function="moe_trainer", limit_s=120),
     Part(name="grouped_products", module="gpu_probe_products", function="grouped_products", limit_s=60),
@@ -117,6 +117,7 @@ def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment:
         if problem is not None:
             line["ok"] = False
             line["errors"]["process"] = problem
+        if line["errors"]:
             line["log_tail"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[
                 -LOG_TAIL_LINES:
             ]

@@ -42,7 +42,7 @@ class Device:
             RuntimeError: there is no such device.
         """
         if kind == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(f"torch {torch.__version__} sees no CUDA GPU")
+            raise RuntimeError(f"torch {torch.__version__} sees no CUDA GPU: {_why_no_cuda()}")
         self.kind = kind
         self.is_gpu = kind == "cuda"
 
@@ -80,6 +80,14 @@ class Device:
         function()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def _why_no_cuda() -> str:
+    try:
+        torch.cuda.init()
+    except Exception as error:  # of many types, for want of a build, a driver or a device
+        return str(error)
+    return "it does not say why"
 
 
 class Report:

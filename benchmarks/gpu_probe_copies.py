@@ -318,6 +318,7 @@ def checkpoint_copies(device: Device, report: Report) -> None:
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     report.put(state_gb=num_bytes / GB)
     copies = HostCopies()
+    device.synchronize()
     start_s = time.perf_counter()
     copies.copy(state, copies.now())
     report.put(first_copy_s=time.perf_counter() - start_s)
