@@ -1,0 +1,227 @@
+"""What works, and how fast, on one GPU: ten minutes with whatever torch its machine has, without vLLM.
+
+    python benchmarks/gpu_probe.py [--json FILE] [--seconds 600] [--device cuda|cpu] [--part NAME]
+
+Each part runs in a process of its own with a time limit and prints one line of JSON: name, whether all was
+right, figures with their units in their names, the statements that were checked, errors with the last lines
+of their tracebacks. The parts that matter most come first; what a part has found before its time was over is
+in its line. A package that is missing costs the parts that need it, and their lines say so.
+
+``--device cpu`` runs everything but CUDA graphs at small sizes, with a stand-in for the attention kernel: it
+tries the script, and its figures mean nothing. ``--part NAME`` runs one part in this very process.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+LOG_TAIL_LINES = 25
+
+KILL_WAIT_S = 10.0
+"""A process that hangs in the driver may outlive its signal: it is not waited for any longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A function of a module beside this file, by name: nothing of it is imported here."""
+
+    name: str
+    module: str
+    function: str
+    limit_s: float
+
+
+PARTS = (
+    Part(name="machine", module="gpu_probe_machine", function="machine", limit_s=90),
+    Part(name="staging", module="gpu_probe_copies", function="staging", limit_s=90),
+    Part(name="swap", module="gpu_probe_copies", function="swap", limit_s=90),
+    Part(name="fused_adamw", module="gpu_probe_optimizer", function="fused_adamw", limit_s=60),
+    Part(name="varlen_attention", module="gpu_probe_attention", function="varlen_attention", limit_s=60),
+    Part(name="moe_trainer", module="gpu_probe_trainer", function="moe_trainer", limit_s=120),
+    Part(name="grouped_products", module="gpu_probe_products", function="grouped_products", limit_s=60),
+    Part(name="kept_logprobs", module="gpu_probe_products", function="kept_logprobs", limit_s=60),
+    Part(name="checkpoint_copies", module="gpu_probe_copies", function="checkpoint_copies", limit_s=60),
+)
+
+Line = dict[str, Any]
+
+
+def run_part(name: str, device_kind: str, file: Path | None) -> Line:
+    """Run a part in this process and return its line; its report so far is always in ``file``."""
+    from gpu_probe_common import Device, Report, Skipped, describe
+
+    part = next(part for part in PARTS if part.name == name)
+    report = Report(file)
+    start_s = time.perf_counter()
+    try:
+        getattr(importlib.import_module(part.module), part.function)(Device(device_kind), report)
+    except Skipped as reason:
+        report.skipped["part"] = str(reason)
+    except Exception as error:
+        report.errors["part"] = describe(error)
+    return {"name": name, **report.content(), "seconds": round(time.perf_counter() - start_s, 1)}
+
+
+def empty_line(name: str) -> Line:
+    """The line of a part that has said nothing."""
+    return {
+        "name": name,
+        "ok": False,
+        "figures": {},
+        "checks": {},
+        "errors": {},
+        "skipped": {},
+        "seconds": 0.0,
+    }
+
+
+def has_failed(line: Line) -> bool:
+    """Whether anything in a part was wrong; one that this machine cannot run has not failed."""
+    return bool(line["errors"]) or not all(line["checks"].values())
+
+
+def run_apart(command: Sequence[str], name: str, *, limit_s: float, environment: dict[str, str]) -> Line:
+    """Run a part by ``command`` in a process of its own, which is killed after ``limit_s``.
+
+    ``--file`` and a path are appended to the command; the process writes its line there.
+    """
+    start_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="gpu_probe-") as scratch:
+        file, log = Path(scratch) / "line.json", Path(scratch) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, "--file", str(file)],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            problem = _wait(process, limit_s)
+        line = empty_line(name)
+        if file.exists():
+            line |= json.loads(file.read_text(encoding="utf-8"))
+        if problem is not None:
+            line["ok"] = False
+            line["errors"]["process"] = problem
+        if line["errors"]:
+            line["log_tail"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[
+                -LOG_TAIL_LINES:
+            ]
+        return {**line, "seconds": round(time.perf_counter() - start_s, 1)}
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str | None:
+    """Why the process did not end by itself and well; None where it did."""
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            process.wait(KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            return f"stopped after its limit of {limit_s:.0f} s, and not ended {KILL_WAIT_S:.0f} s later"
+        return f"stopped after its limit of {limit_s:.0f} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return None if code == 0 else f"ended with exit code {code}"
+
+
+def child_environment(device_kind: str) -> dict[str, str]:
+    """This process's environment, with what a machine without a network and with one GPU needs."""
+    environment = dict(os.environ)
+    environment["PYTHONUNBUFFERED"] = "1"
+    # Without a resolver gloo finds no interface by itself.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    if device_kind == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def table(lines: Sequence[Line]) -> str:
+    """A line per part, and below it what was skipped or wrong and its figures that are numbers."""
+    rows = []
+    for line in lines:
+        verdict = "FAILED" if has_failed(line) else "ok" if line["ok"] else "skipped"
+        right = sum(line["checks"].values())
+        rows.append(
+            f"{line['name']:18} {verdict:8} {line['seconds']:6.1f} s   {right}/{len(line['checks'])} checks"
+        )
+        rows += [f"    not right: {name}" for name, is_right in line["checks"].items() if not is_right]
+        rows += [f"    error in {name}: {text.splitlines()[-1]}" for name, text in line["errors"].items()]
+        rows += [f"    skipped {name}: {reason}" for name, reason in line["skipped"].items()]
+        rows += [
+            f"    {name:52} {value:,.5g}"
+            for name, value in line["figures"].items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Run the parts, print their lines and the table; the exit code is 1 if any part failed."""
+    parser = argparse.ArgumentParser(description="What works on one GPU, part by part.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for all parts together")
+    parser.add_argument("--json", type=Path, help="write the lines there too")
+    parser.add_argument(
+        "--part", choices=[part.name for part in PARTS], help="this one alone, in this process"
+    )
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(REPOSITORY))
+    if arguments.part is not None:
+        os.environ |= child_environment(arguments.device)
+        line = run_part(arguments.part, arguments.device, arguments.file)
+        if arguments.file is not None:
+            arguments.file.write_text(json.dumps(line), encoding="utf-8")
+            return 0
+        print(json.dumps(line, indent=2), flush=True)
+        return 0 if line["ok"] else 1
+    end_s = time.monotonic() + arguments.seconds
+    lines = []
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text("", encoding="utf-8")
+    for part in PARTS:
+        limit_s = min(part.limit_s, end_s - time.monotonic())
+        if limit_s < 5.0:
+            line = empty_line(part.name)
+            line["errors"]["part"] = f"not started: the {arguments.seconds:.0f} s of --seconds were over"
+        else:
+            command = [sys.executable, str(Path(__file__).resolve()), "--part", part.name]
+            line = run_apart(
+                [*command, "--device", arguments.device],
+                part.name,
+                limit_s=limit_s,
+                environment=child_environment(arguments.device),
+            )
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+        if arguments.json is not None:
+            with arguments.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    print(table(lines), flush=True)
+    return 1 if any(has_failed(line) for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""What the parts of gpu_probe.py share: the device, its clock, and the report that a part fills in.
+
+Nothing is imported here but torch and the standard library, in versions from 2.4 and Python 3.10 on.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+GB = 1e9
+
+TOLERANCE = 0.03
+"""Largest error by the largest value: some roundings of bfloat16, where a wrong mask gives about 1."""
+
+TRACEBACK_LINES = 12
+
+
+class Skipped(Exception):
+    """A part or a case that this machine cannot run at all; the message says what is missing."""
+
+
+class Device:
+    """Where a part computes."""
+
+    def __init__(self, kind: str) -> None:
+        """``kind`` is "cuda" or "cpu".
+
+        Raises:
+            RuntimeError: there is no such device.
+        """
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no CUDA GPU: {_why_no_cuda()}")
+        self.kind = kind
+        self.is_gpu = kind == "cuda"
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def wait_for_stream(self) -> None:
+        """Wait for the current stream alone."""
+        if self.is_gpu:
+            torch.cuda.current_stream().synchronize()
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0] if self.is_gpu else free_host_bytes()
+
+    def time_s(self, function: Callable[[], object], *, repeats: int = 5) -> float:
+        """Median seconds of a call, the device's work included, after one call that is not counted."""
+        times_s = []
+        for _ in range(repeats + 1):
+            self.synchronize()
+            start_s = time.perf_counter()
+            function()
+            self.synchronize()
+            times_s.append(time.perf_counter() - start_s)
+        return statistics.median(times_s[1:])
+
+    def measure_peak(self, function: Callable[[], object]) -> float | None:
+        """GiB that the device's memory grows by during a call, at most; None without a GPU."""
+        if not self.is_gpu:
+            function()
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def _why_no_cuda() -> str:
+    try:
+        torch.cuda.init()
+    except Exception as error:  # of many types, for want of a build, a driver or a device
+        return str(error)
+    return "it does not say why"
+
+
+class Report:
+    """What a part has found; on disk as soon as it is known, so that a part that hangs has said something."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.figures: dict[str, object] = {}
+        self.checks: dict[str, bool] = {}
+        self.errors: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self._file = file
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing failed, and something was tried."""
+        return not self.errors and all(self.checks.values()) and bool(self.figures or self.checks)
+
+    def put(self, **figures: object) -> None:
+        """Add figures; their names end in their units."""
+        self.figures |= figures
+        self._write()
+
+    def check(self, name: str, is_right: bool) -> None:
+        """Add a statement about results that has to hold."""
+        self.checks[name] = bool(is_right)
+        self._write()
+
+    @contextlib.contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Catch what goes wrong in a part of the part: the cases after it have their turn."""
+        try:
+            yield
+        except Skipped as reason:
+            self.skipped[name] = str(reason)
+        except Exception as error:
+            self.errors[name] = describe(error)
+        self._write()
+
+    def content(self) -> dict[str, object]:
+        """The report as JSON has it."""
+        parts = {"figures": self.figures, "checks": self.checks, "errors": self.errors}
+        return plain({"ok": self.is_ok, **parts, "skipped": self.skipped})
+
+    def _write(self) -> None:
+        if self._file is not None:
+            partial = self._file.with_suffix(".partial")
+            partial.write_text(json.dumps(self.content()), encoding="utf-8")
+            partial.replace(self._file)
+
+
+def describe(error: BaseException) -> str:
+    """The last lines of an exception's traceback, the message last."""
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
+    return "\n".join(lines[-TRACEBACK_LINES:])
+
+
+def plain(value: Any) -> Any:
+    """The same in JSON's types: floats in five digits, and as words where they are not finite."""
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return str(value)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference by the largest expected number; infinite where a found one is not finite."""
+    if found.numel() == expected.numel() == 0:
+        return 0.0
+    found, expected = found.detach(), expected.detach()
+    if not bool(torch.isfinite(found).all()):
+        return math.inf
+    scale = max(float(expected.abs().max()), 1e-30)
+    return float((found.double() - expected.double()).abs().max()) / scale
+
+
+def free_host_bytes() -> int:
+    """Memory that the kernel can hand out without swapping."""
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def shared_memory_folder() -> Path:
+    """Where staging buffers lie: shared memory, or where there is none the folder of temporary files."""
+    folder = Path("/dev/shm")
+    return folder if folder.is_dir() else Path(tempfile.gettempdir())
+
+
+def open_trainer_package(device: Device, report: Report) -> None:
+    """Make modules of ``forgeasync.trainer`` importable, also where TorchTitan is not.
+
+    Some of them need torch alone, but their packages import TorchTitan (and lazy_loader). Where that fails,
+    the packages stand without what their ``__init__.py`` does, and the report says so; modules that need
+    TorchTitan themselves fail when they are imported.
+    """
+    missing = {}
+    for name in ("forgeasync", "forgeasync.trainer"):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            missing[name] = f"{type(error).__name__}: {error}"
+            package = types.ModuleType(name)
+            package.__path__ = [str(REPOSITORY.joinpath(*name.split(".")))]
+            sys.modules[name] = package
+    if missing:
+        report.put(packages_without_their_init=missing)
+    if "forgeasync.trainer" in missing:
+        # The one name in it that others import.
+        device_type = types.ModuleType("forgeasync.models.workarounds.titan_cpu")
+        device_type.DEVICE_TYPE = device.kind
+        sys.modules["forgeasync.models.workarounds.titan_cpu"] = device_type
+
+
+@contextlib.contextmanager
+def group_of_one(backend: str) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

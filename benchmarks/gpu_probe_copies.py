@@ -1,0 +1,359 @@
+"""Parts of gpu_probe.py that copy: staging, the swap of weights under a CUDA graph, checkpoint copies."""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gpu_probe_common import (
+    GB,
+    Device,
+    Report,
+    Skipped,
+    free_host_bytes,
+    open_trainer_package,
+    shared_memory_folder,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSizes:
+    """Float32 shards: stacks of experts, and some vectors beside each."""
+
+    stack: tuple[int, int, int]
+    vector: int
+    vectors_per_stack: int
+    most_bytes: int
+    """Of the staged version, in bfloat16."""
+
+
+STAGING = {
+    "cuda": StagingSizes(stack=(32, 2048, 768), vector=2048, vectors_per_stack=8, most_bytes=4 * 2**30),
+    "cpu": StagingSizes(stack=(4, 128, 384), vector=256, vectors_per_stack=3, most_bytes=2**20),
+}
+DTYPE = torch.bfloat16
+
+
+def staging(device: Device, report: Report) -> None:
+    """Shards from the device to the host, by the product's own code: pageable against page-locked memory."""
+    open_trainer_package(device, report)
+    from forgeasync.weights.device_copies import finish_copies, page_lock, start_copy
+
+    sizes = STAGING[device.kind]
+    shards = _make_shards(device, sizes)
+    num_bytes = DTYPE.itemsize * sum(shard.numel() for shard in shards)
+    report.put(staged_gb=num_bytes / GB, num_tensors=len(shards))
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    targets = buffer.view(DTYPE).split([shard.numel() for shard in shards])
+
+    def copy() -> None:
+        for target, shard in zip(targets, shards, strict=True):
+            start_copy(target, shard)
+        finish_copies(shards)
+
+    for kind in ("pageable", "page_locked"):
+        with report.case(kind):
+            if kind == "page_locked":
+                start_s = time.perf_counter()
+                page_lock(buffer)
+                report.put(page_lock_s=time.perf_counter() - start_s)
+            buffer.zero_()
+            report.put(**{f"{kind}_gb_per_s": num_bytes / GB / device.time_s(copy)})
+            report.check(f"{kind}_bytes_are_right", _are_staged(targets, shards))
+    with report.case("staging_buffers"):
+        _stage(device, report, shards, num_bytes)
+
+
+def _make_shards(device: Device, sizes: StagingSizes) -> list[torch.Tensor]:
+    """As many as there is room for: in float32 on the device, in bfloat16 three times on the host."""
+    stack_elements = sizes.stack[0] * sizes.stack[1] * sizes.stack[2]
+    in_shared_memory = shutil.disk_usage(shared_memory_folder()).free
+    room = min(sizes.most_bytes, device.free_bytes() // 8, free_host_bytes() // 8, in_shared_memory // 3)
+    num_stacks = max(1, room // (DTYPE.itemsize * stack_elements))
+    shards = []
+    for _ in range(num_stacks):
+        shards.append(torch.randn(sizes.stack, device=device.kind))
+        shards += [torch.randn(sizes.vector, device=device.kind) for _ in range(sizes.vectors_per_stack)]
+    return shards
+
+
+def _are_staged(targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> bool:
+    return all(
+        torch.equal(target, shard.to(DTYPE).cpu().flatten())
+        for target, shard in zip(targets, shards, strict=True)
+    )
+
+
+def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_bytes: int) -> None:
+    """Both slots of the trainer's staging buffers, with checksums."""
+    from forgeasync.weights.layout import NamedWeight, lay_out
+    from forgeasync.weights.staging import StagingBuffers
+
+    weights = [
+        NamedWeight(
+            names=tuple(f"{i}.{j}" for j in range(shard.shape[0])) if shard.dim() == 3 else (str(i),),
+            tensor=shard,
+        )
+        for i, shard in enumerate(shards)
+    ]
+    layout = lay_out(weights, range(len(weights)), rank=0, host_id="probe", itemsize=DTYPE.itemsize)
+    folder = Path(tempfile.mkdtemp(prefix="gpu_probe-", dir=shared_memory_folder()))
+    try:
+        start_s = time.perf_counter()
+        buffers = StagingBuffers(folder, layout, DTYPE)
+        report.put(staging_buffers_start_s=time.perf_counter() - start_s)
+        copy_s = [buffers.write(version % 2, version, shards).copy_s for version in range(6)]
+        report.put(staging_buffers_gb_per_s=num_bytes / GB / statistics.median(copy_s[2:]))
+        for slot in range(2):
+            staged = buffers.bytes(slot)
+            targets = [
+                staged[piece.offset :][: piece.num_elements * DTYPE.itemsize].view(DTYPE)
+                for piece in layout.pieces
+            ]
+            report.check(f"staging_buffers_bytes_of_slot_{slot}_are_right", _are_staged(targets, shards))
+    finally:
+        shutil.rmtree(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapSizes:
+    """Square bfloat16 matrices that one after the other multiply a batch."""
+
+    width: int
+    batch: int
+    most_bytes: int
+    num_small: int
+    """Small tensors, which show what a copy costs that moves next to nothing."""
+
+
+SWAP = {
+    "cuda": SwapSizes(width=4096, batch=16, most_bytes=8 * 2**30, num_small=2048),
+    "cpu": SwapSizes(width=64, batch=4, most_bytes=2**16, num_small=8),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A CUDA graph and the tensor that it writes to."""
+
+    replay: Callable[[], object]
+    output: torch.Tensor
+
+
+def capture(run: Callable[[], torch.Tensor]) -> Captured:
+    """Capture what ``run`` computes, after some calls on a stream of their own, as torch asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    return Captured(replay=graph.replay, output=output)
+
+
+def swap(device: Device, report: Report) -> None:
+    """New weights copied in between two replays of one graph: from the host, and from the device itself."""
+    if not device.is_gpu:
+        raise Skipped("needs CUDA: there are no graphs without it")
+    sizes = SWAP[device.kind]
+    # On the device twice, and once more while they are made; on the host once.
+    room = min(sizes.most_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
+    num_bytes = DTYPE.itemsize * sizes.width**2
+    num_matrices = max(2, room // num_bytes)
+    report.put(swapped_gb=num_matrices * num_bytes / GB, num_copies=num_matrices)
+
+    def make() -> list[torch.Tensor]:
+        return [
+            torch.randn(sizes.width, sizes.width, dtype=DTYPE, device=device.kind).mul_(sizes.width**-0.5)
+            for _ in range(num_matrices)
+        ]
+
+    def apply(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+        y = x
+        for matrix in matrices:
+            y = y @ matrix
+        return y
+
+    x = torch.randn(sizes.batch, sizes.width, dtype=DTYPE, device=device.kind)
+    weights, shadow = make(), make()
+    start_s = time.perf_counter()
+    host_shadow = [torch.empty(sizes.width, sizes.width, dtype=DTYPE, pin_memory=True) for _ in shadow]
+    report.put(host_shadow_allocation_s=time.perf_counter() - start_s)
+    for on_host, matrix in zip(host_shadow, shadow, strict=True):
+        on_host.copy_(matrix)
+    first, second = apply(weights).clone(), apply(shadow).clone()
+    report.check("two_versions_differ", not torch.equal(first, second))
+    graph = capture(lambda: apply(weights))
+    graph.replay()
+    device.synchronize()
+    _check_output(report, "graph", graph.output, first)
+    report.put(replay_ms=1e3 * device.time_s(graph.replay))
+    first_weights = [matrix.clone() for matrix in weights]
+
+    def copy_from(sources: Sequence[torch.Tensor]) -> None:
+        for matrix, source in zip(weights, sources, strict=True):
+            matrix.copy_(source, non_blocking=True)
+
+    def copy_at_once() -> None:
+        torch._foreach_copy_(weights, shadow)
+
+    routes: dict[str, Callable[[], None]] = {
+        "host": lambda: copy_from(host_shadow),
+        "device": lambda: copy_from(shadow),
+        "device_foreach": copy_at_once,
+    }
+    for name, swap_in in routes.items():
+        with report.case(name):
+            copy_from(first_weights)
+            # As an engine has it: nothing waits between the replays.
+            graph.replay()
+            swap_in()
+            graph.replay()
+            device.synchronize()
+            _check_output(report, name, graph.output, second)
+            pause_s = device.time_s(swap_in)
+            report.put(
+                **{f"{name}_pause_ms": 1e3 * pause_s},
+                **{f"{name}_gb_per_s": num_matrices * num_bytes / GB / pause_s},
+            )
+    del first_weights
+    with report.case("upload_beside_replays"):
+        _upload_beside_replays(device, report, graph, shadow, host_shadow)
+    with report.case("small_copies"):
+        small = [torch.zeros(64, dtype=DTYPE, device=device.kind) for _ in range(sizes.num_small)]
+        on_host = torch.zeros(sizes.num_small, 64, dtype=DTYPE, pin_memory=True).unbind()
+
+        def copy_small() -> None:
+            for one, source in zip(small, on_host, strict=True):
+                one.copy_(source, non_blocking=True)
+
+        report.put(small_copy_us=1e6 * device.time_s(copy_small) / sizes.num_small)
+
+
+def _check_output(report: Report, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Captured products may take another algorithm than eager ones: not bit by bit, but near."""
+    difference = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    report.put(
+        **{f"{name}_relative_error": difference},
+        **{f"{name}_is_bit_equal_to_eager": torch.equal(found, expected)},
+    )
+    report.check(f"{name}_replay_gives_the_new_result", difference < 0.1)
+
+
+def _upload_beside_replays(
+    device: Device,
+    report: Report,
+    graph: Captured,
+    shadow: Sequence[torch.Tensor],
+    host_shadow: Sequence[torch.Tensor],
+) -> None:
+    """Fill the device's shadow from the host on another stream while the graph is replayed."""
+    stream = torch.cuda.Stream()
+    num_bytes = sum(matrix.nbytes for matrix in shadow)
+
+    def upload() -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for matrix, source in zip(shadow, host_shadow, strict=True):
+                matrix.copy_(source, non_blocking=True)
+
+    upload_s = device.time_s(upload, repeats=3)
+    replay_s = device.time_s(graph.replay)
+    num_replays = max(1, round(upload_s / replay_s))
+
+    def replay_often() -> None:
+        for _ in range(num_replays):
+            graph.replay()
+
+    device.synchronize()
+    start_s = time.perf_counter()
+    upload()
+    replay_often()
+    device.wait_for_stream()
+    replays_beside_s = time.perf_counter() - start_s
+    device.synchronize()
+    both_s = time.perf_counter() - start_s
+    report.put(
+        upload_gb_per_s=num_bytes / GB / upload_s,
+        num_replays=num_replays,
+        replays_alone_s=device.time_s(replay_often, repeats=2),
+        replays_beside_upload_s=replays_beside_s,
+        upload_and_replays_s=both_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSizes:
+    """Float32 state of so many equal tensors, and the width of the products beside its copy."""
+
+    tensor_elements: int
+    most_bytes: int
+    width: int
+
+
+CHECKPOINT = {
+    "cuda": CheckpointSizes(tensor_elements=2**26, most_bytes=8 * 2**30, width=8192),
+    "cpu": CheckpointSizes(tensor_elements=2**12, most_bytes=2**16, width=64),
+}
+
+
+def checkpoint_copies(device: Device, report: Report) -> None:
+    """The trainer's copies for a checkpoint, alone and beside matrix products."""
+    open_trainer_package(device, report)
+    from forgeasync.trainer.host_copies import HostCopies
+
+    sizes = CHECKPOINT[device.kind]
+    # Page-locked memory comes in powers of two.
+    room = min(sizes.most_bytes, device.free_bytes() // 4, free_host_bytes() // 4)
+    num_tensors = max(2, room // (4 * sizes.tensor_elements))
+    state = {f"w{i}": torch.randn(sizes.tensor_elements, device=device.kind) for i in range(num_tensors)}
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    report.put(state_gb=num_bytes / GB)
+    copies = HostCopies()
+    device.synchronize()
+    start_s = time.perf_counter()
+    copies.copy(state, copies.now())
+    report.put(first_copy_s=time.perf_counter() - start_s)
+    copy_s = device.time_s(lambda: copies.copy(state, copies.now()), repeats=3)
+    report.put(copy_alone_s=copy_s, copy_gb_per_s=num_bytes / GB / copy_s)
+    with report.case("pageable"):
+        pageable_s = device.time_s(lambda: [one.to("cpu", copy=True) for one in state.values()], repeats=1)
+        report.put(pageable_copy_s=pageable_s, pageable_gb_per_s=num_bytes / GB / pageable_s)
+    a = torch.randn(sizes.width, sizes.width, dtype=DTYPE, device=device.kind)
+    product = torch.empty_like(a)
+    product_s = device.time_s(lambda: torch.matmul(a, a, out=product))
+    num_products = max(1, min(10_000, round(copy_s / product_s)))
+
+    def multiply() -> None:
+        for _ in range(num_products):
+            torch.matmul(a, a, out=product)
+
+    products_s = device.time_s(multiply, repeats=3)
+    report.put(
+        num_products=num_products,
+        products_alone_s=products_s,
+        tflops=2e-12 * sizes.width**3 * num_products / products_s,
+    )
+    for tensor in state.values():
+        tensor.add_(1.0)
+    with ThreadPoolExecutor(1) as thread:
+        device.synchronize()
+        start_s = time.perf_counter()
+        copied = thread.submit(copies.copy, state, copies.now())
+        multiply()
+        device.wait_for_stream()
+        beside_s = time.perf_counter() - start_s
+        found = copied.result()
+        both_s = time.perf_counter() - start_s
+    report.put(products_beside_copy_s=beside_s, both_s=both_s)
+    report.put(overlapped_share=(copy_s + products_s - both_s) / min(copy_s, products_s))
+    is_equal = all(torch.equal(found[name], tensor.cpu()) for name, tensor in state.items())
+    report.check("copies_are_right", is_equal)
