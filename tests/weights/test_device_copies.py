@@ -1,4 +1,4 @@
-"""Staging from a GPU, on pretended devices: bytes and checksums of the host, whatever the order of streams."""
+"""Staging from a GPU, on pretended devices: the host's bytes and checksums, whatever the order of streams."""
 
 from pathlib import Path
 
