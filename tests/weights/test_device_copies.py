@@ -1,5 +1,7 @@
 """Staging from a GPU, on pretended devices: the host's bytes and checksums, whatever the order of streams."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 import torch
 
 from forgeasync.weights.layout import BLOCK_BYTES, NamedWeight, RankLayout, lay_out
+from forgeasync.weights.publisher import Publication
 from forgeasync.weights.staging import StagingBuffers
+from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support import pretended_device
 from tests.support.pretended_device import DEVICE, LazyGpu, OnDevice
 
@@ -113,3 +117,30 @@ def test_a_cast_is_made_on_the_side_stream(tmp_path: Path, gpu: LazyGpu) -> None
     (side,) = gpu.sides
     assert gpu.compute.operations == []
     assert len(side.operations) == 3, "the wait for what was computed, the cast, the copy"
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_device_s_copies_hold_its_stream_and_the_host_s_the_thread_that_trains(
+    tmp_path: Path, gpu: LazyGpu, on_device: bool
+) -> None:
+    (shard, *_) = make_shards(1.0)
+    buffers = make_buffers(tmp_path / "staging", layout_of([shard], torch.float32), torch.float32)
+    let_go = threading.Event()
+    with ThreadPoolExecutor(1) as copying:
+        copying.submit(let_go.wait)
+        publication = Publication(
+            buffers.begin(0, [OnDevice(shard) if on_device else shard]),
+            SharedMemoryTransport(),
+            copying,
+            rank=0,
+            version=1,
+            slot=0,
+        )
+        trains = threading.Thread(target=publication.until_copied)
+        trains.start()
+        trains.join(5.0 if on_device else 0.2)
+        goes_on = not trains.is_alive()
+        let_go.set()
+        trains.join()
+    assert goes_on is on_device
+    assert len(gpu.compute.operations) == on_device, "what comes next waits for the copies"
