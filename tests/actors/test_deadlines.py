@@ -160,7 +160,7 @@ def test_the_next_step_begins_once_staging_has_begun() -> None:
         mesh = make_mesh(rank, train_step_s=60.0, weights_s=0.2)
         begun = asyncio.Event()
         staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
-        await begun.wait()
+        await asyncio.wait_for(begun.wait(), 10)
         assert rank.log == ["begin_staging begins", "begin_staging ends"]
         await mesh.train_rows([[]], step=3)
         assert rank.log[2:] == ["finish_staging begins", "train_rows begins", "train_rows ends"]
