@@ -6,8 +6,9 @@ Four loops share one replay buffer, and wait for each other only through it:
 
     collect   has a generator sample a prompt whenever the buffer lets a group start         waits: bounds
     score     takes sampled groups, has the scorer reward them, completes them in the buffer waits: collect
-    train     takes a batch, makes an optimizer step, stages the new weights                 waits: score
-    serve     has a generator fetch and swap in the newest weights, so that groups may start waits: train
+    train     takes a batch, makes an optimizer step, has the copies of its weights begin    waits: score
+    serve     has the trainer stage the newest weights beside its next step, and a generator
+              fetch and swap them in, so that groups may start                               waits: train
 
 With an environment the collecting loop runs episodes, which return sampled and scored: the scoring loop then
 has nothing to do. The serving loops are in forgeasync/controller/serving.py; resuming is in resume.py there.

@@ -42,7 +42,7 @@ DTYPE = torch.bfloat16
 def staging(device: Device, report: Report) -> None:
     """Shards from the device to the host, by the product's own code: pageable against page-locked memory."""
     open_trainer_package(device, report)
-    from forgeasync.weights.device_copies import finish_copies, page_lock, start_copy
+    from forgeasync.weights.device_copies import DeviceCopies, page_lock
 
     sizes = STAGING[device.kind]
     shards = _make_shards(device, sizes)
@@ -51,10 +51,15 @@ def staging(device: Device, report: Report) -> None:
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
     targets = buffer.view(DTYPE).split([shard.numel() for shard in shards])
 
+    copies = DeviceCopies()
+
     def copy() -> None:
+        if device.kind == "cuda":
+            copies.start(targets, shards).wait()
+            return
+        # Shards on the host have no stream to be copied on.
         for target, shard in zip(targets, shards, strict=True):
-            start_copy(target, shard)
-        finish_copies(shards)
+            target.view(shard.shape).copy_(shard)
 
     for kind in ("pageable", "page_locked"):
         with report.case(kind):
@@ -107,7 +112,11 @@ def _stage(device: Device, report: Report, shards: Sequence[torch.Tensor], num_b
         start_s = time.perf_counter()
         buffers = StagingBuffers(folder, layout, DTYPE)
         report.put(staging_buffers_start_s=time.perf_counter() - start_s)
-        copy_s = [buffers.write(version % 2, version, shards).copy_s for version in range(6)]
+        copy_s = []
+        for version in range(6):
+            start_s = time.perf_counter()
+            buffers.begin(version % 2, shards).finish()
+            copy_s.append(time.perf_counter() - start_s)
         report.put(staging_buffers_gb_per_s=num_bytes / GB / statistics.median(copy_s[2:]))
         for slot in range(2):
             staged = buffers.bytes(slot)

@@ -45,7 +45,8 @@ NUM_WARM, NUM_ENDS = 5, 10
 class Round:
     """One version by one transport; seconds."""
 
-    copy_s: float
+    waited_s: float
+    staging_s: float
     call_s: float
     cast_s: float
     same_s: float
@@ -110,7 +111,8 @@ class Bench:
         manifest = await self._trainer.stage_weights(self._slot)
         call_s = time.perf_counter() - start_s
         return Round(
-            copy_s=manifest.copy_s,
+            waited_s=manifest.waited_s,
+            staging_s=manifest.staging_s,
             call_s=call_s,
             cast_s=max(reference.cast_s for reference in references),
             same_s=max(reference.same_s for reference in references),

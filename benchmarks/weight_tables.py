@@ -50,9 +50,9 @@ def _update_cells(rounds: list[dict[str, Any]], median_gap_s: float) -> list[str
         return middle(lambda one: value(one["update"]))
 
     return [
-        _ms(middle(lambda one: one["copy_s"])),
-        f"{middle(lambda one: one['copy_s'] / one['cast_s']):.2f}",
-        f"{middle(lambda one: one['copy_s'] / one['same_s']):.2f}",
+        _ms(middle(lambda one: one["staging_s"])),
+        f"{middle(lambda one: one['staging_s'] / one['cast_s']):.2f}",
+        f"{middle(lambda one: one['staging_s'] / one['same_s']):.2f}",
         _ms(middle(lambda one: one["call_s"])),
         _ms(update(lambda one: one["fetch"]["fetch_s"])),
         f"{update(lambda one: one['fetch']['num_bytes_moved'] / one['fetch']['fetch_s']) / 1e9:.2f}",

@@ -2,6 +2,9 @@
 
 Consumes packed rows, or references to rollouts, from the training loop; produces weight versions in its
 staging buffers. All ranks get every call at the same time and wait for each other inside its collectives.
+
+Whatever touches the model or a collective runs in one thread, in the order of the calls. A version's copies,
+checksums and transport run beside it: the next optimizer step waits for the copies, generators for all of it.
 """
 
 import dataclasses
@@ -12,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.ordered_thread import OrderedThread
 from forgeasync.config.model import Dtype
 from forgeasync.config.weights import TransportChoice
 from forgeasync.observability.logs import redirect_process_output
@@ -31,7 +35,7 @@ from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult, write_skipped_rows
 from forgeasync.weights.layout import TORCH_DTYPES, RankLayout
 from forgeasync.weights.manifest import StagedShard
-from forgeasync.weights.publisher import WeightPublisher
+from forgeasync.weights.publisher import Publication, WeightPublisher
 from forgeasync.weights.transports.build import build_transport
 from forgeasync.weights.transports.transport import StagingSource
 
@@ -49,26 +53,32 @@ class TrainerActor(Actor):
         self._rank = current_rank().rank
         self._skipped_steps = log_dir / SKIPPED_STEPS
         redirect_process_output(log_dir / f"trainer-{self._rank}.log")
-        self._trainer: PolicyTrainer | None = None
+        self._thread = OrderedThread("trainer")
+        self._built: PolicyTrainer | None = None
+        self._publications: dict[int, Publication] = {}
+        """Versions on their way, by slot."""
         self._memory = MemoryWatch(with_descendants=True)
 
-    @endpoint
+    @concurrent_endpoint
     async def setup(self, setup: TrainerSetup, host_id: str) -> int:
         """Join the process group and build the model; returns the data-parallel rank of this proc.
 
         Raises:
             ValueError: as ``PolicyTrainer``.
         """
-        # TorchTitan takes seconds to import: only the procs that train pay for it.
-        from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
-        from forgeasync.trainer.policy_trainer import PolicyTrainer
-
         self._section = setup.section
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
         # The model's folder has its tokenizer too.
         self._places = TokenPlaces(setup.checkpoint)
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
+        return await self._thread.call(lambda: self._build(setup))
+
+    def _build(self, setup: TrainerSetup) -> int:
+        # TorchTitan takes seconds to import: only the procs that train pay for it.
+        from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+        from forgeasync.trainer.policy_trainer import PolicyTrainer
+
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
             # The only one that this proc sees; LOCAL_RANK counts the host's.
@@ -76,24 +86,28 @@ class TrainerActor(Actor):
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
         torch.autograd.set_multithreading_enabled(False)
-        self._trainer = PolicyTrainer(setup)
-        return self._trainer.data_rank
+        self._built = PolicyTrainer(setup)
+        return self._built.data_rank
 
-    @endpoint
+    @property
+    def _trainer(self) -> "PolicyTrainer":
+        assert self._built is not None
+        return self._built
+
+    @concurrent_endpoint
     async def pid(self) -> int:
         """The id of this proc on its host."""
         return os.getpid()
 
-    @endpoint
+    @concurrent_endpoint
     async def connect(self, generators: GeneratorActor) -> None:
         """Set the generators that are asked for payloads of other hosts."""
         self._generators = generators
 
-    @endpoint
+    @concurrent_endpoint
     async def train_rows(self, rows: list[PackedRow]) -> StepResult:
         """One optimizer step; these are this data rank's rows."""
-        assert self._trainer is not None
-        result = self._trainer.train_step(rows)
+        result = await self._thread.call(lambda: self._trainer.train_step(rows))
         self._keep_if_skipped(result, rows)
         return dataclasses.replace(result, memory=self._memory.peak())
 
@@ -108,7 +122,7 @@ class TrainerActor(Actor):
                 reason=result.skip_reason,
             )
 
-    @endpoint
+    @concurrent_endpoint
     async def train_items(self, minibatches: list[list[list[TrainingItem]]]) -> StepResult:
         """A batch of rollouts by reference, an optimizer step for each of its minibatches of rows.
 
@@ -117,18 +131,24 @@ class TrainerActor(Actor):
         Raises:
             MismatchTooLarge: trainer and generator do not compute the same distribution.
         """
-        assert self._trainer is not None
-        trained_version = self._trainer.policy_version
-        start_s = time.perf_counter()
-        self._num_read = {"shared": 0, "remote": 0}
-        # The rollouts of a group share their prompt's payload: it is read once.
-        prompts: dict[str, Arrays] = {}
-        packed = [
-            [pack_row([await self._read(item, trained_version, prompts) for item in items]) for items in rows]
-            for rows in minibatches
-        ]
-        read_s = time.perf_counter() - start_s
-        result = self._trainer.train_batch(packed, max_fresh_mismatch=self._section.max_fresh_mismatch)
+        async with self._thread.turn():
+            trained_version = self._trainer.policy_version
+            start_s = time.perf_counter()
+            self._num_read = {"shared": 0, "remote": 0}
+            # The rollouts of a group share their prompt's payload: it is read once.
+            prompts: dict[str, Arrays] = {}
+            packed = [
+                [
+                    pack_row([await self._read(item, trained_version, prompts) for item in items])
+                    for items in rows
+                ]
+                for rows in minibatches
+            ]
+            read_s = time.perf_counter() - start_s
+            limit = self._section.max_fresh_mismatch
+            result = await self._thread.run(
+                lambda: self._trainer.train_batch(packed, max_fresh_mismatch=limit)
+            )
         self._keep_if_skipped(result, [row for rows in packed for row in rows])
         read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}
@@ -161,61 +181,79 @@ class TrainerActor(Actor):
             places=self._places,
         )
 
-    @endpoint
+    @concurrent_endpoint
     async def lay_out_weights(self, dtype: Dtype) -> RankLayout:
         """Agree with the other ranks on who publishes what; what this one publishes."""
-        assert self._trainer is not None
-        weights = self._trainer.named_weights()
-        self._publisher = WeightPublisher(weights, TORCH_DTYPES[dtype], host_id=self._host_id)
+
+        def lay_out() -> WeightPublisher:
+            return WeightPublisher(self._trainer.named_weights(), TORCH_DTYPES[dtype], host_id=self._host_id)
+
+        self._publisher = await self._thread.call(lay_out)
         return self._publisher.layout
 
-    @endpoint
+    @concurrent_endpoint
     async def open_staging(
         self, folder: Path, transport: TransportChoice, generator_hosts: frozenset[str]
     ) -> StagingSource:
         """Allocate the staging buffers in a folder of this host; how generators reach them."""
-        return await self._publisher.open(folder, build_transport(transport), generator_hosts=generator_hosts)
+        async with self._thread.turn():
+            return await self._publisher.open(
+                folder, build_transport(transport), generator_hosts=generator_hosts
+            )
 
-    @endpoint
-    async def stage_weights(self, slot: int) -> StagedShard:
-        """Publish this rank's part of the current weights in a staging buffer, cast to their dtype there.
+    @concurrent_endpoint
+    async def begin_staging(self, slot: int) -> float:
+        """Begin to copy this rank's part of the current weights into a staging buffer.
+
+        Returns the seconds it took; after them the next call may train. ``finish_staging`` has to follow.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
         """
-        assert self._trainer is not None
-        self._trainer.require_finite_weights(f"publishing version {self._trainer.policy_version}")
-        start_s = time.perf_counter()
-        staged = await self._publisher.publish(
-            slot, self._trainer.policy_version, self._trainer.named_weights()
-        )
-        return dataclasses.replace(staged, copy_s=time.perf_counter() - start_s)
 
-    @endpoint
+        def begin() -> float:
+            start_s = time.perf_counter()
+            trainer = self._trainer
+            trainer.require_finite_weights(f"publishing version {trainer.policy_version}")
+            publication = self._publisher.begin(slot, trainer.policy_version, trainer.named_weights())
+            trainer.let_read(publication.until_copied)
+            self._publications[slot] = publication
+            return time.perf_counter() - start_s
+
+        return await self._thread.call(begin)
+
+    @concurrent_endpoint
+    async def finish_staging(self, slot: int) -> StagedShard:
+        """Wait until the version begun in the slot is staged there; no other call waits for this one."""
+        return await self._publications.pop(slot).finished()
+
+    @concurrent_endpoint
     async def begin_checkpoint(self, folder: Path, run_state: bytes, keep: int) -> None:
         """Start to write a checkpoint beside training."""
-        assert self._trainer is not None
-        self._trainer.begin_checkpoint(folder, run_state=run_state, keep=keep)
+        await self._thread.call(
+            lambda: self._trainer.begin_checkpoint(folder, run_state=run_state, keep=keep)
+        )
 
-    @endpoint
+    @concurrent_endpoint
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint begun last is on the disk."""
-        assert self._trainer is not None
-        self._trainer.finish_checkpoint()
+        await self._thread.call(lambda: self._trainer.finish_checkpoint())
 
-    @endpoint
+    @concurrent_endpoint
     async def policy_version(self) -> int:
-        """Which weights this rank has."""
-        assert self._trainer is not None
-        return self._trainer.policy_version
+        """Which weights this rank has, once the calls before this one have ended."""
+        return await self._thread.call(lambda: self._trainer.policy_version)
 
-    @endpoint
+    @concurrent_endpoint
     async def save_hf(self, folder: Path, source: Path) -> int:
         """Write the weights as a Hugging Face folder; returns their version.
 
         Raises:
             NonFiniteWeights: on every rank, if any rank's weights have nan or inf.
         """
-        assert self._trainer is not None
-        self._trainer.save_hf(folder, source=source)
-        return self._trainer.policy_version
+
+        def save() -> int:
+            self._trainer.save_hf(folder, source=source)
+            return self._trainer.policy_version
+
+        return await self._thread.call(save)

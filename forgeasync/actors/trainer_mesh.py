@@ -31,8 +31,9 @@ PEERS_S = 5.0
 class TrainerMesh:
     """The trainer mesh behind deadlines.
 
-    A rank answers one call after the other. So calls wait for their turn here, and the time that a call may
+    A rank works on one call after the other. So calls wait for their turn here, and the time that a call may
     take begins when the ranks are free: staging weights behind a long train step does not use up its own.
+    Staging has its turn until its copies have begun; the rest of it goes on beside the calls that follow.
 
     Every call raises ``DeadlineExceeded`` where the ranks took longer than the config allows.
     """
@@ -183,14 +184,24 @@ class TrainerMesh:
         assert self._layout is not None
         return StagedWeights(manifest=manifest, layout=self._layout, sources=tuple(self._sources))
 
-    async def stage_weights(self, slot: int) -> Manifest:
-        """Copy the current weights into a slot of every rank's staging buffers."""
-        shards = await self._on_every_rank(
-            lambda: [rank.stage_weights.call_one(slot) for rank in self._ranks],
-            self._timeouts.weights_s,
-            call=f"staging {self._staged}",
-            key="weights_s",
+    async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
+        """Copy the current weights into a slot of every rank's staging buffers.
+
+        Calls ``when_begun`` as soon as every rank has begun to copy. The next call may follow then: a step
+        waits for the copies only where it changes the weights.
+
+        Raises:
+            NonFiniteWeights: the weights have nan or inf; ``when_begun`` is not called.
+        """
+        what, limit_s, key = f"staging {self._staged}", self._timeouts.weights_s, "weights_s"
+        waited_s = await self._on_every_rank(
+            lambda: [rank.begin_staging.call_one(slot) for rank in self._ranks], limit_s, call=what, key=key
         )
+        when_begun()
+        async with deadline(limit_s, call=f"the trainer {what}", key=f"timeouts.{key}"):
+            shards = await self._together(
+                [asyncio.ensure_future(rank.finish_staging.call_one(slot)) for rank in self._ranks]
+            )
         assert len({shard.version for shard in shards}) == 1, "ranks are at different versions"
         assert self._layout is not None
         return Manifest(
@@ -198,7 +209,8 @@ class TrainerMesh:
             slot=slot,
             layout_digest=self._layout.digest,
             checksums=tuple(shard.checksums for shard in shards),
-            copy_s=max(shard.copy_s for shard in shards),
+            waited_s=max(waited_s),
+            staging_s=max(shard.staging_s for shard in shards),
         )
 
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:

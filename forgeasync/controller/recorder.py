@@ -85,6 +85,7 @@ class RunRecorder:
         self._scored = ScoredGroups()
         self._episodes: list[EpisodeResult] = []
         self._num_truncated_episodes: int | None = None if config.environment is None else 0
+        self._publish_s: list[float] = []
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
         # The procs of the other roles are its descendants on this host.
@@ -125,6 +126,10 @@ class RunRecorder:
         assert self._num_truncated_episodes is not None, "only environments have episodes"
         self._episodes += results
         self._num_truncated_episodes += sum(result.is_truncated for result in results)
+
+    def record_publish(self, publish_s: float) -> None:
+        """Publishing a version took so long, most of it beside training; goes into the next step's line."""
+        self._publish_s.append(publish_s)
 
     def record_fetch(self, fetched: FetchReport) -> None:
         """A generator's fetch of a version; goes into the next step's line."""
@@ -190,6 +195,7 @@ class RunRecorder:
         self._num_dropped_before = Counter(num_dropped)
         self._scored = ScoredGroups()
         self._episodes.clear()
+        self._publish_s.clear()
         self._fetches.clear()
         self._swaps.clear()
 
@@ -237,6 +243,7 @@ class RunRecorder:
             "generator/num_resumed": sum(swap.num_resumed for swap in self._swaps),
             "generator/num_recomputed": sum(swap.num_recomputed for swap in self._swaps),
             "weights/num_swaps": len(self._swaps),
+            "weights/max_publish_s": max(self._publish_s, default=0.0),
             "weights/max_fetch_s": max((fetch.fetch_s for fetch in self._fetches), default=0.0),
             "weights/num_bytes_moved": sum(fetch.num_bytes_moved for fetch in self._fetches),
             "weights/num_bytes_needed": sum(fetch.num_bytes_needed for fetch in self._fetches),

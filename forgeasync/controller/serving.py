@@ -1,9 +1,13 @@
 """New weights on their way from the trainer to the generators: the serving loops of a run.
 
 The generators of each host have a loop of their own: they fetch and swap in the newest version whenever there
-is one newer than theirs. One more loop publishes what had to be skipped. Training waits for none of them.
+is one newer than theirs. One loop publishes: the training loop asks it to, and waits only until the trainer's
+ranks have begun to copy their weights; one more loop asks for what had to be skipped.
 """
 
+import asyncio
+import functools
+import time
 from collections.abc import Coroutine, Sequence
 
 from forgeasync.actors.buffer import BufferActor
@@ -36,6 +40,8 @@ class WeightServing:
         self._buffer = buffer
         self._recorder = recorder
         self._exchange = WeightExchange(WeightLedger(lease_timeout_s=section.lease_timeout_s))
+        self._wanted: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+        """Publications that were asked for; each event is set when its asker may go on."""
         self._served = Monitor([0] * generators.num_replicas)
         """The version of every generator."""
 
@@ -46,11 +52,18 @@ class WeightServing:
     def loops(self) -> list[Coroutine[None, None, None]]:
         """Return the loops that must run concurrently for as long as the run lasts."""
         hosts = range(len(self._generators.hosts))
-        return [*(self._serve(host) for host in hosts), self._catch_up()]
+        return [*(self._serve(host) for host in hosts), self._publish(), self._catch_up()]
 
     async def publish(self) -> None:
-        """Have the trainer's current weights staged for the generators."""
-        await self._exchange.publish(self._trainer.stage_weights)
+        """Have the trainer's current weights staged for the generators.
+
+        Returns as soon as the trainer may make its next step: when its ranks have begun to copy. One version
+        is staged at a time: this one waits until the one before is. What goes wrong ends the publishing loop,
+        and with it the run.
+        """
+        begun = asyncio.Event()
+        self._wanted.put_nowait(begun)
+        await begun.wait()
 
     async def until_served(self, version: int) -> None:
         """Wait until every generator samples under ``version``."""
@@ -93,6 +106,18 @@ class WeightServing:
         # Below the version of a run that is resumed, others still load it.
         if served:
             await self._buffer.set_served_version.call_one(served)
+
+    async def _publish(self) -> None:
+        """Stage the current weights whenever somebody asks for it, one version after the other."""
+        while True:
+            begun = await self._wanted.get()
+            start_s = time.perf_counter()
+            stage = functools.partial(self._trainer.stage_weights, when_begun=begun.set)
+            if await self._exchange.publish(stage) is None:
+                # Skipped and owed: generators read both staging buffers.
+                begun.set()
+            else:
+                self._recorder.record_publish(time.perf_counter() - start_s)
 
     async def _catch_up(self) -> None:
         """Publish what had to be skipped while generators were reading both staging buffers."""

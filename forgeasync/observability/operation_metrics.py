@@ -34,8 +34,16 @@ TIMES = Topic(
         ),
         Metric(
             key="time/publish_weights_s",
-            meaning="Seconds until the new weights were staged and training could go on.",
+            meaning="Seconds that training waited to publish the new weights: until the version before was "
+            "staged, the weights were checked and their copies had begun. The rest of publishing goes on "
+            "beside the next step.",
             required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/wait_for_copies_s",
+            meaning="Seconds, as part of `time/train_s`, that the optimizer of the first trainer rank waited "
+            "until copies of the weights before (published or for a checkpoint) were made. Copies of "
+            "published weights from a GPU are not counted: the GPU waits for them, not the rank.",
         ),
         Metric(
             key="time/eval_s",
@@ -170,6 +178,11 @@ WEIGHTS = Topic(
         ),
         Metric(key="generator/num_recomputed", meaning="Sequences that lost their KV cache to a swap."),
         Metric(key="weights/num_swaps", meaning="Swaps of weights."),
+        Metric(
+            key="weights/max_publish_s",
+            meaning="Longest publishing of a version, in seconds: from when its turn came until generators "
+            "could fetch it. Training waits only for `time/publish_weights_s` of it.",
+        ),
         Metric(
             key="weights/max_fetch_s",
             meaning="Longest fetch of a version, in seconds; generators decode meanwhile.",

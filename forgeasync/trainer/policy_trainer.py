@@ -10,7 +10,7 @@ Shape suffixes: L packed row length, T its targets (the response tokens trained 
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,7 @@ class PolicyTrainer:
         self._optimizer = build_optimizer(self._trained(), section.optimizer)
         self._probe = Probe(section.replay_probe_share)
         self._checkpoints = checkpoints or CheckpointWriter()
+        self._readers: list[Callable[[], None]] = []
         # Context-parallel ranks go through the same losses and metrics: they count once.
         batch_mesh = self._loss_mesh = dims.get_optional_mesh("batch")
         self.data_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
@@ -115,6 +116,7 @@ class PolicyTrainer:
                 generator's by more than ``max_fresh_mismatch`` nats on average. No step was taken.
         """
         start_s = time.perf_counter()
+        self._waited_s = 0.0
         learning_rate = self._set_learning_rate()
         proximal = self._proximal_logprobs(minibatches)
         results, num_rows = [], 0
@@ -125,7 +127,9 @@ class PolicyTrainer:
             results.append(result)
             num_rows += len(rows)
         self.policy_version += 1
-        return merged(results, policy_version=self.policy_version, train_s=time.perf_counter() - start_s)
+        result = merged(results, policy_version=self.policy_version, train_s=time.perf_counter() - start_s)
+        result.metrics["time/wait_for_copies_s"] = self._waited_s
+        return result
 
     def _proximal_logprobs(
         self, minibatches: Sequence[Sequence[PackedRow]]
@@ -171,7 +175,7 @@ class PolicyTrainer:
         skip_reason = self._reason_to_skip(problems, gradients, grad_norm)
         if skip_reason is None and max_fresh_mismatch is not None:
             self._check_fresh_mismatch(metrics, max_fresh_mismatch)
-        self._checkpoints.until_staged()
+        self._until_read()
         if skip_reason is None:
             self._optimizer.step()
         if self._router_bias is not None and skip_reason is None:
@@ -318,6 +322,22 @@ class PolicyTrainer:
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def let_read(self, until_read: Callable[[], None]) -> None:
+        """Let another thread read the weights as they are; forward and backward passes go on meanwhile.
+
+        Before the weights change, the training thread calls ``until_read``, which returns when they may.
+        """
+        self._readers.append(until_read)
+
+    def _until_read(self) -> None:
+        """Wait until the weights may change; whoever reads them beside training has to be done."""
+        start_s = time.perf_counter()
+        self._checkpoints.until_staged()
+        for until_read in self._readers:
+            until_read()
+        self._readers.clear()
+        self._waited_s += time.perf_counter() - start_s
 
     def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
         """Start to write a checkpoint beside training (collective); older ones than ``keep`` are removed.

@@ -1,4 +1,4 @@
-"""Copies weights from a GPU into page-locked shared memory, with one wait for all of them."""
+"""Copies weights from a GPU into page-locked shared memory, on a stream of their own, beside training."""
 
 from collections.abc import Sequence
 
@@ -25,15 +25,49 @@ def page_lock(buffer: torch.Tensor) -> None:
         )
 
 
-def start_copy(target: torch.Tensor, shard: torch.Tensor) -> None:
-    """Start to copy a shard on a device into ``target`` on the host, cast on the device.
+class StartedCopies:
+    """Copies that a device has been given and may not have made yet."""
 
-    Neither is there before ``finish_copies``. The cast copy is freed in the order of the device's stream.
-    """
-    target.view(shard.shape).copy_(shard.to(target.dtype), non_blocking=True)
+    def __init__(self, device: torch.device, done: torch.Event) -> None:
+        self._device = device
+        self._done = done
+
+    def hold_stream(self) -> None:
+        """Have all that the calling thread gives the device from now on wait for the copies.
+
+        The host does not wait.
+        """
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._done)
+
+    def wait(self) -> None:
+        """Block until the copies are made; from any thread."""
+        self._done.synchronize()
 
 
-def finish_copies(shards: Sequence[torch.Tensor]) -> None:
-    """Wait for all copies that were started from the devices of these shards."""
-    for device in {shard.device for shard in shards if shard.device.type != "cpu"}:
-        torch.get_device_module(device).synchronize(device)
+class DeviceCopies:
+    """Copies shards of one device to the host, on a stream of its own."""
+
+    def __init__(self) -> None:
+        self._stream: torch.Stream | None = None
+
+    def start(self, targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> StartedCopies:
+        """Start to copy each shard into its flat target on the host, cast to its dtype on the device.
+
+        The copies wait for what the calling thread has given the device so far. The shards must not change
+        before they are made: see ``StartedCopies.hold_stream``.
+        """
+        (device,) = {shard.device for shard in shards}
+        module = torch.get_device_module(device)
+        if self._stream is None:
+            self._stream = module.Stream(device)
+        self._stream.wait_event(module.current_stream(device).record_event())
+        # Memory that is allocated here belongs to this stream: the allocator uses that of a freed cast only
+        # for a later one of the same stream, which is computed after the first was copied. So no cast has to
+        # be kept, and one at a time takes memory.
+        with module.stream(self._stream):
+            for target, shard in zip(targets, shards, strict=True):
+                target.view(shard.shape).copy_(shard.to(target.dtype), non_blocking=True)
+        # A thread that waits for this event sleeps instead of polling.
+        done = module.Event(blocking=True)
+        self._stream.record_event(done)
+        return StartedCopies(device, done)

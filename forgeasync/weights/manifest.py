@@ -16,8 +16,8 @@ class StagedShard:
     version: int
     checksums: np.ndarray
     """Checksum of every block, uint64."""
-    copy_s: float
-    """Seconds of the copy, during which the trainer waited."""
+    staging_s: float
+    """Seconds from the start of the copies until all of it was staged; training went on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,11 @@ class Manifest:
     layout_digest: str
     checksums: tuple[np.ndarray, ...]
     """Checksums of every rank's blocks, by rank."""
-    copy_s: float
-    """Seconds of the slowest rank's copy, during which the trainer waited."""
+    waited_s: float
+    """Seconds until training could go on, of the slowest rank: the check of the weights, and starting the
+    copies."""
+    staging_s: float
+    """Seconds from the start of the copies until all of it was staged, of the slowest rank."""
 
 
 def checksum(block: memoryview | np.ndarray) -> int:

@@ -1,6 +1,14 @@
-"""One trainer rank's side of publishing: it chooses shards and copies them into its staging buffers."""
+"""One trainer rank's side of publishing: it chooses shards and copies them into its staging buffers.
 
+The thread that trains begins a publication and goes on with the next forward and backward pass; a thread of
+the publisher completes the copies. The optimizer waits for them before it changes the weights
+(``Publication.until_copied``). Generators wait for ``Publication.finished`` of every rank.
+"""
+
+import asyncio
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -9,8 +17,52 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.weights.layout import NamedWeight, assign_boxes, lay_out, shard_box
 from forgeasync.weights.manifest import StagedShard
-from forgeasync.weights.staging import NUM_SLOTS, StagingBuffers
+from forgeasync.weights.staging import NUM_SLOTS, SlotWrite, StagingBuffers
 from forgeasync.weights.transports.transport import RankStaging, StagingSource, Transport
+
+
+class Publication:
+    """A version of this rank on its way to the generators."""
+
+    def __init__(
+        self,
+        write: SlotWrite,
+        transport: Transport,
+        copying: ThreadPoolExecutor,
+        *,
+        rank: int,
+        version: int,
+        slot: int,
+    ) -> None:
+        """``copying`` has the thread that completes the copies."""
+        self._rank = rank
+        self._version = version
+        self._slot = slot
+        self._write = write
+        self._transport = transport
+        self._start_s = time.perf_counter()
+        self._checksums = copying.submit(write.finish)
+
+    def until_copied(self) -> None:
+        """Return once the shards may change; to be called by the thread that trains.
+
+        Shards on a GPU may change by what this thread gives the GPU from now on. If the copying fails,
+        ``finished`` raises the error.
+        """
+        self._write.hold_stream()
+        if self._write.reads_host:
+            wait([self._checksums])
+
+    async def finished(self) -> StagedShard:
+        """Wait until the version is staged and the transport has it; does not wait for other ranks."""
+        checksums = await asyncio.wrap_future(self._checksums)
+        await self._transport.staged(self._slot)
+        return StagedShard(
+            rank=self._rank,
+            version=self._version,
+            checksums=checksums,
+            staging_s=time.perf_counter() - self._start_s,
+        )
 
 
 class WeightPublisher:
@@ -26,13 +78,14 @@ class WeightPublisher:
         self._indices = assign_boxes(boxes_by_rank)[rank]
         self.layout = lay_out(weights, self._indices, rank=rank, host_id=host_id, itemsize=dtype.itemsize)
         self._dtype = dtype
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="weight-copy")
 
     async def open(
         self, folder: Path, transport: Transport, *, generator_hosts: frozenset[str]
     ) -> StagingSource:
         """Allocate the staging buffers, as files in ``folder`` of this host, and open ``transport`` on them.
 
-        Returns how generators reach them. Must be called before the first ``publish``.
+        Returns how generators reach them. Must be called before the first ``begin``.
         """
         self.buffers = StagingBuffers(folder, self.layout, self._dtype)
         self.staging = RankStaging(
@@ -46,18 +99,21 @@ class WeightPublisher:
         address = await transport.open(self.staging)
         return StagingSource(host_id=self._host_id, paths=self.buffers.paths, address=address)
 
-    async def publish(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> StagedShard:
-        """Copy the shards that this rank publishes into a slot, and let the transport have them.
-
-        Does not wait for other ranks.
-        """
-        staged = self._stage(slot, version, weights)
-        await self.transport.staged(slot)
-        return staged
-
     # Without gradients a DTensor hands out its local tensor as it is.
     @torch.no_grad()
-    def _stage(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> StagedShard:
+    def begin(self, slot: int, version: int, weights: Sequence[NamedWeight]) -> Publication:
+        """Begin to copy the shards that this rank publishes into a slot.
+
+        To be called by the thread that trains, which must call ``until_copied`` of the result before the
+        weights change.
+        """
         tensors = [weights[index].tensor for index in self._indices]
         shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        return self.buffers.write(slot, version, shards)
+        return Publication(
+            self.buffers.begin(slot, shards),
+            self.transport,
+            self._copying,
+            rank=self.layout.rank,
+            version=version,
+            slot=slot,
+        )

@@ -1,13 +1,17 @@
 """The staging buffers of one trainer rank: two files in its host's shared memory, allocated once.
 
 The trainer copies its shards into one of them while generators may still read the other. Which one it may
-write into is the ledger's decision; this module never waits.
+write into is the ledger's decision.
+
+A version is written in two parts. ``StagingBuffers.begin``, called by the thread that trains, gives the GPU
+its copies. ``SlotWrite.finish``, called by another thread while training goes on, waits for them, copies
+shards that lie on the host and computes checksums. Before the shards change, the thread that trains calls
+``SlotWrite.hold_stream``, and waits for the end of ``finish`` if shards lie on the host.
 """
 
 import errno
 import mmap
 import os
-import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgeasync.weights.device_copies import finish_copies, page_lock, start_copy
+from forgeasync.weights.device_copies import DeviceCopies, StartedCopies, page_lock
 from forgeasync.weights.layout import BLOCK_BYTES, RankLayout
-from forgeasync.weights.manifest import StagedShard, block_range, checksum
+from forgeasync.weights.manifest import block_range, checksum
 
 NUM_SLOTS = 2
 
@@ -63,7 +67,7 @@ class StagingBuffers:
     def __init__(self, folder: Path, layout: RankLayout, dtype: torch.dtype) -> None:
         """Allocate both buffers as files in ``folder``, page-locked where there is a GPU to copy from."""
         self._layout = layout
-        self._dtype = dtype
+        self._copies = DeviceCopies()
         self._files = [
             SharedFile(folder / f"weights-{layout.rank}-{slot}", layout.num_bytes, is_new=True, reserve=True)
             for slot in range(NUM_SLOTS)
@@ -87,21 +91,63 @@ class StagingBuffers:
         return self._files[slot].bytes[: self._layout.num_bytes]
 
     @torch.no_grad()
-    def write(self, slot: int, version: int, shards: Sequence[torch.Tensor]) -> StagedShard:
-        """Copy the local ``shards`` (one per piece, cast on the way) into a buffer."""
-        start_s = time.perf_counter()
-        sums = _Checksums(self._files[slot].memory, self._layout)
+    def begin(self, slot: int, shards: Sequence[torch.Tensor]) -> "SlotWrite":
+        """Begin to write the local ``shards`` (one per piece, cast on the way) into a buffer.
+
+        To be called by the thread that trains.
+        """
         targets = self._targets[slot]
-        # A device copies all of its shards before anything waits for one of them.
-        on_device = [shard.device.type != "cpu" for shard in shards]
-        for target, shard, is_on_device in zip(targets, shards, on_device, strict=True):
-            if is_on_device:
-                start_copy(target, shard)
-        finish_copies(shards)
-        for piece, target, source, is_copied in zip(
-            self._layout.pieces, targets, shards, on_device, strict=True
-        ):
-            if is_copied:
+        on_device = [
+            (target, shard)
+            for target, shard in zip(targets, shards, strict=True)
+            if shard.device.type != "cpu"
+        ]
+        copies = None
+        if on_device:
+            device_targets, device_shards = zip(*on_device, strict=True)
+            copies = self._copies.start(device_targets, device_shards)
+        return SlotWrite(self._layout, self._files[slot].memory, targets, shards, copies)
+
+
+class SlotWrite:
+    """A version on its way into a slot."""
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        memory: memoryview,
+        targets: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        copies: StartedCopies | None,
+    ) -> None:
+        """``copies`` are those of the shards that lie on a GPU; None: none does."""
+        self._layout = layout
+        self._memory = memory
+        self._targets = targets
+        self._shards = shards
+        self._copies = copies
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether ``finish`` reads shards, so that they must not change before it has returned."""
+        return any(shard.device.type == "cpu" for shard in self._shards)
+
+    def hold_stream(self) -> None:
+        """Have the calling thread's stream wait for the copies from the GPU, if there are any."""
+        if self._copies is not None:
+            self._copies.hold_stream()
+
+    @torch.no_grad()
+    def finish(self) -> np.ndarray:
+        """Return the checksum of every block, uint64, once the slot holds all shards.
+
+        Blocks: it is meant for another thread than the one that trains.
+        """
+        if self._copies is not None:
+            self._copies.wait()
+        sums = _Checksums(self._memory, self._layout)
+        for piece, target, source in zip(self._layout.pieces, self._targets, self._shards, strict=True):
+            if source.device.type != "cpu":
                 sums.advance(piece.offset + target.nbytes)
                 continue
             if target.nbytes <= BLOCK_BYTES or not source.is_contiguous():
@@ -111,12 +157,7 @@ class StagingBuffers:
             for written in _copy_blocks(target, source.view(-1), piece.offset):
                 # While the block is still in the cache.
                 sums.advance(written)
-        return StagedShard(
-            rank=self._layout.rank,
-            version=version,
-            checksums=sums.values,
-            copy_s=time.perf_counter() - start_s,
-        )
+        return sums.values
 
 
 def _copy_blocks(target: torch.Tensor, source: torch.Tensor, offset: int) -> Iterator[int]:

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,7 +77,7 @@ def test_no_plain_timeout_is_left() -> None:
 
 
 class Calls:
-    """An endpoint of every rank: answers after a while, one call after the other as actors do."""
+    """An endpoint of every rank: answers after a while."""
 
     def __init__(self, rank: "Rank", name: str) -> None:
         self._rank = rank
@@ -87,7 +88,10 @@ class Calls:
 
 
 class Rank:
-    """A trainer rank in this process; ``slice`` makes it its own mesh."""
+    """A trainer rank in this process; ``slice`` makes it its own mesh.
+
+    It works on one call after the other, and finishes to stage beside them.
+    """
 
     def __init__(self, **durations_s: float) -> None:
         self._durations_s = durations_s
@@ -98,7 +102,7 @@ class Rank:
         return self
 
     async def answer(self, name: str) -> object:
-        async with self._queue:
+        async with nullcontext() if name == "finish_staging" else self._queue:
             self.log.append(f"{name} begins")
             await asyncio.sleep(self._durations_s[name])
             self.log.append(f"{name} ends")
@@ -112,7 +116,9 @@ class Rank:
                 skip_reason=None,
                 memory=None,
             )
-        return SimpleNamespace(version=1, checksums=(), copy_s=0.0, rank=0)
+        if name == "begin_staging":
+            return 0.25
+        return SimpleNamespace(version=1, checksums=(), staging_s=0.5, rank=0)
 
     def __getattr__(self, name: str) -> Calls:
         return Calls(self, name)
@@ -127,18 +133,52 @@ def make_mesh(rank: Rank, **timeouts: float) -> TrainerMesh:
 
 def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
     async def scenario() -> None:
-        rank = Rank(train_rows=0.4, stage_weights=0.01)
+        rank = Rank(train_rows=0.4, begin_staging=0.01, finish_staging=0.01)
         mesh = make_mesh(rank, train_step_s=60.0, weights_s=0.2)
         step = asyncio.create_task(mesh.train_rows([[]], step=3))
         await asyncio.sleep(0)
-        await mesh.stage_weights(0)
+        manifest = await mesh.stage_weights(0)
         await step
         assert rank.log == [
             "train_rows begins",
             "train_rows ends",
-            "stage_weights begins",
-            "stage_weights ends",
+            "begin_staging begins",
+            "begin_staging ends",
+            "finish_staging begins",
+            "finish_staging ends",
         ]
+        assert (manifest.waited_s, manifest.staging_s) == (0.25, 0.5)
+
+    asyncio.run(scenario())
+
+
+def test_the_next_step_begins_once_staging_has_begun() -> None:
+    async def scenario() -> None:
+        rank = Rank(train_rows=0.01, begin_staging=0.01, finish_staging=60.0)
+        mesh = make_mesh(rank)
+        begun = asyncio.Event()
+        staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
+        await asyncio.wait_for(begun.wait(), 30)
+        await asyncio.wait_for(mesh.train_rows([[]], step=3), 30)
+        assert rank.log == [
+            "begin_staging begins",
+            "begin_staging ends",
+            "finish_staging begins",
+            "train_rows begins",
+            "train_rows ends",
+        ]
+        staging.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_late_staging_is_told_by_its_version() -> None:
+    async def scenario() -> None:
+        mesh = make_mesh(Rank(begin_staging=0.0, finish_staging=60.0), weights_s=0.1)
+        with pytest.raises(
+            DeadlineExceeded, match=r"^the trainer staging the initial weights .* timeouts\.weights_s sets"
+        ):
+            await mesh.stage_weights(0)
 
     asyncio.run(scenario())
 

@@ -53,12 +53,17 @@ def staged(tmp_path: Path) -> StagedWeights:
             TENSORS["embedding"][rows[0] : sum(rows)],
             torch.stack([TENSORS[name][:, columns[0] : sum(columns)] for name in stacked]),
         ]
-        checksums.append(buffers.write(1, VERSION, shards).checksums)
+        checksums.append(buffers.begin(1, shards).finish())
         ranks.append(layout)
         sources.append(StagingSource(host_id="h", paths=buffers.paths))
     layout = WeightLayout(dtype=torch.float32, ranks=tuple(ranks))
     manifest = Manifest(
-        version=VERSION, slot=1, layout_digest=layout.digest, checksums=tuple(checksums), copy_s=0.0
+        version=VERSION,
+        slot=1,
+        layout_digest=layout.digest,
+        checksums=tuple(checksums),
+        waited_s=0.0,
+        staging_s=0.0,
     )
     return StagedWeights(manifest=manifest, layout=layout, sources=tuple(sources))
 

@@ -255,9 +255,12 @@ class Trainer:
             skip_reason="nan" if len(self.steps) in self._skipped else None,
         )
 
-    async def stage_weights(self, slot: int) -> Manifest:
+    async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
         self.num_staged += 1
-        return Manifest(version=len(self.steps), slot=slot, layout_digest="", checksums=(), copy_s=0.0)
+        when_begun()
+        return Manifest(
+            version=len(self.steps), slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0
+        )
 
     async def connect(self, generators: Generators) -> None:
         return None
@@ -283,6 +286,7 @@ class Recorder:
         self.accuracies: list[float | None] = []
         self.counters: list[Mapping[str, float]] = []
         self.rewards: list[float] = []
+        self.num_published = 0
         self.fetches: list[FetchReport] = []
         self.swaps: list[SwapReport] = []
         self.problems: list[str] = []
@@ -292,6 +296,9 @@ class Recorder:
 
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
         self.rewards += [score.value for score in scores]
+
+    def record_publish(self, publish_s: float) -> None:
+        self.num_published += 1
 
     def record_fetch(self, fetched: FetchReport) -> None:
         self.fetches.append(fetched)

@@ -54,13 +54,14 @@ class FolderPublisher:
 
     def stage(self, slot: int, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
         """Stage tensors of the folder's names and shapes."""
-        staged = self.buffers.write(slot, version, [tensors[name] for name in self.tensors])
+        checksums = self.buffers.begin(slot, [tensors[name] for name in self.tensors]).finish()
         return Manifest(
             version=version,
             slot=slot,
             layout_digest=self.layout.digest,
-            checksums=(staged.checksums,),
-            copy_s=staged.copy_s,
+            checksums=(checksums,),
+            waited_s=0.0,
+            staging_s=0.0,
         )
 
 
@@ -111,9 +112,9 @@ def publish_and_die(staging: Path, link: Connection) -> None:
     rank = RankLayout(rank=0, host_id="h", pieces=(piece,), num_bytes=4 * num_elements)
     layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
     buffers = StagingBuffers(staging, rank, torch.float32)
-    staged = buffers.write(0, 1, [torch.full(box.size, constant(1))])
+    checksums = buffers.begin(0, [torch.full(box.size, constant(1))]).finish()
     manifest = Manifest(
-        version=1, slot=0, layout_digest=layout.digest, checksums=(staged.checksums,), copy_s=0.0
+        version=1, slot=0, layout_digest=layout.digest, checksums=(checksums,), waited_s=0.0, staging_s=0.0
     )
     link.send((layout, StagingSource(host_id="h", paths=buffers.paths), manifest))
     half_way = buffers.bytes(1).view(torch.float32)

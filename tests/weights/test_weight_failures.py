@@ -15,7 +15,7 @@ from tests.support.weight_service import constant, make_fetcher, publish_and_die
 
 
 def _manifest(version: int, slot: int) -> Manifest:
-    return Manifest(version=version, slot=slot, layout_digest="", checksums=(), copy_s=0.0)
+    return Manifest(version=version, slot=slot, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
 
 
 def test_a_publisher_that_dies_half_way_leaves_the_version_before(tmp_path: Path) -> None:

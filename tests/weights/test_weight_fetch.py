@@ -89,15 +89,16 @@ class Publisher:
         """The big tensor's halves lie transposed in memory on rank 1, as a shard of columns would."""
         transposed = weights["big"][ROWS:].t().contiguous().t()
         staged = [
-            self.buffers[0].write(slot, version, [weights["big"][:ROWS], weights["experts"]]),
-            self.buffers[1].write(slot, version, [transposed, weights["norm"]]),
+            self.buffers[0].begin(slot, [weights["big"][:ROWS], weights["experts"]]).finish(),
+            self.buffers[1].begin(slot, [transposed, weights["norm"]]).finish(),
         ]
         return Manifest(
             version=version,
             slot=slot,
             layout_digest=self.layout.digest,
-            checksums=tuple(shard.checksums for shard in staged),
-            copy_s=0.0,
+            checksums=tuple(staged),
+            waited_s=0.0,
+            staging_s=0.0,
         )
 
     def fetcher(

@@ -1,7 +1,7 @@
 """One rank's side of publishing: where its tensors lie in the staging buffers, and that all are there."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forgeasync.weights.layout import ALIGNMENT, BLOCK_BYTES, Box, NamedWeight, lay_out
+from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.publisher import WeightPublisher
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
 from forgeasync.weights.transports.transport import RankStaging
@@ -61,6 +62,15 @@ def make_weights(seed: int) -> list[NamedWeight]:
     ]
 
 
+def publish(
+    publisher: WeightPublisher, slot: int, version: int, weights: Sequence[NamedWeight]
+) -> StagedShard:
+    async def whole() -> StagedShard:
+        return await publisher.begin(slot, version, weights).finished()
+
+    return asyncio.run(whole())
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_slots_hold_what_was_staged_there(tmp_path: Path, dtype: torch.dtype) -> None:
@@ -77,9 +87,7 @@ def test_both_slots_hold_what_was_staged_there(tmp_path: Path, dtype: torch.dtyp
     assert [piece.shape for piece in layout.pieces] == [(7,), (5, 4), (1200, 64), (300, 1000)]
     assert all(piece.offset % ALIGNMENT == 0 for piece in layout.pieces)
     assert layout.num_bytes == layout.pieces[3].offset + 300 * 1000 * dtype.itemsize
-    shards = {
-        slot: asyncio.run(publisher.publish(slot, 10 + slot, weights)) for slot, weights in versions.items()
-    }
+    shards = {slot: publish(publisher, slot, 10 + slot, weights) for slot, weights in versions.items()}
     assert [slot for slot, _ in transport.seen] == [0, 1]
     for slot, seen in transport.seen:
         assert torch.equal(seen, buffers.bytes(slot)), "it was told before the last byte"
@@ -121,7 +129,7 @@ def test_a_shard_is_its_part_of_the_whole_tensor(tmp_path: Path) -> None:
     expected = lay_out(whole, range(len(whole)), rank=0, host_id="here", itemsize=4)
     assert publisher.layout == expected
     asyncio.run(publisher.open(tmp_path, Recording(), generator_hosts=frozenset()))
-    asyncio.run(publisher.publish(1, 1, sharded))
+    publish(publisher, 1, 1, sharded)
     norm = publisher.buffers.bytes(1)[:28].clone().view(torch.float32)
     assert torch.equal(norm, whole[0].tensor)
 

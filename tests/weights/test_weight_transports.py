@@ -91,13 +91,14 @@ async def carry(choice: TransportChoice, folder: Path, num_versions: int) -> lis
     received = []
     for version in range(1, num_versions + 1):
         slot = version % 2
-        staged = await publisher.publish(slot, version, named(make_weights(version)))
+        staged = await publisher.begin(slot, version, named(make_weights(version))).finished()
         manifest = Manifest(
             version=version,
             slot=slot,
             layout_digest=layout.digest,
             checksums=(staged.checksums,),
-            copy_s=staged.copy_s,
+            waited_s=0.0,
+            staging_s=staged.staging_s,
         )
         report = await fetcher.fetch(manifest)
         assert report.is_complete and report.num_bad_blocks == 0

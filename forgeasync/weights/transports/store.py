@@ -1,7 +1,7 @@
 """Weights through torchstore: the general path, where procs share neither memory nor RDMA handles.
 
 The publisher puts every segment of a staging buffer under a key of its slot and generators get them: each
-byte is moved twice, and the trainer waits for the first move.
+byte is moved twice.
 """
 
 import asyncio

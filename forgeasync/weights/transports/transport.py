@@ -138,12 +138,13 @@ class Transport(ABC):
 
     - Making an object is cheap and has no effect: the check of a config makes one too. The keywords of
       ``__init__`` are the section's ``options``.
-    - The trainer waits for ``staged``. After it the slot's bytes stay as they are while a generator leases
-      the version; only a generator that outlives its lease can see them change.
+    - Generators wait for ``staged``, and so does the next version; training goes on. After it the slot's
+      bytes stay as they are while a generator leases the version; only a generator that outlives its lease
+      can see them change.
     - ``read`` calls ``arrived`` for every byte of the ranges. Bytes that are torn, late or wrong are found by
       their checksum and asked for again; an exception ends the run.
     - Both sides run in an actor's event loop. Run blocking calls in ``asyncio.to_thread``, so that decoding
-      goes on.
+      goes on, and the trainer takes its next call.
     """
 
     granularity: int = BLOCK_BYTES

@@ -1,0 +1,107 @@
+"""Work of one actor in the order of its calls: on every rank the same, whatever a call waits for before."""
+
+import asyncio
+import threading
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forgeasync.actors.ordered_thread import OrderedThread
+from tests.support.processes import run_ranks
+
+NUM_CALLS = 12
+
+
+def test_calls_run_one_after_the_other_in_one_thread() -> None:
+    async def scenario() -> None:
+        thread, log = OrderedThread("trains"), []
+
+        async def call(number: int) -> None:
+            async with thread.turn():
+                # Those that come first take the longest to get ready.
+                for _ in range(NUM_CALLS - number):
+                    await asyncio.sleep(0)
+                await thread.run(lambda: log.append((number, threading.current_thread().name)))
+
+        await asyncio.gather(*(call(number) for number in range(NUM_CALLS)))
+        assert log == [(number, "trains") for number in range(NUM_CALLS)]
+
+    asyncio.run(scenario())
+
+
+def test_the_event_loop_is_free_while_the_thread_works() -> None:
+    async def scenario() -> None:
+        thread, let_go = OrderedThread("trains"), threading.Event()
+        working = asyncio.create_task(thread.call(lambda: let_go.wait(10)))
+        await asyncio.sleep(0.01)
+        let_go.set()
+        assert await working
+
+    asyncio.run(scenario())
+
+
+def test_an_error_has_its_traceback_and_the_next_call_runs() -> None:
+    def step() -> None:
+        raise ValueError("the loss of row 3")
+
+    async def scenario() -> None:
+        thread = OrderedThread("trains")
+        with pytest.raises(ValueError, match="the loss of row 3") as caught:
+            await thread.call(step)
+        assert "step" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert await thread.call(lambda: 7) == 7
+
+    asyncio.run(scenario())
+
+
+def test_what_comes_after_a_cancelled_call_runs_behind_its_work() -> None:
+    async def scenario() -> None:
+        thread, log, let_go = OrderedThread("trains"), [], threading.Event()
+
+        def work() -> None:
+            let_go.wait()
+            log.append("cancelled")
+
+        first = asyncio.create_task(thread.call(work))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        second = asyncio.create_task(thread.call(lambda: log.append("second")))
+        await asyncio.sleep(0.01)
+        assert log == []
+        let_go.set()
+        await second
+        assert log == ["cancelled", "second"]
+
+    asyncio.run(scenario())
+
+
+def _call_back_to_back() -> list[tuple[int, float]]:
+    """The number of every call as it ran, and the mean over the ranks of those that met in its collective."""
+    sums = []
+
+    async def scenario() -> None:
+        thread = OrderedThread("trains")
+
+        def collective(number: int) -> None:
+            found = torch.tensor([float(number)])
+            dist.all_reduce(found)
+            sums.append((number, float(found) / dist.get_world_size()))
+
+        async def call(number: int) -> None:
+            async with thread.turn():
+                # As a rank that has to wait for payloads of another host before it trains.
+                if (number + dist.get_rank()) % 3 == 0:
+                    await asyncio.sleep(0.01)
+                await thread.run(lambda: collective(number))
+
+        await asyncio.gather(*(call(number) for number in range(NUM_CALLS)))
+
+    asyncio.run(scenario())
+    return sums
+
+
+def test_collectives_of_calls_back_to_back_meet_on_every_rank() -> None:
+    for sums in run_ranks(3, _call_back_to_back):
+        assert sums == [(number, float(number)) for number in range(NUM_CALLS)]

@@ -1,0 +1,131 @@
+"""A version that is copied while the next step is under way: it is that of its own step, bit for bit."""
+
+import asyncio
+import queue
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from forgeasync.config.trainer import ParallelSection
+from forgeasync.trainer.packing import pack_row
+from forgeasync.trainer.policy_trainer import PolicyTrainer
+from forgeasync.weights.layout import BLOCK_BYTES
+from forgeasync.weights.publisher import WeightPublisher
+from forgeasync.weights.staging import SlotWrite
+from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
+from tests.support import lora, trainers
+from tests.support.models import write_random_model
+from tests.support.processes import run_ranks
+from tests.support.trainers import make_sequences
+
+NOT_LONG_S = 0.3
+"""Enough for an optimizer that does not wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What happened on one rank while the copying thread was held."""
+
+    order: list[str]
+    staged: list[torch.Tensor]
+    """What the rank published, flat; the same shards when the version's step was done, and one step later:"""
+    at_its_step: list[torch.Tensor]
+    after: list[torch.Tensor]
+    checksums_match: bool
+    waited_s: float
+    published_version: int
+
+
+def _shards(trainer: PolicyTrainer, publisher: WeightPublisher) -> list[torch.Tensor]:
+    weights = trainer.named_weights()
+    tensors = [weights[index].tensor.detach() for index in publisher._indices]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [tensor.to(torch.float32, copy=True).flatten() for tensor in local]
+
+
+def _train_while_copying(folder: Path, staging: Path, parallel: ParallelSection, has_adapters: bool) -> Seen:
+    trainer = (lora if has_adapters else trainers).make_trainer(folder, parallel)
+    rank = torch.distributed.get_rank()
+    row = pack_row(make_sequences(4, trainer._facts)[2 * trainer.data_rank :][:2])
+    publisher = WeightPublisher(trainer.named_weights(), torch.float32, host_id="h")
+    own = staging / str(rank)
+    own.mkdir(parents=True)
+    asyncio.run(publisher.open(own, SharedMemoryTransport(), generator_hosts=frozenset({"h"})))
+    trainer.train_step([row])
+
+    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    let_go = threading.Event()
+    finish, step = SlotWrite.finish, trainer._optimizer.step
+
+    def held_finish(write: SlotWrite) -> np.ndarray:
+        let_go.wait()
+        events.put("copies")
+        return finish(write)
+
+    def noted_step() -> None:
+        events.put("steps")
+        step()
+
+    at_its_step = _shards(trainer, publisher)
+    trainer._optimizer.step = noted_step  # type: ignore[method-assign]
+    SlotWrite.finish = held_finish  # type: ignore[method-assign]
+    publication = publisher.begin(1, trainer.policy_version, trainer.named_weights())
+
+    def until_copied() -> None:
+        events.put("wants to step")
+        publication.until_copied()
+
+    trainer.let_read(until_copied)
+    order = []
+
+    def watch() -> None:
+        # Reached with the copy held: forward and backward pass have not waited for it.
+        order.append(events.get())
+        try:
+            order.append(events.get(timeout=NOT_LONG_S))
+        except queue.Empty:
+            order.append("waits")
+        let_go.set()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    result = trainer.train_step([row])
+    watching.join()
+    SlotWrite.finish = finish  # type: ignore[method-assign]
+    staged = asyncio.run(publication.finished())
+    while not events.empty():
+        order.append(events.get())
+    held = publisher.buffers.bytes(1)
+    blocks = held.split(BLOCK_BYTES)
+    return Seen(
+        order=order,
+        staged=[
+            held[piece.offset :][: piece.num_elements * 4].clone().view(torch.float32)
+            for piece in publisher.layout.pieces
+        ],
+        at_its_step=at_its_step,
+        after=_shards(trainer, publisher),
+        checksums_match=staged.checksums.tolist()
+        == [xxhash.xxh3_64_intdigest(block.numpy().data) for block in blocks],
+        waited_s=result.metrics["time/wait_for_copies_s"],
+        published_version=staged.version,
+    )
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_the_optimizer_waits_for_the_copies_and_nothing_else_does(tmp_path: Path, has_adapters: bool) -> None:
+    folder = write_random_model(tmp_path / "hf")
+    parallel = ParallelSection(num_procs=2, expert=2)
+    for seen in run_ranks(2, _train_while_copying, folder, tmp_path / "staging", parallel, has_adapters):
+        assert seen.order == ["wants to step", "waits", "copies", "steps"]
+        assert seen.published_version == 1 and seen.checksums_match
+        assert seen.staged, "every rank publishes something"
+        assert all(map(torch.equal, seen.staged, seen.at_its_step))
+        assert not any(map(torch.equal, seen.staged, seen.after)), "the step changed every shard"
+        assert seen.waited_s >= NOT_LONG_S
