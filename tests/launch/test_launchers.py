@@ -170,8 +170,8 @@ def test_what_the_config_leaves_open_is_asked_for_as_planned() -> None:
     planned = with_host_requests(shipped("slurm"), facts)
     directives = set(re.findall(r"^#SBATCH (\S+)$", rendered(planned), re.MULTILINE))
     # Two for the host and four for each trainer proc; 8 GiB for the host and for each engine rank, four
-    # versions that are fetched, and payload.capacity_gib: 16.
-    assert {"--cpus-per-task=34", "--mem=316G"} <= directives
+    # versions that are fetched, and payload.capacity_gib: 28.
+    assert {"--cpus-per-task=34", "--mem=328G"} <= directives
     own = with_host_requests(shipped("slurm", "launcher.mem=1T", "launcher.cpus_per_task=96"), facts)
     assert {"--cpus-per-task=96", "--mem=1T"} <= set(
         re.findall(r"^#SBATCH (\S+)$", rendered(own), re.MULTILINE)
@@ -182,7 +182,7 @@ def test_pods_get_what_is_missing_as_planned() -> None:
     config = shipped("kubernetes", "launcher.shared_memory_size=null", "launcher.resources={cpu: 12}")
     launcher = with_host_requests(config, read_model_facts(config.model.path)).launcher
     assert isinstance(launcher, KubernetesLauncher)
-    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "244Gi"
+    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "256Gi"
 
 
 @pytest.mark.parametrize(
