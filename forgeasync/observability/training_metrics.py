@@ -110,7 +110,7 @@ REWARDS = Topic(
 
 EVALUATION = Topic(
     heading="Evaluation",
-    note="A set of `evaluation.sets` has the same metrics under its name, over all of its `num_samples` responses "
+    note="A set of `evaluation.sets` has the same metrics under its name, over its `num_samples` responses "
     "to each problem.",
     metrics=(
         *_evaluation("eval", "the held-out problems"),
