@@ -59,7 +59,7 @@ def _kubernetes(launcher: KubernetesLauncher, needs: HostNeeds) -> Iterator[str]
             continue
         asked = kubernetes_quantity(value)
         if asked is None:
-            yield _not_understood(field, value, "512Gi")
+            yield _not_understood(field, value, "64" if field.endswith("cpu") else "512Gi")
         elif asked < needed:
             yield _below(field, value, shown)
 

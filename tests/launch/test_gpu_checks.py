@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from monarch.actor import this_host
 
 from forgeasync.config.launcher import SlurmLauncher
 from forgeasync.config.load import load_config
 from forgeasync.config.trainer import FlashAttention
 from forgeasync.controller.host_gpus import check_gpus_of_hosts, check_local_gpus
 from forgeasync.launch import gpu_facts
+from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.gpu_checks import HostGpus, RolePlan, check_hosts_gpus, gpu_warnings
 from forgeasync.launch.gpu_facts import (
     FLASH_ATTENTION_PACKAGES,
@@ -26,6 +28,7 @@ from forgeasync.launch.gpu_facts import (
 )
 from forgeasync.launch.hosts import LocalHosts
 from forgeasync.launch.jobs import HostRole
+from forgeasync.launch.placement import spawn_role
 from forgeasync.models.config_file import SHIPPED_MODELS, read_model_facts
 from forgeasync.models.workarounds.flash_attention import PACKAGES
 from forgeasync.schema.problems import ConfigError
@@ -353,6 +356,22 @@ def test_an_installed_flash_attention_is_found(smi: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", find)
     assert gather_gpu_facts(None).flash_attention == {3}
     assert wanted == ["flash_attn_interface", "flash_attn.cute.interface"]
+
+
+@pytest.mark.procs
+def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at its own, which are none."""
+    make_smi(smi, TABLE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+
+    async def look() -> GpuFacts:
+        mesh = spawn_role(this_host(), "agent", num_procs=1)
+        found = await mesh.spawn("agent", HostAgent, smi / "agent.log", 600.0).gpus.call_one()
+        await mesh.stop()
+        return found
+
+    found = asyncio.run(look())
+    assert ([gpu.index for gpu in found.gpus], found.driver_cuda, found.trouble) == ([2, 0], (13, 0), None)
 
 
 class TestBeforeARun:
