@@ -228,6 +228,8 @@ def test_hosts_of_a_role_must_be_alike(change: GpuFacts, message: str) -> None:
     assert only_text(problems(*hosts)).startswith(f"host node2: {message}")
     other_role = [*hosts[:2], host(change, name="node2", is_trainer=False)]
     assert problems(*other_role) == []
+    generators = [dataclasses.replace(one, is_trainer=False) for one in hosts]
+    assert problems(*generators) == problems(*hosts)
 
 
 def test_every_problem_of_every_host_is_listed() -> None:
@@ -400,9 +402,9 @@ class TestBeforeARun:
         assert trainer.startswith("trainer.parallel.num_procs = 4: the trainer needs ")
         assert generator.startswith("generator.kv_cache_gib = 78.0: the generator needs 94.1 GiB on each GPU")
         assert "of host host-0 has 80; lower it: 16.1 GiB are for the rest" in generator
-        assert (
-            self.local(smi, monkeypatch, "trainer.cpu_offload=true", "trainer.parallel.num_procs=2")[0] == []
-        )
+        assert self.local(smi, monkeypatch, "trainer.parallel.num_procs=1")[0]
+        offloaded = self.local(smi, monkeypatch, "trainer.parallel.num_procs=1", "trainer.cpu_offload=true")
+        assert offloaded == ([], [])
 
     def test_no_gpu_at_all_is_too_few(self, smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found, _ = self.local(smi, monkeypatch, num=0)
