@@ -17,7 +17,7 @@ from forgeasync.models.rules import check_config
 from forgeasync.planning.memory.__main__ import memory_table
 from forgeasync.planning.memory.generator import generator_memory
 from forgeasync.planning.memory.host import host_memory
-from forgeasync.planning.memory.items import Machine, total_bytes
+from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.parameters import (
     count_parameters,
     generator_parameters_per_rank,
