@@ -322,7 +322,8 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         RunRecorder(config, run_dir, console, resumed) as recorder,
         telling(lambda number: console.phase(f"stopping on {number.name}: waiting for what is under way")),
     ):
-        for message in (f"run directory {run_dir.path}", *files.messages):
+        warnings = [f"warning: {words}" for words in prepared.warnings]
+        for message in (f"run directory {run_dir.path}", *files.messages, *warnings):
             console.message(message)
         fleet = Procs(run_dir.logs.resolve(), build_hosts(config, run_dir.logs.resolve()))
         run: GrpoRun | None = None

@@ -1,5 +1,7 @@
 """The section on evaluation: held-out problems, and further sets with their own sampling and rewards."""
 
+from pydantic import Field
+
 from forgeasync.config.data import NamedSource, NumTasks, Rewards, SourceSection, rewards_of
 from forgeasync.config.generator import SamplingSection
 from forgeasync.schema.section import Count, Section
@@ -13,6 +15,9 @@ class EvaluationSet(Section):
     source: SourceSection
     num_problems: NumTasks
     """Number of problems, drawn from the source as held-out problems are: the same ones in every run."""
+    num_samples: int = Field(default=1, gt=0, le=1024)
+    """Responses to each problem; accuracy is the mean over all of them, which papers call avg@k. A set of few
+    problems needs several: with 30 and one response each, one response more or less is 3 points."""
     sampling: SamplingSection | None = None
     """How responses to these problems are sampled; null: as in training."""
     reward: Rewards | None = None

@@ -78,6 +78,16 @@ class RouterBias(StrEnum):
     """Biases are moved after every step so that experts get equally many tokens, and published."""
 
 
+class FlashAttention(StrEnum):
+    """Version of FlashAttention that computes attention over packed rows on GPUs."""
+
+    AUTO = "auto"
+    """The newest one that is installed and made for the GPU: FA3 on Hopper, FA4 on Blackwell, else FA2."""
+    FA2 = "FA2"
+    FA3 = "FA3"
+    FA4 = "FA4"
+
+
 class TrainerSection(Section):
     """The trainer mesh: TorchTitan's model under FSDP2, TP and EP."""
 
@@ -89,6 +99,9 @@ class TrainerSection(Section):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False
     """Use torch.compile for every layer."""
+    flash_attention: FlashAttention = FlashAttention.AUTO
+    """FA3 and FA4 need packages of their own on the trainer's hosts, and are refused where those are missing;
+    torch brings FA2. No effect without a GPU."""
     cpu_offload: bool = False
     """Keep the shards of parameters, gradients and optimizer state in host memory and step the optimizer
     there. Saves GPU memory and costs copies in every microbatch; no effect without a GPU."""

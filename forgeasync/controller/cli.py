@@ -116,10 +116,13 @@ def show_plan(config: RunConfig) -> None:
     from forgeasync.launch.render import render_launch
     from forgeasync.planning.host_requests import with_host_requests
     from forgeasync.planning.report import dry_run_report
+    from forgeasync.planning.request_warnings import request_warnings
 
     facts, looked_at = check_plan(config)
     shape_from = model_config_file(config.model.path)
     report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at)
     Console(width=REPORT_COLUMNS).print(report)
+    for warning in request_warnings(config, facts):
+        print(f"warning: {warning}")
     if (spec := render_launch(with_host_requests(config, facts))) is not None:
         print(f"\nwith launcher {config.launcher.kind}:\n{spec}")

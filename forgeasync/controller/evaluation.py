@@ -1,4 +1,4 @@
-"""Evaluates a policy version on problems that are not trained on, with one rollout each."""
+"""Evaluates a policy version on problems that are not trained on."""
 
 import asyncio
 import dataclasses
@@ -27,13 +27,20 @@ async def evaluate_all(
     """
     config, held_out, sets = prepared.config, prepared.held_out, prepared.sets
     num_problems = len(held_out) + sum(map(len, sets.values()))
-    console.phase(f"evaluating version {version} on {num_problems} problems", num_parts=num_problems)
+    num_responses = len(held_out) + sum(
+        len(sets[one.name]) * one.num_samples for one in config.evaluation.sets
+    )
+    what = f"{num_problems} problems"
+    if num_responses > num_problems:
+        what += f", with {num_responses} responses"
+    console.phase(f"evaluating version {version} on {what}", num_parts=num_responses)
     scores = await evaluate(held_out, groups, sampling=config.sampling, on_answered=console.part_done)
     sets_scores = {
         one.name: await evaluate(
             sets[one.name],
             groups,
             sampling=one.sampling or config.sampling,
+            num_samples=one.num_samples,
             on_answered=console.part_done,
         )
         for one in config.evaluation.sets
@@ -48,15 +55,18 @@ async def evaluate(
     *,
     sampling: SamplingSection,
     on_answered: Callable[[], None],
+    num_samples: int = 1,
 ) -> HeldOutScores:
-    """Score one rollout of each problem; a problem's sampling seed is its place in the list.
+    """Score ``num_samples`` rollouts of each problem, each with a sampling seed of its own.
 
-    ``on_answered`` is called after every problem. Rollouts that cannot be scored are left out of
-    the accuracy and counted.
+    The first rollout's seed is the problem's place in the list, so that more samples only add to fewer.
+    ``on_answered`` is called after every rollout. Rollouts that cannot be scored are left out of the accuracy
+    and counted.
     """
     async with asyncio.TaskGroup() as all_tasks:
         answers = [
-            all_tasks.create_task(groups.score(task, sampling=sampling, seed=index))
+            all_tasks.create_task(groups.score(task, sampling=sampling, seed=sample * len(tasks) + index))
+            for sample in range(num_samples)
             for index, task in enumerate(tasks)
         ]
         for answer in answers:

@@ -16,6 +16,7 @@ from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import check_gpus, check_without_model
 from forgeasync.config.run import RunConfig, resolve
+from forgeasync.controller.host_gpus import check_local_gpus
 from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
@@ -32,6 +33,7 @@ from forgeasync.models.sizes import published_weight_bytes, weight_copies_in_sha
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.planning.host_requests import with_host_requests
 from forgeasync.planning.memory.host import available_host_bytes, check_memory
+from forgeasync.planning.request_warnings import request_warnings
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.rollouts.task import Task
@@ -58,6 +60,8 @@ class Prepared:
     """Problems of each evaluation set, by its name."""
     resumed: Resumed | None
     """The checkpoint to resume from; None: a new run."""
+    warnings: tuple[str, ...] = ()
+    """What the run can do with, but its user should know."""
 
 
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
@@ -145,12 +149,6 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
-def _gpu_bytes() -> int | None:
-    """Memory of this machine's smallest GPU; None without any."""
-    gpus = range(torch.cuda.device_count())
-    return min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=None)
-
-
 def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts) -> list[Problem]:
     """An embedding may be larger than its tokenizer's vocabulary (padded), never smaller."""
     if tokenizer_size <= facts.vocab_size:
@@ -204,10 +202,13 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     facts = check(config, is_resumed=resume is not None)
     config = with_host_requests(resolve(config, facts), facts)
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
+    num_gpus = torch.cuda.device_count()
+    gpu_problems, warnings = check_local_gpus(config, facts)
     raise_if_any(
         [
-            *check_gpus(config, torch.cuda.device_count()),
-            *check_memory(config, facts, host_bytes=available_host_bytes(), gpu_bytes=_gpu_bytes()),
+            *check_gpus(config, num_gpus),
+            *gpu_problems,
+            *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),
             *_check_shared_memory(config, facts),
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]
@@ -242,4 +243,5 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
             for one, of_set in zip(config.evaluation.sets, sets, strict=True)
         },
         resumed=resumed,
+        warnings=(*request_warnings(config, facts), *warnings),
     )

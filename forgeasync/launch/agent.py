@@ -5,6 +5,7 @@ hosts outlive a controller that was killed. So the controller calls every agent 
 that nobody calls any more ends its host.
 """
 
+import asyncio
 import os
 import signal
 import threading
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
+from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.rollouts.run_folder import (
     create_run_folder,
@@ -46,6 +49,12 @@ class HostAgent(Actor):
     async def is_running(self, pid: int) -> bool:
         """Whether this host has a process of that id which has not ended."""
         return is_running(pid)
+
+    @concurrent_endpoint
+    async def gpus(self) -> GpuFacts:
+        """The GPUs that this host lets its procs use, whatever this one sees of them."""
+        # In a thread, as the driver may take its time: the controller goes on asking whether the host is up.
+        return await asyncio.to_thread(gather_gpu_facts, os.environ.get(HOST_DEVICES_VARIABLE))
 
     @concurrent_endpoint
     async def make_folder(self, num_bytes: int) -> Path:

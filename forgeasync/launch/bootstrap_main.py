@@ -18,6 +18,9 @@ from types import FrameType
 GPUS_VARIABLE = "FORGEASYNC_GPUS"
 """Environment variable with the places of a proc's GPUs among those of its host, such as "0,1"."""
 
+HOST_DEVICES_VARIABLE = "FORGEASYNC_HOST_DEVICES"
+"""Environment variable with the CUDA_VISIBLE_DEVICES of a proc's whole host; missing if it has none."""
+
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,9 +49,10 @@ def visible_devices(places: str, inherited: str | None) -> str:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(
-        os.environ[GPUS_VARIABLE], os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
+    inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if inherited is not None:
+        os.environ[HOST_DEVICES_VARIABLE] = inherited
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(os.environ[GPUS_VARIABLE], inherited)
     for number in STOPPING:
         signal.signal(number, stay)
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -1,7 +1,8 @@
 """The hosts of a run as the controller sees them: where roles are spawned, and who keeps their folders."""
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import torch
 from monarch.actor import ProcMesh, this_host
 
+from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.rollouts.run_folder import (
@@ -60,6 +62,10 @@ class Hosts(Protocol):
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """Return the host of each proc of a role, by rank."""
+        ...
+
+    async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
+        """What each host of a role says of its GPUs, by the host's name in the run."""
         ...
 
     def master_address_is_ip(self) -> bool:
@@ -129,6 +135,11 @@ class LocalHosts:
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """See ``Hosts``."""
         return [LocalHost(self._ids[role], self._folders)] * num_procs
+
+    async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
+        """See ``Hosts``."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return {LOCAL_HOST_ID: await asyncio.to_thread(gather_gpu_facts, visible)}
 
     def master_address_is_ip(self) -> bool:
         """See ``Hosts``."""

@@ -5,7 +5,7 @@ import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from forgeasync.config.launcher import (
 )
 from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
+from forgeasync.launch.gpu_facts import GpuFacts
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
 from forgeasync.launch.jobs import HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
@@ -133,6 +134,14 @@ class JobHosts:
                 return "python"
             case ProcessLauncher():
                 return None
+
+    async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
+        """See ``Hosts``."""
+        hosts = self._hosts[role]
+        call = f"looking at the GPUs of the hosts of {role}"
+        async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
+            found = await asyncio.gather(*(host.agent.gpus.call_one() for host in hosts))
+        return {host.id: facts for host, facts in zip(hosts, found, strict=True)}
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""

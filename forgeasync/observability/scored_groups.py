@@ -10,7 +10,7 @@ from forgeasync.rollouts.score import Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Counts over one response to each held-out problem; those that could not be scored are counted apart."""
+    """Counts over the responses to held-out problems; those that could not be scored are counted apart."""
 
     num_correct: int
     score_sum: float

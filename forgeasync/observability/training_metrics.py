@@ -14,7 +14,7 @@ def _evaluation(prefix: str, problems: str) -> tuple[Metric, ...]:
     return (
         Metric(
             key=f"{prefix}/accuracy",
-            meaning=f"Share of {problems} whose response is correct, among the responses that were scored.",
+            meaning=f"Share of the scored responses to {problems} that are correct.",
             when=_EVALUATED,
         ),
         Metric(
@@ -110,7 +110,8 @@ REWARDS = Topic(
 
 EVALUATION = Topic(
     heading="Evaluation",
-    note="A set of `evaluation.sets` has the same metrics under its name.",
+    note="A set of `evaluation.sets` has the same metrics under its name, over its `num_samples` responses "
+    "to each problem.",
     metrics=(
         *_evaluation("eval", "the held-out problems"),
         *_evaluation("eval/<set>", "the set's problems"),

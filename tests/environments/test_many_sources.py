@@ -155,7 +155,7 @@ class TestOrder:
 
 def test_sets_are_evaluated_with_their_own_sampling_beside_what_is_held_out(tmp_path: Path) -> None:
     one_set = (
-        "{name: hard, num_problems: 2, source: {kind: python, factory: a.b}, "
+        "{name: hard, num_problems: 3, num_samples: 2, source: {kind: python, factory: a.b}, "
         "sampling: {temperature: 0.25, max_response_tokens: 8}}"
     )
     config = make_config(tmp_path, f"evaluation.sets=[{one_set}]")
@@ -178,7 +178,7 @@ def test_sets_are_evaluated_with_their_own_sampling_beside_what_is_held_out(tmp_
             "eval/hard/num_unscored": 0,
         }
     )
-    assert [one.temperature for one in generators.sampled_as] == [1.0] * 2 + [0.25] * 3
+    assert [one.temperature for one in generators.sampled_as] == [1.0] * 2 + [0.25] * 6
     assert "; hard 0.667" in str(held_out)
 
 

@@ -14,6 +14,7 @@ from forgeasync.launch.render import render_launch
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.models.rules import check_config
 from forgeasync.planning.host_requests import host_needs, with_host_requests
+from forgeasync.planning.request_warnings import kubernetes_quantity, request_warnings, slurm_bytes
 from forgeasync.schema.problems import ConfigError
 from tests.support.app_runs import run_here
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL, only
@@ -150,8 +151,10 @@ def test_a_dry_run_shows_hosts_and_script_and_starts_nothing(tmp_path: Path) -> 
     files = [LARGE, CONFIGS / "launchers" / "slurm.yaml"]
     arguments = [argument for file in files for argument in ("--config", str(file))]
     run_dir = tmp_path / "run"
-    code, out, err = run_here(tmp_path, *arguments, "--dry-run", f"run_dir={run_dir}")
+    overrides = [f"run_dir={run_dir}", "launcher.cpus_per_task=8"]
+    code, out, err = run_here(tmp_path, *arguments, "--dry-run", *overrides)
     assert code == 0, err
+    assert "\nwarning: launcher.cpus_per_task = 8: a host needs 34 by the plan" in out
     rows = {cells[1].strip(): cells[2:4] for line in out.splitlines() if len(cells := line.split("│")) > 4}
     assert [cell.strip() for cell in rows["hosts, trainer"]] == ["2", "slurm, of 8 GPUs; 8 procs each"]
     assert rows["hosts, generators"][1].strip() == "slurm, of 8 GPUs; 4 replicas of 2 each"
@@ -170,8 +173,8 @@ def test_what_the_config_leaves_open_is_asked_for_as_planned() -> None:
     planned = with_host_requests(shipped("slurm"), facts)
     directives = set(re.findall(r"^#SBATCH (\S+)$", rendered(planned), re.MULTILINE))
     # Two for the host and four for each trainer proc; 8 GiB for the host and for each engine rank, four
-    # versions that are fetched, and payload.capacity_gib: 16.
-    assert {"--cpus-per-task=34", "--mem=316G"} <= directives
+    # versions that are fetched, and payload.capacity_gib: 28.
+    assert {"--cpus-per-task=34", "--mem=328G"} <= directives
     own = with_host_requests(shipped("slurm", "launcher.mem=1T", "launcher.cpus_per_task=96"), facts)
     assert {"--cpus-per-task=96", "--mem=1T"} <= set(
         re.findall(r"^#SBATCH (\S+)$", rendered(own), re.MULTILINE)
@@ -182,7 +185,85 @@ def test_pods_get_what_is_missing_as_planned() -> None:
     config = shipped("kubernetes", "launcher.shared_memory_size=null", "launcher.resources={cpu: 12}")
     launcher = with_host_requests(config, read_model_facts(config.model.path)).launcher
     assert isinstance(launcher, KubernetesLauncher)
-    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "244Gi"
+    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "256Gi"
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "warnings"),
+    [
+        ("slurm", [], []),
+        ("slurm", ["launcher.mem=512G", "launcher.cpus_per_task=34"], []),
+        ("slurm", ["launcher.mem='0'"], []),
+        (
+            "slurm",
+            ["launcher.mem=300000M", "launcher.cpus_per_task=16"],
+            [
+                "launcher.cpus_per_task = 16: a host needs 34 by the plan; left out, that is asked for",
+                "launcher.mem = 300000M: a host needs 327.5 GiB by the plan; left out, that is asked for",
+            ],
+        ),
+        (
+            "slurm",
+            ["launcher.mem=much"],
+            ["launcher.mem = much: cannot be compared with the plan; must be written like 512G"],
+        ),
+        ("kubernetes", [], []),
+        (
+            "kubernetes",
+            ["launcher.resources={cpu: 16000m, memory: 300G}", "launcher.shared_memory_size=64Gi"],
+            [
+                "launcher.resources.cpu = 16000m: a host needs 34 by the plan; left out, that is asked for",
+                "launcher.resources.memory = 300G: a host needs 327.5 GiB by the plan; left out, "
+                "that is asked for",
+                "launcher.shared_memory_size = 64Gi: a host needs 255.5 GiB by the plan; left out, "
+                "that is asked for",
+            ],
+        ),
+        (
+            "kubernetes",
+            ["launcher.resources={cpu: many, memory: 1Ti}"],
+            ["launcher.resources.cpu = many: cannot be compared with the plan; must be written like 64"],
+        ),
+    ],
+)
+def test_requests_below_the_plan_are_told(kind: str, overrides: list[str], warnings: list[str]) -> None:
+    config = shipped(kind, *overrides)
+    assert list(request_warnings(config, read_model_facts(config.model.path))) == warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("512G", 2**39),
+        ("512g", 2**39),
+        ("1TB", 2**40),
+        ("2048", 2**31),
+        ("5K", 5120),
+        ("1.5G", None),
+        ("", None),
+    ],
+)
+def test_memory_in_sbatchs_notation(text: str, num_bytes: int | None) -> None:
+    assert slurm_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "quantity"),
+    [
+        (64, 64),
+        ("64", 64),
+        ("1500m", 1.5),
+        ("2Gi", 2**31),
+        ("1.5Gi", 1.5 * 2**30),
+        ("1Ti", 2**40),
+        ("2G", 2e9),
+        ("12e6", 12e6),
+        ("2g", None),
+        ("Gi", None),
+    ],
+)
+def test_quantities_of_kubernetes(text: int | str, quantity: float | None) -> None:
+    assert kubernetes_quantity(text) == quantity
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Models for Hopper and Blackwell are built with what is installed; no GPU, the capability is pretended."""
 
 import importlib.util
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl
 from torchtitan.models.common.attention import VarlenAttention
 
+from forgeasync.config.trainer import FlashAttention, OptimizerSection, TrainerSection
 from forgeasync.models.config_file import SHIPPED_MODELS, read_model_facts
 from forgeasync.models.workarounds import flash_attention
 from forgeasync.trainer import model as trainer_model
@@ -42,3 +44,31 @@ def test_an_installed_kernel_is_taken(
     monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", activated.append)
     trainer_model.build_meta_model(FACTS)
     assert set(activated) == {wanted}
+
+
+@pytest.mark.parametrize("choice", FlashAttention)
+def test_the_trainers_section_decides(monkeypatch: pytest.MonkeyPatch, choice: FlashAttention) -> None:
+    """On a Hopper with FA3 and FA4 installed; launch/gpu_checks.py refuses what does not fit a GPU."""
+    monkeypatch.setattr(flash_attention, "_choice", FlashAttention.AUTO)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    activated: list[str] = []
+    monkeypatch.setattr("torchtitan.models.common.attention.activate_flash_attention_impl", activated.append)
+
+    class Built(Exception):
+        pass
+
+    def build(*arguments: object, **options: object) -> None:
+        with torch.device("meta"):
+            trainer_model.titan_config(FACTS).layers[0].build()
+        raise Built
+
+    # Before the model is sharded, which takes a process group.
+    monkeypatch.setattr("torchtitan.models.common.decoder.Decoder.Config.update_from_config", build)
+    section = TrainerSection(
+        tokens_per_row=64, optimizer=OptimizerSection(learning_rate=1e-3), flash_attention=choice
+    )
+    with pytest.raises(Built):
+        trainer_model.build_parallel_model(FACTS, section, parallel_dims=Mock())
+    expected = {"auto": {"FA3"}, "FA2": set(), "FA3": {"FA3"}, "FA4": {"FA4"}}
+    assert set(activated) == expected[choice.value]

@@ -24,45 +24,38 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
 
 def test_a_kv_cache_larger_than_the_machine_is_refused(tmp_path: Path) -> None:
     large = config(tmp_path, "generator.kv_cache_gib=1000")
-    message = only(list(check_memory(large, FACTS, host_bytes=32 * GIB, gpu_bytes=None)))
+    message = only(list(check_memory(large, FACTS, host_bytes=32 * GIB)))
     assert message.startswith("generator.kv_cache_gib = 1000.0: must be at most 32")
     assert "1 engine processes" in message and "32 GiB of memory available" in message
-    assert list(check_memory(large, FACTS, host_bytes=1001 * GIB, gpu_bytes=None)) == []
+    assert list(check_memory(large, FACTS, host_bytes=1001 * GIB)) == []
 
 
 def test_every_engine_process_has_a_cache(tmp_path: Path) -> None:
     two = config(tmp_path, "generator.kv_cache_gib=10", "generator.num_replicas=2")
-    assert "must be at most 9.5:" in only(list(check_memory(two, FACTS, host_bytes=19 * GIB, gpu_bytes=None)))
-    assert list(check_memory(two, FACTS, host_bytes=21 * GIB, gpu_bytes=None)) == []
+    assert "must be at most 9.5:" in only(list(check_memory(two, FACTS, host_bytes=19 * GIB)))
+    assert list(check_memory(two, FACTS, host_bytes=21 * GIB)) == []
     halves = config(tmp_path, "generator.kv_cache_gib=10", "generator.tensor_parallel=2")
-    assert list(check_memory(halves, FACTS, host_bytes=19 * GIB, gpu_bytes=None))
+    assert list(check_memory(halves, FACTS, host_bytes=19 * GIB))
 
 
 def test_weights_and_optimizer_count(tmp_path: Path) -> None:
     """8 GiB in the engine, and four times that in the trainer."""
     run = config(tmp_path, "generator.kv_cache_gib=4")
-    message = only(list(check_memory(run, LARGE, host_bytes=42 * GIB, gpu_bytes=None)))
+    message = only(list(check_memory(run, LARGE, host_bytes=42 * GIB)))
     assert "must be at most 1.99:" in message and "8 GiB for the weights" in message
     assert "32 GiB for parameters and optimizer of 1 trainer procs" in message
-    assert list(check_memory(run, LARGE, host_bytes=45 * GIB, gpu_bytes=None)) == []
-    message = only(list(check_memory(run, LARGE, host_bytes=39 * GIB, gpu_bytes=None)))
+    assert list(check_memory(run, LARGE, host_bytes=45 * GIB)) == []
+    message = only(list(check_memory(run, LARGE, host_bytes=39 * GIB)))
     assert message.startswith("model.path = ") and "has 39 GiB of memory available" in message
     # A frozen model has no moments.
     adapted = config(tmp_path, "generator.kv_cache_gib=4", "lora={rank: 2, alpha: 4, targets: [q_proj]}")
-    assert list(check_memory(adapted, LARGE, host_bytes=21 * GIB, gpu_bytes=None)) == []
-
-
-def test_on_gpus_the_gpu_decides(tmp_path: Path) -> None:
-    run = config(tmp_path, "generator.kv_cache_gib=80")
-    message = only(list(check_memory(run, LARGE, host_bytes=GIB, gpu_bytes=80 * GIB)))
-    assert "must be at most 72: a GPU of this machine has 80 GiB" in message
-    assert list(check_memory(run, LARGE, host_bytes=GIB, gpu_bytes=89 * GIB)) == []
+    assert list(check_memory(adapted, LARGE, host_bytes=21 * GIB)) == []
 
 
 def test_other_machines_are_not_this_one(tmp_path: Path) -> None:
     launcher = "launcher={kind: slurm, gpus_per_host: 8, partition: gpu}"
     run = config(tmp_path, "generator.kv_cache_gib=1000", launcher)
-    assert list(check_memory(run, FACTS, host_bytes=GIB, gpu_bytes=None)) == []
+    assert list(check_memory(run, FACTS, host_bytes=GIB)) == []
 
 
 def test_available_memory_is_at_most_what_the_kernel_says() -> None:

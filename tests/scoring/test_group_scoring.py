@@ -340,7 +340,7 @@ class Prompts:
         return np.zeros(1, dtype=np.int32)
 
 
-def run_evaluation(call: Call, num_tasks: int) -> HeldOutScores:
+def run_evaluation(call: Call, num_tasks: int, *, num_samples: int = 1) -> HeldOutScores:
     sampling = tiny_config(Path("unused")).sampling
 
     async def run() -> HeldOutScores:
@@ -354,6 +354,7 @@ def run_evaluation(call: Call, num_tasks: int) -> HeldOutScores:
                 sampling=sampling,
             ),
             sampling=sampling,
+            num_samples=num_samples,
             on_answered=lambda: None,
         )
 
@@ -372,6 +373,22 @@ class TestEvaluation:
         assert result.accuracy == 2 / 5
         assert result.score_mean == pytest.approx(sum(values) / 5)
         assert result.num_unscored == 0
+
+    def test_accuracy_of_several_samples_is_the_mean_over_all_responses(self) -> None:
+        answered: list[tuple[int, str]] = []
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            (response,) = responses
+            answered.append((task.source_index, response.text))
+            # Right in one of four samples of the first problem, in none of the second.
+            return scored(4.5 * (response.text == "response 4"))
+
+        result = run_evaluation(judge, 2, num_samples=4)
+        assert result.accuracy == 1 / 8 and result.num_scored == 8
+        # Every sample has a seed of its own; the first ones are those of a single sample.
+        assert sorted(answered) == [
+            (problem, f"response {2 * k + problem}") for problem in (0, 1) for k in range(4)
+        ]
 
     def test_what_is_never_scored_is_left_out_and_counted(self) -> None:
         async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:

@@ -12,6 +12,8 @@ from functools import cache
 
 import torchtitan.tools.utils as titan_utils
 
+from forgeasync.config.trainer import FlashAttention
+
 logger = logging.getLogger(__name__)
 
 PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
@@ -20,8 +22,20 @@ PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 _wanted = titan_utils.get_cuda_flash_attention_impl
 
 
+_choice = FlashAttention.AUTO
+
+
+def choose(choice: FlashAttention) -> None:
+    """Decide what models that are built from now on compute attention by; where that cannot be, building one
+    raises."""
+    global _choice
+    _choice = choice
+
+
 def flash_attention_impl() -> str | None:
     """The implementation to activate: the one for this GPU, if it is installed; None is FlashAttention 2."""
+    if _choice is not FlashAttention.AUTO:
+        return None if _choice is FlashAttention.FA2 else _choice.value
     wanted = _wanted()
     return wanted if wanted is None or _is_installed(wanted) else None
 

@@ -40,25 +40,14 @@ def available_host_bytes() -> int:
     return min(found)
 
 
-def check_memory(
-    config: RunConfig, facts: ModelFacts, *, host_bytes: int, gpu_bytes: int | None
-) -> Iterator[Problem]:
-    """Check that a run fits this machine's host memory or, with ``gpu_bytes`` of each, its GPUs."""
+def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
+    """Check that a run on CPUs fits this machine's memory."""
     if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
         # The run is not on this machine: its memory says nothing.
         return
     counts, generator = count_parameters(facts), config.generator
     weights = generator_parameters_per_rank(config, facts, counts) * BYTES_PER_ELEMENT[generator.dtype]
     kv_cache = round(generator.kv_cache_gib * 2**30)
-    if gpu_bytes is not None:
-        if weights + kv_cache > gpu_bytes:
-            yield Problem(
-                field="generator.kv_cache_gib",
-                value=generator.kv_cache_gib,
-                remedy=f"with {_gib(weights)} GiB of weights must be at most {_gib(gpu_bytes - weights)}: a "
-                f"GPU of this machine has {_gib(gpu_bytes)} GiB",
-            )
-        return
     num_engines = generator.num_replicas * generator.tensor_parallel
     num_procs = config.trainer.parallel.num_procs
     states = _trainer_state_bytes(config, trainer_parameters_per_rank(config, counts))

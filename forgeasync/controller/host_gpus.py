@@ -1,0 +1,105 @@
+"""Looks at the GPUs that a run is going to use, before a model is read, and has them judged."""
+
+import asyncio
+import os
+
+import torch
+
+from forgeasync.config.launcher import LocalLauncher, ProcessLauncher, gpus_per_host, num_hosts
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.rules import num_gpus_needed
+from forgeasync.config.run import RunConfig
+from forgeasync.launch.gpu_checks import HostGpus, RolePlan, check_hosts_gpus, gpu_warnings
+from forgeasync.launch.gpu_facts import gather_gpu_facts
+from forgeasync.launch.hosts import LOCAL_HOST_ID, Hosts
+from forgeasync.launch.jobs import HostRole
+from forgeasync.planning.memory.generator import generator_memory
+from forgeasync.planning.memory.items import Machine, total_bytes
+from forgeasync.planning.memory.parameters import count_parameters
+from forgeasync.planning.memory.trainer import trainer_memory
+from forgeasync.schema.problems import Problem, raise_if_any
+
+
+def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
+    """Problems and warnings about this machine's GPUs; none if the run is not to use them.
+
+    A torch that is built for CPUs uses none. ``config.rules.check_gpus`` tells where there are too few.
+    """
+    if not isinstance(config.launcher, LocalLauncher) or torch.version.cuda is None:
+        return [], []
+    found = gather_gpu_facts(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    needed = num_gpus_needed(config)
+    host = HostGpus(
+        host=LOCAL_HOST_ID,
+        facts=found,
+        num_needed=min(needed, len(found.gpus)) or needed,
+        plans=(trainer_plan(config, facts), generator_plan(config, facts)),
+        is_trainer=True,
+    )
+    choice = config.trainer.flash_attention
+    return list(check_hosts_gpus([host], choice)), gpu_warnings([host], choice)
+
+
+async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
+    """Have the GPUs of hosts that a launcher has started judged; returns warnings.
+
+    Raises:
+        ConfigError: lists what they lack, all of it.
+    """
+    launcher = config.launcher
+    if isinstance(launcher, LocalLauncher | ProcessLauncher) or not gpus_per_host(launcher):
+        return []
+    counts, generator = num_hosts(launcher), config.generator
+    trainers, generators = await asyncio.gather(hosts.gpus(HostRole.TRAINER), hosts.gpus(HostRole.GENERATORS))
+    looked_at = [
+        HostGpus(host=host, facts=found, num_needed=num_needed, plans=(plan,), is_trainer=is_trainer)
+        for of_role, num_needed, plan, is_trainer in (
+            (
+                trainers,
+                config.trainer.parallel.num_procs // counts.trainer,
+                trainer_plan(config, facts),
+                True,
+            ),
+            (
+                generators,
+                generator.num_replicas // counts.generators * generator.tensor_parallel,
+                generator_plan(config, facts),
+                False,
+            ),
+        )
+        for host, found in of_role.items()
+    ]
+    raise_if_any(check_hosts_gpus(looked_at, config.trainer.flash_attention))
+    return gpu_warnings(looked_at, config.trainer.flash_attention)
+
+
+def trainer_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
+    """What a trainer proc needs of its GPU."""
+    memory = trainer_memory(config, facts, count_parameters(facts), Machine.GPU)
+    num_procs = config.trainer.parallel.num_procs
+    remedy = (
+        f"shard over more than {num_procs} procs, split rows (trainer.parallel.tensor, context) or layers "
+    )
+    remedy += "(activation_checkpointing: full), or keep what is sharded in host memory (trainer.cpu_offload)"
+    offloaded = total_bytes(memory.always) if config.trainer.cpu_offload else 0
+    return RolePlan(
+        role="trainer",
+        num_bytes=memory.total_bytes - offloaded,
+        field="trainer.parallel.num_procs",
+        value=num_procs,
+        remedy=remedy,
+    )
+
+
+def generator_plan(config: RunConfig, facts: ModelFacts) -> RolePlan:
+    """What every process of an engine needs of its GPU."""
+    memory = generator_memory(config, facts, count_parameters(facts), Machine.GPU)
+    others = total_bytes([item for item in memory if item.name != "KV cache"])
+    return RolePlan(
+        role="generator",
+        num_bytes=total_bytes(memory),
+        field="generator.kv_cache_gib",
+        value=config.generator.kv_cache_gib,
+        remedy=f"lower it: {others / 2**30:.3g} GiB are for the rest, of which weights are less with a "
+        f"larger generator.tensor_parallel than {config.generator.tensor_parallel}",
+    )

@@ -1,0 +1,156 @@
+"""The configs for GPUs: their size, what every GPU would hold, how their figures follow from each other."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torchtitan.models.common.attention import VarlenAttention
+
+from forgeasync.algorithms.corrections import TruncatedIs
+from forgeasync.algorithms.objectives import Reinforce
+from forgeasync.config.evaluation import named_sets
+from forgeasync.config.load import load_config
+from forgeasync.config.model import Dtype
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.rules import num_gpus_needed
+from forgeasync.config.run import RunConfig, resolve
+from forgeasync.controller.preparation import check_plan
+from forgeasync.models import config_file
+from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts
+from forgeasync.models.rules import check_config
+from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
+from forgeasync.models.workarounds import flash_attention
+from forgeasync.planning.memory.host import groups_outstanding
+from forgeasync.planning.memory.plan import memory_plan
+from forgeasync.planning.report import dry_run_report
+from forgeasync.trainer import model as trainer_model
+from tests.support.config_samples import CONFIGS
+
+SIZES = {
+    "qwen3_8b": (8, 128),
+    "qwen3_30b_a3b": (32, 256),
+    "qwen3_32b": (32, 512),
+    "qwen3_235b_a22b": (192, 512),
+}
+"""GPUs, and rollouts a step, of every config."""
+
+GPU_BYTES = 79 * 2**30
+"""What torch sees of an H100 or A100 of 80 GB is a little more."""
+
+PLAN_ERROR = 0.1
+"""The plan's own, see ``memory.plan.NOTE``."""
+
+RUNNING_TOKENS = 8192
+MEAN_RESPONSE_TOKENS = 12288
+"""What the configs say that they assume: tokens of a running sequence and of a response, on average."""
+
+
+def large(name: str) -> tuple[RunConfig, ModelFacts]:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    return config, shipped_facts(config.model.path)
+
+
+def shipped_facts(hub_id: str) -> ModelFacts:
+    """Without a look at the hub."""
+    file = SHIPPED_MODELS / hub_id.replace("/", "--") / "config.json"
+    return parse_model_facts(json.loads(file.read_text(encoding="utf-8")), hub_id)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_size_and_method_are_as_stated(name: str) -> None:
+    config, facts = large(name)
+    assert check_config(config, facts) == []
+    assert (num_gpus_needed(config), config.algorithm.group_size * config.algorithm.groups_per_step) == SIZES[
+        name
+    ]
+    assert config.model.max_context_length == config.trainer.tokens_per_row == 32_768
+    assert config.sampling.max_response_tokens == 30_720
+    assert config.max_off_policy_steps == 8
+    # What was stable at that age: docs/off_policy.md. The clipped objective was not.
+    assert isinstance(config.algorithm.objective, Reinforce)
+    assert config.algorithm.corrections == (TruncatedIs(cap=2.0),)
+    assert config.trainer.dtype is config.generator.dtype is Dtype.BFLOAT16
+    (aime,) = config.evaluation.sets
+    assert (config.evaluation.every_steps, aime.num_problems) == (20, 30) and aime.num_samples >= 8
+    (source,) = named_sets(config.evaluation)
+    assert source.name == "eval/aime_2024" and source.rewards[0].kind == "math"
+    # YAML's folding must leave a sentence, and nobody may have taken $Answer for a reference.
+    assert aime.source.instruction.endswith("(without quotes) where $Answer is the answer to the problem.")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_gpu_and_the_figures_in_the_comments(name: str) -> None:
+    config, facts = large(name)
+    trainer, generator, _ = memory_plan(resolve(config, facts), facts)
+    for role in (trainer, generator):
+        assert role.total is not None and role.total.num_bytes < (1 - PLAN_ERROR) * GPU_BYTES, role.owner
+
+    section = config.generator
+    held = section.kv_cache_gib * 2**30 / kv_bytes_per_token(config, facts)
+    assert held / RUNNING_TOKENS - 1 < section.max_num_seqs <= held / RUNNING_TOKENS
+    # One sequence of full length has room at least.
+    assert held >= config.model.max_context_length
+    slots = section.num_replicas * section.max_num_seqs
+    assert config.buffer.max_in_flight == 2 * slots // config.algorithm.group_size
+    assert config.buffer.max_in_flight <= groups_outstanding(config)
+    # By Little's law a response of mean length takes slots / batch steps.
+    batch = config.algorithm.group_size * config.algorithm.groups_per_step
+    longest_steps = slots / batch * config.sampling.max_response_tokens / MEAN_RESPONSE_TOKENS
+    assert longest_steps <= config.max_off_policy_steps
+
+    # The store holds no group back: those in flight reserve the largest size, the others have an average one.
+    group_gib = largest_group_payload_bytes(resolve(config, facts), facts) / 2**30
+    waiting = groups_outstanding(config) - config.buffer.max_in_flight
+    needed_gib = group_gib * (
+        config.buffer.max_in_flight + waiting * MEAN_RESPONSE_TOKENS / config.sampling.max_response_tokens
+    )
+    assert needed_gib <= config.payload.capacity_gib <= 2 * group_gib * groups_outstanding(config)
+    # The longest response of a group that waited for the longest of another, at 30 ms a token.
+    assert config.timeouts.generate_s > 2 * config.sampling.max_response_tokens * 0.030
+
+
+def test_trainers_on_fewer_gpus_would_not_fit() -> None:
+    """What the comments say of half as many."""
+    for name, change in (("qwen3_8b", 2), ("qwen3_30b_a3b", 8), ("qwen3_32b", 8), ("qwen3_235b_a22b", 32)):
+        config, facts = large(name)
+        fewer = load_config(CONFIGS / f"{name}.yaml", [f"trainer.parallel.num_procs={change}"])
+        trainer, _, _ = memory_plan(resolve(fewer, facts), facts)
+        assert fewer.trainer.parallel.num_procs * 2 == config.trainer.parallel.num_procs
+        assert trainer.total is not None and trainer.total.num_bytes > (1 - PLAN_ERROR) * GPU_BYTES, name
+
+
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(hub_id: str) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(config_file, "_probe_hub", unreachable)
+    monkeypatch.setattr(config_file, "try_to_load_from_cache", lambda hub_id, file: None)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_dry_run_and_model_on_a_pretended_hopper(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same plan as without a GPU, and the model that a trainer rank there would build, without FA3."""
+    no_hub(monkeypatch)
+    config = load_config(CONFIGS / f"{name}.yaml", [f"run_dir={tmp_path / 'run'}"])
+    reports = []
+    for pretends in (False, True):
+        if pretends:
+            flash_attention._is_installed.cache_clear()
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+            monkeypatch.setattr(trainer_model, "DEVICE_TYPE", "cuda")
+        facts, looked_at = check_plan(config)
+        table = dry_run_report(config, facts, looked_at=looked_at)
+        reports.append([list(column.cells) for column in table.columns])
+    assert reports[0] == reports[1]
+    assert str(SIZES[name][0]) in reports[0][1]
+    model = trainer_model.build_meta_model(facts)
+    kernels = [module for module in model.modules() if isinstance(module, VarlenAttention)]
+    assert len(kernels) == facts.num_layers
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert f"{num_parameters:,}" in reports[0][1]
+    assert math.isclose(num_parameters, float(name.split("_")[1].removesuffix("b")) * 1e9, rel_tol=0.03)
