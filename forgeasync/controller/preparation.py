@@ -145,7 +145,7 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
-def _gpu_bytes() -> int | None:
+def gpu_memory_bytes() -> int | None:
     """Memory of this machine's smallest GPU; None without any."""
     gpus = range(torch.cuda.device_count())
     return min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=None)
@@ -207,7 +207,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     raise_if_any(
         [
             *check_gpus(config, torch.cuda.device_count()),
-            *check_memory(config, facts, host_bytes=available_host_bytes(), gpu_bytes=_gpu_bytes()),
+            *check_memory(config, facts, host_bytes=available_host_bytes(), gpu_bytes=gpu_memory_bytes()),
             *_check_shared_memory(config, facts),
             *check_room(config, facts, checkpoints=planned_folder(config), export=planned_export(config)),
         ]

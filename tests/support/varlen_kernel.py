@@ -2,8 +2,8 @@
 
 Only the two kernels stand in for FlashAttention's: signature, checks and autograd are torch's own. Computes
 in at least float32. Like FlashAttention it aligns the causal mask bottom-right, takes fewer heads of keys
-only where the heads of queries are a multiple, and leaves memory as it finds it (here: NaN) that belongs to no
-sequence or lies behind ``max_q`` and ``max_k``.
+only where the heads of queries are a multiple, and does not write (here: NaN) what belongs to no sequence or
+lies behind ``max_q`` and ``max_k``.
 
 Shape suffixes: Q queries and K keys of all sequences, N heads, H head size; q, k those of one sequence, G
 heads of keys, R heads of queries to each.

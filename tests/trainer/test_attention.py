@@ -9,11 +9,14 @@ from forgeasync.trainer.workarounds.attention import PackedAttention, packed_seq
 from forgeasync.trainer.workarounds.attention_kernel import attend
 from tests.support.masked_attention import NUM_HEADS, masked_attention, packed_positions, random_inputs
 
+
 def _check(
     rows: list[list[int]], *, num_kv_heads: int = 2, head_size: int = 16, value_size: int = 16
 ) -> None:
     positions_BL = packed_positions(rows)
-    inputs = random_inputs(positions_BL, num_kv_heads=num_kv_heads, head_size=head_size, value_size=value_size)
+    inputs = random_inputs(
+        positions_BL, num_kv_heads=num_kv_heads, head_size=head_size, value_size=value_size
+    )
     attention = PackedAttention(PackedAttention.Config())
     out = attention(*inputs, attention_masks=packed_sequences(positions_BL))
     reference = masked_attention(inputs, positions_BL)
@@ -40,7 +43,9 @@ def test_large_scores(scale: float) -> None:
     """
     positions_BL = packed_positions([[30, 33, 31, 32, 1]])
     for seed in range(20):
-        inputs = random_inputs(positions_BL, num_kv_heads=2, head_size=64, value_size=64, scale=scale, seed=seed)
+        inputs = random_inputs(
+            positions_BL, num_kv_heads=2, head_size=64, value_size=64, scale=scale, seed=seed
+        )
         attention = PackedAttention(PackedAttention.Config())
         out = attention(*inputs, attention_masks=packed_sequences(positions_BL))
         reference = masked_attention(inputs, positions_BL)

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
 
 from forgeasync.trainer.workarounds.context_attention import ContextAttention, part_metadata
-from tests.support.masked_attention import NUM_HEADS, Tensors, masked_attention, packed_positions, random_inputs
+from tests.support.masked_attention import (
+    NUM_HEADS,
+    Tensors,
+    masked_attention,
+    packed_positions,
+    random_inputs,
+)
 
 importlib.import_module("tests.support.varlen_kernel")
 

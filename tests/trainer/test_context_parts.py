@@ -1,5 +1,7 @@
 """Which queries and keys a context-parallel rank gives to attention, against masks."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ def divided_rows(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     rows = []
     for _ in range(draw(st.integers(1, 3))):
         borders = sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=10)) | {0, length})
-        rows.append([end - start for start, end in zip(borders, borders[1:], strict=False)])
+        rows.append([end - start for start, end in pairwise(borders)])
     return positions(rows), num_parts
 
 

@@ -52,7 +52,7 @@ class ContextAttention(FlexAttention):
     It is a ``FlexAttention`` by name only, so that TorchTitan gathers keys and values for it:
     ``flex_cp_allgather`` of torch 2.13, whose backward pass is a reduce-scatter of sums by functional
     collectives, which NCCL and gloo both have. The parameter names of ``forward`` are the ones that the
-    tensor-parallel plan looks up. Nothing is cast: the kernel itself refuses anything but bfloat16 and float16.
+    tensor-parallel plan looks up. Nothing is cast: the kernel refuses anything but bfloat16 and float16.
     """
 
     @dataclass(kw_only=True, slots=True)
