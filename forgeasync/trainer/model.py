@@ -156,7 +156,7 @@ def build_parallel_model(
         model.init_states(buffer_device=None)
     # FSDP2 brings offloaded parameters to the device layer by layer, buffers it leaves where they are.
     _move_buffers(model, DEVICE_TYPE)
-    _share_rotary_caches(model)
+    share_rotary_caches(model)
     initialize_adapters(model, seed)
     allow_gloo_reduction(model)
     # The head is called by itself, with the tokens whose log-probabilities are wanted.
@@ -171,7 +171,7 @@ def _move_buffers(model: torch.nn.Module, device: str) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _share_rotary_caches(model: Decoder) -> None:
+def share_rotary_caches(model: Decoder) -> None:
     """Keep one cache of cosines and sines; TorchTitan 0.3.0 gives every layer its own of all positions.
 
     For 262,144 positions and 48 layers with heads of 128 they would take 12 GiB.
