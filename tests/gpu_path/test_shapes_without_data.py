@@ -4,6 +4,7 @@ Seen are shapes, dtypes and alignment (torch's meta kernels refuse what the real
 memory against the plan. Values are not, nor are other ranks. Two layers stand for all: layers are alike.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.models.sizes import LOGITS_CHUNK_TOKENS
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
 from forgeasync.planning.memory.moments import Moment, step_moments
-from forgeasync.planning.memory.parameters import count_parameters
+from forgeasync.planning.memory.parameters import count_parameters, trainer_parameters_per_rank
 from tests.support.config_samples import CONFIGS
 from tests.support.without_data import Case, Seen, build_device, look_at
 
@@ -76,6 +77,9 @@ CASES = {
 
 REPRESENTATIVE = "30b"
 
+TENSOR_PARALLEL = {"30b-32768-tp2-cp2", "32b-tp8"}
+"""Tensors inside of DTensors are not seen by what counts memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -104,14 +108,15 @@ def _look(name: str, library: Path) -> Outcome:
     return Outcome(config=config, facts=facts, seen=_seen[name])
 
 
-def _marked() -> list[object]:
+def _marked(names: Iterable[str]) -> list[object]:
     return [
-        pytest.param(name, marks=[] if name == REPRESENTATIVE else pytest.mark.exhaustive) for name in CASES
+        pytest.param(name, marks=[] if name == REPRESENTATIVE else pytest.mark.exhaustive)
+        for name in sorted(names)
     ]
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", _marked())
+@pytest.mark.parametrize("name", _marked(CASES))
 def test_a_row_at_real_sizes(name: str, library: Path) -> None:
     outcome = _look(name, library)
     config, facts, seen = outcome.config, outcome.facts, outcome.seen
@@ -134,7 +139,8 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
     times = 2 if config.trainer.activation_checkpointing.value == "full" else 1
     assert seen.attention == [expected] * (times * NUM_LAYERS)
 
-    assert max(rows for rows, _ in seen.logits) == LOGITS_CHUNK_TOKENS
+    num_targets = part - (length - config.sampling.max_response_tokens) + 1
+    assert max(rows for rows, _ in seen.logits) == min(LOGITS_CHUNK_TOKENS, num_targets)
     assert {columns for _, columns in seen.logits} == {facts.vocab_size // parallel.tensor}
 
     assert {dtype for product in seen.products for dtype, _ in product} <= {"torch.bfloat16"}
@@ -159,24 +165,27 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", _marked())
+@pytest.mark.parametrize("name", _marked(CASES.keys() - TENSOR_PARALLEL))
 def test_memory_is_what_is_planned(name: str, library: Path) -> None:
-    """A torch built without CUDA composes norms of float32 tensors and keeps two: these come on top here."""
+    """Between 25 % below the plan and 10 % above: rank 0 has the part of a row that begins with the prompt.
+
+    Gradients of earlier layers, its own shards of them, may be there at the fullest moment. A torch built without CUDA composes norms of float32 tensors and keeps two: these come on top here.
+    """
     outcome = _look(name, library)
     config, facts = outcome.config, outcome.facts
     moments = step_moments(config, facts, count_parameters(facts), Machine.GPU)
     parallel = config.trainer.parallel
     tokens = config.trainer.tokens_per_row // parallel.context
-    local = tokens // (parallel.tensor if parallel.sequence else 1)
-    heads = (facts.num_heads + facts.num_kv_heads) / parallel.tensor
-    last_norm = 2 * FLOAT32_BYTES * local * facts.hidden_size
-    of_layer = 2 * FLOAT32_BYTES * (2 * local * facts.hidden_size + tokens * heads * facts.head_dim)
+    heads = facts.num_heads + facts.num_kv_heads
+    last_norm = 2 * FLOAT32_BYTES * tokens * facts.hidden_size
+    of_layer = 2 * FLOAT32_BYTES * tokens * (2 * facts.hidden_size + heads * facts.head_dim)
 
     def total(moment: Moment) -> float:
-        in_layer = "backward pass of" in moment.name and "layer" in moment.name.replace("output layer", "")
+        in_layer = "backward pass of" in moment.name and " layer" in moment.name.replace("output layer", "")
         return moment.total + (of_layer if in_layer else last_norm)
 
-    planned = moments[0].activations + moments[0].gathered_weights + last_norm
-    assert outcome.seen.kept_bytes == pytest.approx(planned, rel=0.15)
+    kept = moments[0].activations + moments[0].gathered_weights + last_norm
     peak = max(total(moment) for moment in moments if moment.name != "optimizer step")
-    assert outcome.seen.peak_bytes == pytest.approx(peak, rel=0.15)
+    gradients = trainer_parameters_per_rank(config, count_parameters(facts)) * FLOAT32_BYTES
+    assert 0.75 * kept < outcome.seen.kept_bytes < 1.1 * kept
+    assert 0.75 * peak < outcome.seen.peak_bytes < 1.1 * (peak + gradients)
