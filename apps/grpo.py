@@ -361,7 +361,7 @@ def main() -> int:
     def run() -> None:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            show_plan(config)
+            show_plan(config, gpu_gib=arguments.gpu_gib)
         else:
             prepared = prepare(config, arguments.resume)
             run_main(train(prepared.config, prepared))

@@ -51,7 +51,7 @@ def _check_division(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_trainer_on_gpus(config: RunConfig) -> Iterator[Problem]:
-    """What attention over packed rows cannot do on a GPU (``VarlenAttention`` of TorchTitan 0.3.0)."""
+    """What attention over packed rows cannot do on a GPU: FlashAttention has no float32."""
     trainer = config.trainer
     if trainer.dtype is not Dtype.BFLOAT16:
         yield Problem(
@@ -59,13 +59,6 @@ def check_trainer_on_gpus(config: RunConfig) -> Iterator[Problem]:
             value=trainer.dtype.value,
             remedy="must be bfloat16 on GPUs: attention over packed rows computes in bfloat16 there whatever "
             "the model's dtype; master weights and optimizer state stay float32",
-        )
-    if trainer.parallel.context > 1:
-        yield Problem(
-            field="trainer.parallel.context",
-            value=trainer.parallel.context,
-            remedy="must be 1 on GPUs: TorchTitan has no context parallelism for attention over packed rows "
-            "there",
         )
 
 

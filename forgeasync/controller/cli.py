@@ -17,10 +17,11 @@ from rich.console import Console
 
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
-from forgeasync.controller.preparation import check_plan
+from forgeasync.controller.preparation import check_plan, gpu_memory_bytes
 from forgeasync.controller.stopping import install_handlers, received_signal
 from forgeasync.models.config_file import model_config_file
 from forgeasync.observability.failures import failure_line, root_cause
+from forgeasync.planning.layouts import GPU_GIB
 from forgeasync.schema.problems import EXIT_REFUSED, ConfigError
 
 _closing_words: list[str] = []
@@ -46,6 +47,12 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
     modes = parser.add_mutually_exclusive_group()
     if dry_run:
         modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
+        parser.add_argument(
+            "--gpu-gib",
+            type=_positive,
+            metavar="N",
+            help=f"memory of a GPU that --dry-run plans for; default: this machine's, or {GPU_GIB:g}",
+        )
     if resume:
         modes.add_argument(
             "--resume",
@@ -53,6 +60,13 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
             help="continue the run in run_dir from its newest checkpoint, or from the checkpoint in a folder",
         )
     return parser.parse_intermixed_args()
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in GiB; must be greater than 0")
+    return number
 
 
 def exit_code(run: Callable[[], None]) -> int:
@@ -110,8 +124,11 @@ REPORT_COLUMNS = 120
 """Width of the table, in a pipe too."""
 
 
-def show_plan(config: RunConfig) -> None:
-    """Check the config and print what it would start; needs no GPU and starts nothing."""
+def show_plan(config: RunConfig, *, gpu_gib: float | None = None) -> None:
+    """Check the config and print what it would start; needs no GPU and starts nothing.
+
+    ``gpu_gib`` is the memory of a GPU that the run is planned for; None: this machine's, or ``GPU_GIB``.
+    """
     # Imported here: it builds the model on the meta device, which only a dry run should wait for.
     from forgeasync.launch.render import render_launch
     from forgeasync.planning.host_requests import with_host_requests
@@ -120,7 +137,8 @@ def show_plan(config: RunConfig) -> None:
 
     facts, looked_at = check_plan(config)
     shape_from = model_config_file(config.model.path)
-    report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at)
+    gpu_bytes = gpu_memory_bytes() if gpu_gib is None else round(gpu_gib * 2**30)
+    report = dry_run_report(config, facts, shape_from=shape_from, looked_at=looked_at, gpu_bytes=gpu_bytes)
     Console(width=REPORT_COLUMNS).print(report)
     for warning in request_warnings(config, facts):
         print(f"warning: {warning}")

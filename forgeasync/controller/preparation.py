@@ -149,6 +149,12 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
 
+def gpu_memory_bytes() -> int | None:
+    """Memory of this machine's smallest GPU; None without any."""
+    gpus = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=None)
+
+
 def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts) -> list[Problem]:
     """An embedding may be larger than its tokenizer's vocabulary (padded), never smaller."""
     if tokenizer_size <= facts.vocab_size:

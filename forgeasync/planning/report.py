@@ -10,6 +10,7 @@ from forgeasync.config.rules import num_gpus_needed
 from forgeasync.config.run import RunConfig, resolve
 from forgeasync.models.config_file import SHIPPED_MODELS
 from forgeasync.models.sizes import kv_bytes_per_token
+from forgeasync.planning.layouts import GPU_GIB, fit_rows
 from forgeasync.planning.memory.items import Machine
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
@@ -24,12 +25,18 @@ Row = tuple[str, str, str]
 
 
 def dry_run_report(
-    config: RunConfig, facts: ModelFacts, *, shape_from: Path | None = None, looked_at: str | None = None
+    config: RunConfig,
+    facts: ModelFacts,
+    *,
+    shape_from: Path | None = None,
+    looked_at: str | None = None,
+    gpu_bytes: int | None = None,
 ) -> Table:
     """The plan of a checked config: procs, mesh, parameters, memory by rank, tokens by step, staleness.
 
     ``shape_from`` is the config.json that ``facts`` were read from (``model_facts.model_config_file``),
-    ``looked_at`` what was looked at of the data (``data.sources.look_at_data``).
+    ``looked_at`` what was looked at of the data (``data.sources.look_at_data``), ``gpu_bytes`` the memory of
+    a GPU (``GPU_GIB`` where nobody knows).
     """
     counts = count_parameters(facts)
     table = Table(title=f"plan of {config.name}", title_justify="left", caption=NOTE, caption_justify="left")
@@ -41,6 +48,7 @@ def dry_run_report(
         _mesh(config),
         _parameters(config, facts, counts, shape_from),
         *(memory_rows(section) for section in memory_plan(resolve(config, facts), facts)),
+        fit_rows(config, facts, gpu_bytes=gpu_bytes or round(GPU_GIB * 2**30)),
         _data(config, looked_at),
         _steps(config, facts),
         _staleness(config),

@@ -16,9 +16,9 @@ from torchtitan.models.common.decoder import Decoder
 from forgeasync.config.trainer import RouterBias, TrainerSection
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.trainer.attention import attention_masks
 from forgeasync.trainer.head import Targets
 from forgeasync.trainer.logprobs import Predictions, SumRanks
-from forgeasync.trainer.model import attention_masks
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
 
@@ -72,11 +72,11 @@ class RowForward:
     def predictions(self, row: PackedRow, *, with_entropies: bool = True) -> Predictions:
         """Log-probabilities and entropies of a row's targets; call it inside of ``replay``."""
         mine = self.own_part(row)
-        positions_BL = torch.from_numpy(row.positions_L)[None].to(DEVICE_TYPE)
+        positions_L = torch.from_numpy(row.positions_L[mine])
         hidden_BLD = self._model(
             torch.from_numpy(row.token_ids_L[mine])[None].to(DEVICE_TYPE),
-            positions=positions_BL[:, mine],
-            attention_masks=attention_masks(self._model, positions_BL, query_start=mine.start),
+            positions=positions_L[None].to(DEVICE_TYPE),
+            attention_masks=attention_masks(self._model, row.positions_L[None], part=mine),
         )
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.to_local()

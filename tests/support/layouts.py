@@ -1,8 +1,11 @@
 """Optimizer steps under many parallel layouts; processes start once for all cases with as many of them."""
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ from forgeasync.config.trainer import (
 )
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.trainer import model as trainer_model
+from forgeasync.trainer.attention import inner_attention
 from forgeasync.trainer.hf_checkpoint import full_tensors, unstack_experts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
@@ -41,6 +46,8 @@ class Case:
     cpu_offload: bool = False
     tokens_per_row: int = TOKENS_PER_ROW
     learning_rate: float = LEARNING_RATE
+    gpu_attention: bool = False
+    """The attention that layers have on GPUs, over CPU kernels."""
     export: Path | None = None
     """Where the weights are saved after the step."""
 
@@ -83,7 +90,23 @@ class Outcome:
 
 def take_steps(inputs: Inputs, cases: Mapping[str, Case]) -> dict[str, Outcome]:
     """Every case's step on this rank, each from the folder's weights."""
-    return {name: _take_step(inputs, case) for name, case in cases.items()}
+    outcomes = {}
+    for name, case in cases.items():
+        with attention_of("cuda") if case.gpu_attention else nullcontext():
+            outcomes[name] = _take_step(inputs, case)
+    return outcomes
+
+
+@contextmanager
+def attention_of(device_type: str) -> Iterator[None]:
+    """Models are built with the attention of another device; what it calls has kernels for CPUs."""
+    importlib.import_module("tests.support.varlen_kernel")
+
+    def of_device(_: str, *, context: int) -> object:
+        return inner_attention(device_type, context=context)
+
+    with mock.patch.object(trainer_model, "inner_attention", of_device):
+        yield
 
 
 def _take_step(inputs: Inputs, case: Case) -> Outcome:

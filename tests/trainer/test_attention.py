@@ -2,62 +2,24 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.trainer.workarounds.attention import PackedAttention, packed_sequences
 from forgeasync.trainer.workarounds.attention_kernel import attend
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-NUM_HEADS = 4
-
-
-def _positions(rows: list[list[int]]) -> torch.Tensor:
-    """Of rows [B, L] of sequences of these lengths."""
-    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
-
-
-def _inputs(
-    positions_BL: torch.Tensor,
-    *,
-    num_kv_heads: int,
-    head_size: int,
-    value_size: int,
-    scale: float = 1.0,
-    seed: int = 0,
-) -> Tensors:
-    """Queries, keys and values ``scale`` times as large as N(0, 1)."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(num_heads: int, size: int) -> torch.Tensor:
-        shape = (*positions_BL.shape, num_heads, size)
-        return (scale * torch.randn(shape, generator=generator)).requires_grad_()
-
-    return random(NUM_HEADS, head_size), random(num_kv_heads, head_size), random(num_kv_heads, value_size)
-
-
-def _reference(inputs: Tensors, positions_BL: torch.Tensor) -> torch.Tensor:
-    """A row at a time, everything but a token's own past masked."""
-    outs = []
-    for row, positions_L in enumerate(positions_BL):
-        sequence_L = (positions_L == 0).cumsum(0)
-        is_seen_LL = (sequence_L[:, None] == sequence_L).tril()
-        q_NLH, k_NLH, v_NLH = (x[row].double().transpose(0, 1) for x in inputs)
-        out_NLH = F.scaled_dot_product_attention(q_NLH, k_NLH, v_NLH, attn_mask=is_seen_LL, enable_gqa=True)
-        outs.append(out_NLH.transpose(0, 1))
-    return torch.stack(outs)
+from tests.support.masked_attention import NUM_HEADS, masked_attention, packed_positions, random_inputs
 
 
 def _check(
     rows: list[list[int]], *, num_kv_heads: int = 2, head_size: int = 16, value_size: int = 16
 ) -> None:
-    positions_BL = _positions(rows)
-    inputs = _inputs(positions_BL, num_kv_heads=num_kv_heads, head_size=head_size, value_size=value_size)
+    positions_BL = packed_positions(rows)
+    inputs = random_inputs(
+        positions_BL, num_kv_heads=num_kv_heads, head_size=head_size, value_size=value_size
+    )
     attention = PackedAttention(PackedAttention.Config())
     out = attention(*inputs, attention_masks=packed_sequences(positions_BL))
-    reference = _reference(inputs, positions_BL)
+    reference = masked_attention(inputs, positions_BL)
     torch.testing.assert_close(out.double(), reference, atol=1e-5, rtol=0)
     # Other gradients for every token: none may reach another sequence, or be counted for padding.
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -79,12 +41,14 @@ def test_large_scores(scale: float) -> None:
     What float32 can give is judged by float32 attention without packing: the softmax is then close to a
     maximum, and where two scores nearly tie its gradients are differences of large numbers.
     """
-    positions_BL = _positions([[30, 33, 31, 32, 1]])
+    positions_BL = packed_positions([[30, 33, 31, 32, 1]])
     for seed in range(20):
-        inputs = _inputs(positions_BL, num_kv_heads=2, head_size=64, value_size=64, scale=scale, seed=seed)
+        inputs = random_inputs(
+            positions_BL, num_kv_heads=2, head_size=64, value_size=64, scale=scale, seed=seed
+        )
         attention = PackedAttention(PackedAttention.Config())
         out = attention(*inputs, attention_masks=packed_sequences(positions_BL))
-        reference = _reference(inputs, positions_BL)
+        reference = masked_attention(inputs, positions_BL)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
         ours = torch.autograd.grad(out, inputs, grad)
         exact = torch.autograd.grad(reference, inputs, grad.double())
@@ -104,11 +68,11 @@ def test_values_of_another_head_size(sizes: tuple[int, int]) -> None:
 
 
 def test_a_context_parallel_rank_has_part_of_the_queries() -> None:
-    positions_BL = _positions([[20, 3, 41], [64]])
-    inputs = _inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16)
+    positions_BL = packed_positions([[20, 3, 41], [64]])
+    inputs = random_inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16)
     q_BLNH, k_BLNH, v_BLNH = inputs
     attention = PackedAttention(PackedAttention.Config())
-    whole = _reference(inputs, positions_BL)
+    whole = masked_attention(inputs, positions_BL)
     for part in (slice(0, 32), slice(32, 64)):
         masks = packed_sequences(positions_BL, query_start=part.start)
         out = attention(q_BLNH[:, part], k_BLNH, v_BLNH, attention_masks=masks)
@@ -117,8 +81,8 @@ def test_a_context_parallel_rank_has_part_of_the_queries() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operator_is_what_compilers_are_told(dtype: torch.dtype) -> None:
-    positions_BL = _positions([[5, 40, 19]])
-    inputs = _inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16)
+    positions_BL = packed_positions([[5, 40, 19]])
+    inputs = random_inputs(positions_BL, num_kv_heads=2, head_size=16, value_size=16)
     flat = [x[0].detach().to(dtype).requires_grad_() for x in inputs]
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.library.opcheck(attend, (*flat, *packed_sequences(positions_BL)[:2], 0.25), atol=tolerance, rtol=0)

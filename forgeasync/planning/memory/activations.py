@@ -2,7 +2,8 @@
 
 Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
 differ without an accelerator: norms are computed step by step and keep x / rms(x) too, and attention works on
-copies that are laid out by sequence (``forgeasync.trainer.workarounds.attention_kernel``).
+copies that are laid out by sequence (``forgeasync.trainer.workarounds.attention_kernel``). With context
+parallelism a rank has the activations of its part of a row, but keys and values of the whole row.
 """
 
 from dataclasses import dataclass
@@ -94,6 +95,9 @@ class _Count:
         """Tokens that attention's kernel works on: on CPUs every rank pads its part to the whole row."""
         if self._on_cpus:
             self.kernel_tokens = float(config.trainer.tokens_per_row)
+        self.key_tokens = float(config.trainer.tokens_per_row)
+        """Tokens whose keys and values attention keeps: gathered from all context-parallel ranks."""
+        self._gathers_keys = parallel.context > 1 and not self._on_cpus
         self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
         """Tokens of this rank between two tensor-parallel matrix products."""
         self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
@@ -114,6 +118,8 @@ class _Count:
         values, out = kv_heads * facts.value_head_dim, heads * facts.value_head_dim
         # What the kernel takes and gives.
         kernel = queries + keys + values + out
+        # Keys and values of the other ranks' parts; on CPUs the kernel's tokens are whole rows anyway.
+        gathered = (self.key_tokens - self.tokens) * (keys + values) * element if self._gathers_keys else 0.0
         if self._on_cpus and facts.value_head_dim != facts.head_dim:
             # Values and output are of its head size there, and cut to their own afterwards.
             kernel += values / facts.value_head_dim * facts.head_dim - values
@@ -136,12 +142,15 @@ class _Count:
         return _Part(
             whole=self.tokens * (kept * element + 2 * rope_dim * FLOAT32_BYTES)
             + self.kernel_tokens * (kernel * element + heads * FLOAT32_BYTES)
+            + gathered
             + extra,
             selective=self.tokens * element * self._selective_attention(queries, values, out),
             # On CPUs copies of all that the kernel takes and gives come with them.
             backward=self.kernel_tokens
             * element
-            * (3 * kernel if self._on_cpus else 2 * queries + keys + values + out),
+            * (3 * kernel if self._on_cpus else 2 * queries + keys + values + out)
+            # Their gradients twice: of the keys that a part sees, and of whole rows, before they are summed.
+            + 2 * gathered,
         )
 
     def _selective_attention(self, queries: float, values: float, out: float) -> float:

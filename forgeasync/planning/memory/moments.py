@@ -114,7 +114,8 @@ def _output_layer(
     and lists of at most one id for every ``GATHER_COST`` logits.
     """
     trainer = config.trainer
-    chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
+    tokens = trainer.tokens_per_row // trainer.parallel.context
+    chunk = min(tokens, LOGITS_CHUNK_TOKENS)
     num_logits = chunk * facts.vocab_size / trainer.parallel.tensor
     logits = num_logits * FLOAT32_BYTES
     mask, block = 0.0, 0.0
@@ -123,7 +124,7 @@ def _output_layer(
         rows = num_logits / GATHER_COST * 2 * facts.hidden_size * FLOAT32_BYTES
         block = min(rows, GATHER_BLOCK_BYTES)
     # Those of earlier chunks, added up.
-    earlier = units.head_gradients if trainer.tokens_per_row > LOGITS_CHUNK_TOKENS else 0.0
+    earlier = units.head_gradients if tokens > LOGITS_CHUNK_TOKENS else 0.0
     return (
         Moment(
             name="backward pass of the output layer",

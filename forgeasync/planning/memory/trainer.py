@@ -40,7 +40,7 @@ def trainer_memory(
     """Count memory by formulas over config and model shape; ``counts`` comes from ``count_parameters``."""
     moments = step_moments(config, facts, counts, machine)
     trainer = config.trainer
-    chunk = min(trainer.tokens_per_row, LOGITS_CHUNK_TOKENS)
+    chunk = min(trainer.tokens_per_row // trainer.parallel.context, LOGITS_CHUNK_TOKENS)
     how = {
         "activations": f"one row, activation_checkpointing {trainer.activation_checkpointing.value}",
         "logits chunk": f"{chunk:,} tokens, with gradients and what kept sets take",

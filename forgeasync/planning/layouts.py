@@ -1,0 +1,138 @@
+"""Proposes a layout of the trainer whose memory fits a GPU, where the config's own does not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig, resolve
+from forgeasync.config.trainer import ROW_ALIGNMENT, ActivationCheckpointing
+from forgeasync.models.rules import check_config
+from forgeasync.planning.memory.items import Machine
+from forgeasync.planning.memory.parameters import ParameterCounts, count_parameters
+from forgeasync.planning.memory.plan import gib, planned_machine
+from forgeasync.planning.memory.trainer import trainer_memory
+
+GPU_GIB = 79.0
+"""Memory of a GPU that a plan is compared with where the machine has none: what an H100 of 80 GB reports."""
+
+USABLE_SHARE = 0.9
+"""Share of a GPU's memory that a plan may take. The allocator's fragmentation, buffers of NCCL, the CUDA
+context and experts with uneven loads need the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What of a trainer's settings a proposal may change, with the number of procs and GPUs kept."""
+
+    context: int
+    checkpointing: ActivationCheckpointing
+    tokens_per_row: int
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """Return the config with this layout."""
+        parallel = config.trainer.parallel.model_copy(update={"context": self.context})
+        changes = {
+            "parallel": parallel,
+            "activation_checkpointing": self.checkpointing,
+            "tokens_per_row": self.tokens_per_row,
+        }
+        return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+
+    def overrides(self, config: RunConfig) -> tuple[str, ...]:
+        """Return what it changes of a config, as on the command line."""
+        before = layout_of(config)
+        pairs = (
+            ("trainer.parallel.context", before.context, self.context),
+            (
+                "trainer.activation_checkpointing",
+                before.checkpointing.value,
+                self.checkpointing.value,
+            ),
+            ("trainer.tokens_per_row", before.tokens_per_row, self.tokens_per_row),
+        )
+        return tuple(f"{field}={new}" for field, old, new in pairs if old != new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a trainer rank's memory compares with a GPU's, in bytes."""
+
+    planned: int
+    usable: int
+    proposal: Layout | None
+    """A layout that fits; None where the config's own does, and where none was found."""
+    smallest: int
+    """Bytes of a rank under ``proposal``, or else under the layout that needs least."""
+
+    @property
+    def fits(self) -> bool:
+        return self.planned <= self.usable
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """Return the layout that a config has."""
+    trainer = config.trainer
+    return Layout(
+        context=trainer.parallel.context,
+        checkpointing=trainer.activation_checkpointing,
+        tokens_per_row=trainer.tokens_per_row,
+    )
+
+
+def fit_trainer(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> Fit:
+    """Compare a checked config's trainer rank with a GPU, and find a layout that fits if it does not.
+
+    Tried are all legal layouts with more checkpointing of activations, rows as short as
+    ``model.max_context_length`` allows, and a higher context-parallel degree. The one that costs least comes
+    first: a lower context degree (whose ranks share a row unevenly and gather keys and values), then less
+    that is computed again, then longer rows.
+    """
+    counts = count_parameters(facts)
+    usable = int(gpu_bytes * USABLE_SHARE)
+    planned = smallest = _rank_bytes(config, facts, counts)
+    if planned <= usable:
+        return Fit(planned=planned, usable=usable, proposal=None, smallest=planned)
+    for layout in _layouts(config):
+        changed = layout.of(config)
+        if check_config(changed, facts):
+            continue
+        needed = _rank_bytes(changed, facts, counts)
+        smallest = min(smallest, needed)
+        if needed <= usable:
+            return Fit(planned=planned, usable=usable, proposal=layout, smallest=needed)
+    return Fit(planned=planned, usable=usable, proposal=None, smallest=smallest)
+
+
+def _layouts(config: RunConfig) -> Iterator[Layout]:
+    """Yield layouts that may need less memory, those that cost least first; not all of them are legal."""
+    own, choices = layout_of(config), list(ActivationCheckpointing)
+    shortest = -(-config.model.max_context_length // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    contexts = []
+    degree = own.context
+    while degree <= config.trainer.parallel.num_procs:
+        contexts.append(degree)
+        degree *= 2
+    rows = dict.fromkeys((own.tokens_per_row, min(own.tokens_per_row, shortest)))
+    for context, choice, tokens in product(contexts, choices[choices.index(own.checkpointing) :], rows):
+        yield Layout(context=context, checkpointing=choice, tokens_per_row=tokens)
+
+
+def _rank_bytes(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
+    return trainer_memory(resolve(config, facts), facts, counts, Machine.GPU).total_bytes
+
+
+def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tuple[str, str, str]]:
+    """Rows of the dry run's table; none for a config that trains on CPUs."""
+    if planned_machine(config) is Machine.CPU:
+        return []
+    fit = fit_trainer(config, facts, gpu_bytes=gpu_bytes)
+    limit = f"{gib(fit.usable)}, {USABLE_SHARE:.0%} of a GPU with {gpu_bytes / 2**30:g} GiB"
+    if fit.fits:
+        return [("trainer rank: fits", "yes", f"{gib(fit.planned)} are at most {limit}")]
+    no = ("trainer rank: fits", "no", f"{gib(fit.planned)} are more than {limit}")
+    if fit.proposal is None:
+        found = f"none with {config.trainer.parallel.num_procs} procs; the smallest takes {gib(fit.smallest)}"
+        return [no, ("trainer layout that fits", "none", found)]
+    words = " ".join(fit.proposal.overrides(config))
+    return [no, ("trainer layout that fits", gib(fit.smallest), words)]

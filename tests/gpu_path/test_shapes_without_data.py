@@ -1,0 +1,191 @@
+"""The trainer's own model at real sizes, forward and backward on rank 0 of real layouts, without data.
+
+Seen are shapes, dtypes and alignment (torch's meta kernels refuse what the real ones would), sharding, and
+memory against the plan. Values are not, nor are other ranks. Two layers stand for all: layers are alike.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.load import load_config
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.models.sizes import LOGITS_CHUNK_TOKENS
+from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
+from forgeasync.planning.memory.moments import Moment, step_moments
+from forgeasync.planning.memory.parameters import count_parameters, trainer_parameters_per_rank
+from tests.support.config_samples import CONFIGS
+from tests.support.without_data import Case, Seen, build_device, look_at
+
+pytestmark = pytest.mark.timeout(900)
+
+NUM_LAYERS = 2
+
+QWEN3_32B = ModelFacts(
+    model_type="qwen3",
+    num_layers=64,
+    hidden_size=5120,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    num_experts=0,
+    top_k=0,
+    vocab_size=151936,
+    expert_hidden_size=0,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+    rope_theta=1000000.0,
+    rms_norm_eps=1e-6,
+    num_dense_layers=64,
+    dense_hidden_size=25600,
+)
+
+
+def _long(length: int, context: int) -> tuple[str, ...]:
+    return (
+        "model.path=Qwen/Qwen3-30B-A3B-Instruct-2507",
+        f"model.max_context_length={length}",
+        f"trainer.tokens_per_row={length}",
+        f"sampling.max_response_tokens={length - 2048}",
+        f"trainer.parallel.context={context}",
+    )
+
+
+def _dense(parallel: str) -> Case:
+    changes = ("trainer.routing_replay=off", f"trainer.parallel={{{parallel}}}")
+    return Case(config="qwen3_30b_a3b", overrides=changes, facts=asdict(QWEN3_32B))
+
+
+CASES = {
+    "30b": Case(config="qwen3_30b_a3b"),
+    "30b-131072-cp2": Case(config="qwen3_30b_a3b", overrides=_long(131072, 2)),
+    "30b-32768-tp2-cp2": Case(
+        config="qwen3_30b_a3b", overrides=(*_long(32768, 2), "trainer.parallel.tensor=2")
+    ),
+    "30b-selective-ac": Case(
+        config="qwen3_30b_a3b", overrides=("trainer.activation_checkpointing=selective",)
+    ),
+    "235b": Case(config="qwen3_235b_a22b"),
+    "32b": _dense("num_procs: 16"),
+    "32b-tp8": _dense("num_procs: 16, tensor: 8"),
+    "32b-cp4": _dense("num_procs: 16, context: 4"),
+}
+
+REPRESENTATIVE = "30b"
+
+TENSOR_PARALLEL = {"30b-32768-tp2-cp2", "32b-tp8"}
+"""Tensors inside of DTensors are not seen by what counts memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    config: RunConfig
+    facts: ModelFacts
+    seen: Seen
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_device(tmp_path_factory.mktemp("device"))
+
+
+_seen: dict[str, Seen] = {}
+
+
+def _look(name: str, library: Path) -> Outcome:
+    if name not in _seen:
+        others = {other: case for other, case in CASES.items() if other != REPRESENTATIVE}
+        _seen.update(look_at({name: CASES[name]} if name == REPRESENTATIVE else others, library))
+    case = CASES[name]
+    config = load_config(CONFIGS / f"{case.config}.yaml", list(case.overrides))
+    facts = read_model_facts(config.model.path) if case.facts is None else QWEN3_32B
+    num_dense = NUM_LAYERS if facts.num_experts == 0 else 0
+    facts = replace(facts, num_layers=NUM_LAYERS, num_dense_layers=num_dense)
+    return Outcome(config=config, facts=facts, seen=_seen[name])
+
+
+def _marked(names: Iterable[str]) -> list[object]:
+    return [
+        pytest.param(name, marks=[] if name == REPRESENTATIVE else pytest.mark.exhaustive)
+        for name in sorted(names)
+    ]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("name", _marked(CASES))
+def test_a_row_at_real_sizes(name: str, library: Path) -> None:
+    outcome = _look(name, library)
+    config, facts, seen = outcome.config, outcome.facts, outcome.seen
+    parallel, length = config.trainer.parallel, config.trainer.tokens_per_row
+    part = length // parallel.context
+    assert seen.devices == ["cuda:0"]
+    assert seen.logprobs == ["torch.float32", [config.sampling.max_response_tokens]]
+    assert set(map(str, seen.gradients)) == {"['torch.float32', True]"}
+
+    # Rank 0 has the first part of the row, which is one sequence: its queries see no key behind the part.
+    heads, kv_heads = facts.num_heads // parallel.tensor, facts.num_kv_heads // parallel.tensor
+    expected = [
+        "torch.bfloat16",
+        [part, heads, facts.head_dim],
+        [part, kv_heads, facts.head_dim],
+        [2, 2, "torch.int32"],
+        [part, part],
+    ]
+    # With full checkpointing every layer computes it twice.
+    times = 2 if config.trainer.activation_checkpointing.value == "full" else 1
+    assert seen.attention == [expected] * (times * NUM_LAYERS)
+
+    num_targets = part - (length - config.sampling.max_response_tokens) + 1
+    assert max(rows for rows, _ in seen.logits) == min(LOGITS_CHUNK_TOKENS, num_targets)
+    assert {columns for _, columns in seen.logits} == {facts.vocab_size // parallel.tensor}
+
+    assert {dtype for product in seen.products for dtype, _ in product} <= {"torch.bfloat16"}
+    if not facts.num_experts:
+        assert seen.products == []
+        return
+    tokens = part // (parallel.tensor if parallel.sequence else 1) * facts.top_k
+    experts, inner = facts.num_experts // parallel.expert, facts.expert_hidden_size
+    gate, up, down = (product for product in seen.products[:3])
+    assert (
+        gate
+        == up
+        == [
+            ["torch.bfloat16", [tokens, facts.hidden_size]],
+            ["torch.bfloat16", [experts, facts.hidden_size, inner]],
+        ]
+    )
+    assert down == [
+        ["torch.bfloat16", [tokens, inner]],
+        ["torch.bfloat16", [experts, inner, facts.hidden_size]],
+    ]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("name", _marked(CASES.keys() - TENSOR_PARALLEL))
+def test_memory_is_what_is_planned(name: str, library: Path) -> None:
+    """Between 25 % below the plan and 10 % above: rank 0 has the part of a row that begins with the prompt.
+
+    Gradients of earlier layers, its own shards of them, may be there at the fullest moment. A torch built without CUDA composes norms of float32 tensors and keeps two: these come on top here.
+    """
+    outcome = _look(name, library)
+    config, facts = outcome.config, outcome.facts
+    moments = step_moments(config, facts, count_parameters(facts), Machine.GPU)
+    parallel = config.trainer.parallel
+    tokens = config.trainer.tokens_per_row // parallel.context
+    heads = facts.num_heads + facts.num_kv_heads
+    last_norm = 2 * FLOAT32_BYTES * tokens * facts.hidden_size
+    of_layer = 2 * FLOAT32_BYTES * tokens * (2 * facts.hidden_size + heads * facts.head_dim)
+
+    def total(moment: Moment) -> float:
+        in_layer = "backward pass of" in moment.name and " layer" in moment.name.replace("output layer", "")
+        return moment.total + (of_layer if in_layer else last_norm)
+
+    kept = moments[0].activations + moments[0].gathered_weights + last_norm
+    peak = max(total(moment) for moment in moments if moment.name != "optimizer step")
+    gradients = trainer_parameters_per_rank(config, count_parameters(facts)) * FLOAT32_BYTES
+    assert 0.75 * kept < outcome.seen.kept_bytes < 1.1 * kept
+    assert 0.75 * peak < outcome.seen.peak_bytes < 1.1 * (peak + gradients)

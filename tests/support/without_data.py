@@ -1,0 +1,275 @@
+"""A row through the trainer's model and back at real sizes on "cuda", without data and without a GPU.
+
+Tensors are fake (shapes, dtypes and strides only), collectives do nothing (torch's "fake" process group), and
+this process is rank 0 of as many as the layout has. Values that the code reads are told to it: experts get
+equally many tokens, no vocabulary is cut, and targets are in this rank's slice of the vocabulary.
+``look_at`` runs this module in a process of its own, in which
+torch has a pretended device (pretended_cuda.cpp).
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.support.tiers import Starts, starts
+
+SOURCE = Path(__file__).with_name("pretended_cuda.cpp")
+
+REPOSITORY = SOURCE.parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A config with overrides; layers are alike, so that two stand for all."""
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    num_layers: int = 2
+    facts: Mapping[str, int | float | bool | str] | None = None
+    """The model's shape; None: the one of ``model.path``."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What rank 0 did."""
+
+    attention: list[Any] = field(default_factory=list)
+    """Dtypes, shapes of queries and keys, number of sequences, longest of queries and keys; of each call."""
+    products: list[Any] = field(default_factory=list)
+    """Dtypes and shapes of grouped products in the forward and the backward pass."""
+    logits: list[Any] = field(default_factory=list)
+    """Shapes of matrices as wide as this rank's vocabulary."""
+    gradients: list[Any] = field(default_factory=list)
+    """Dtypes of parameters' gradients; None where there is none."""
+    devices: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    kept_bytes: int = 0
+    """Between forward and backward pass, besides parameters."""
+    peak_bytes: int = 0
+
+
+def build_device(folder: Path) -> Path:
+    """Compile the pretended device."""
+    library = folder / "pretended_cuda.so"
+    torch_folder = Path(torch.__file__).parent
+    command = ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(SOURCE)]
+    command += ["-o", str(library), f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return library
+
+
+@starts(Starts.PROCS)
+def look_at(cases: Mapping[str, Case], library: Path) -> dict[str, Seen]:
+    """What rank 0 of each case did."""
+    environment = os.environ | {
+        "LD_PRELOAD": str(library),
+        "LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib"),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    asked = json.dumps({name: asdict(case) for name, case in cases.items()})
+    out = library.with_suffix(".json")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.without_data", str(out)],
+        input=asked,
+        env=environment,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-12000:]
+    return {name: Seen(**found) for name, found in json.loads(out.read_text()).items()}
+
+
+class _Nothing:
+    """Streams and events of the pretended device, for FSDP2."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, *_: object) -> "_Nothing":
+        return self
+
+    record_event = record
+
+    def wait_event(self, _: object) -> None:
+        pass
+
+    wait_stream = synchronize = wait_event
+
+
+class _Device:
+    """What FSDP2 and meshes ask of ``torch.cuda``."""
+
+    Stream = Event = _Nothing
+    stream = staticmethod(contextlib.nullcontext)
+    current_stream = staticmethod(_Nothing)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 8)
+    is_initialized = staticmethod(lambda: True)
+    set_device = staticmethod(lambda _: None)
+
+
+def _main(out: Path) -> None:
+    with mock.patch("torch.accelerator.is_available", lambda: True):
+        # The trainer then takes this machine for one with a GPU.
+        import forgeasync.trainer.policy_trainer as _  # noqa: F401
+    cases = {name: Case(**case) for name, case in json.load(sys.stdin).items()}
+    found = {name: asdict(_look(case)) for name, case in cases.items()}
+    out.write_text(json.dumps(found))
+
+
+@contextlib.contextmanager
+def _patched(fake: Any, num_routed: int) -> Iterator[None]:
+    """Replaces what asks for values, for random numbers, or for the device itself."""
+    import torch.distributed.device_mesh as device_mesh
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_collectives,
+        _fsdp_init,
+        _fsdp_param_group,
+        _fsdp_state,
+    )
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from forgeasync.trainer import forward, model
+
+    def even_splits(
+        _: object, mine_E: torch.Tensor, theirs: torch.Tensor, num_ranks: int
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        return (
+            theirs.reshape(-1),
+            [num_routed // num_ranks] * num_ranks,
+            [num_routed // num_ranks] * num_ranks,
+        )
+
+    def to_empty(self: torch.nn.Module, *, device: str, recurse: bool = True) -> torch.nn.Module:
+        with fake:
+            return torch.nn.Module.to_empty(self, device=device, recurse=recurse)
+
+    class FakeEmpty:
+        """torch, but that nothing is allocated."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *arguments: object, **keywords: object) -> torch.Tensor:
+            with fake:
+                return torch.empty(*arguments, **keywords)
+
+    make_masks = forward.attention_masks
+
+    def masks(of_model: Decoder, positions_BL: Any, *, part: slice) -> Any:
+        if part.stop - part.start < positions_BL.shape[1]:
+            return make_masks(of_model, positions_BL, part=part)
+        # TorchTitan finds sequences on the device.
+        with unset_fake_temporarily():
+            found = of_model.get_attention_masks(torch.from_numpy(positions_BL))
+        offsets = torch.empty(found.cu_seq_q.shape, dtype=found.cu_seq_q.dtype, device="cuda")
+        return found._replace(cu_seq_q=offsets, cu_seq_k=offsets)
+
+    with contextlib.ExitStack() as stack:
+        for module in (device_mesh, _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
+            stack.enter_context(mock.patch.object(module, "_get_device_handle", lambda *_: _Device))
+        for owner, name, new in (
+            (_fsdp_param_group, "torch", FakeEmpty()),
+            (AllToAllTokenDispatcher, "_sync_token_count_exchange", even_splits),
+            (Decoder, "init_states", lambda self, buffer_device=None: None),
+            (Decoder, "to_empty", to_empty),
+            (model, "_move_buffers", lambda *_: None),
+            (forward, "attention_masks", masks),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, new, create=True))
+        yield
+
+
+def _look(case: Case) -> Seen:
+    import torch.distributed as dist
+    from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from forgeasync.config.load import load_config
+    from forgeasync.config.model_facts import ModelFacts
+    from forgeasync.models.config_file import read_model_facts
+    from forgeasync.models.sizes import LOGITS_CHUNK_TOKENS
+    from forgeasync.trainer.forward import RowForward
+    from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
+    from tests.support.live_tensors import LiveTensors
+    from tests.support.measured_memory import full_row
+
+    config = load_config(REPOSITORY / "configs" / f"{case.config}.yaml", list(case.overrides))
+    facts = read_model_facts(config.model.path) if case.facts is None else ModelFacts(**case.facts)
+    num_dense = case.num_layers if facts.num_experts == 0 else facts.num_dense_layers
+    facts = replace(facts, num_layers=case.num_layers, num_dense_layers=num_dense)
+    section, parallel = config.trainer, config.trainer.parallel
+    row = full_row(config, facts)
+    num_tokens = len(row.token_ids_L) // parallel.context
+    if parallel.tensor > 1 and parallel.sequence:
+        num_tokens //= parallel.tensor
+    seen = Seen()
+    width = facts.vocab_size // parallel.tensor
+
+    class Watch(TorchDispatchMode):
+        """Writes calls down, and answers what a number on the device is: all of a chunk's tokens."""
+
+        def __torch_dispatch__(
+            self, function: Any, types: object, arguments: Sequence[Any] = (), keywords: Any = None
+        ) -> Any:
+            is_number = function is torch.ops.aten._local_scalar_dense.default
+            if is_number and isinstance(arguments[0], FakeTensor):
+                return LOGITS_CHUNK_TOKENS
+            if function is torch.ops.aten.nonzero.default and isinstance(arguments[0], FakeTensor):
+                # All targets are in this rank's slice of the vocabulary.
+                shape = (arguments[0].numel(), arguments[0].dim())
+                return torch.empty(shape, dtype=torch.int64, device=arguments[0].device)
+            tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+            if function is torch.ops.torch_attn._varlen_attn.default:
+                q, k, _, cu_seq_q, cu_seq_k = tensors
+                offsets = [cu_seq_q.shape[0], cu_seq_k.shape[0], str(cu_seq_q.dtype)]
+                seen.attention.append([str(q.dtype), list(q.shape), list(k.shape), offsets, arguments[5:7]])
+            elif function is torch.ops.aten._grouped_mm.default:
+                seen.products.append([[str(x.dtype), list(x.shape)] for x in tensors[:2]])
+            result = function(*arguments, **(keywords or {}))
+            if function is torch.ops.aten.mm.default and result.shape[1] == width:
+                seen.logits.append(list(result.shape))
+            return result
+
+    def local(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    torch.autograd.set_multithreading_enabled(False)
+    dist.init_process_group("fake", rank=0, world_size=parallel.num_procs, store=FakeStore())
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _patched(fake, num_tokens * facts.top_k):
+        dims = build_parallel_dims(section, world_size=parallel.num_procs)
+        model = build_parallel_model(facts, section, parallel_dims=dims)
+        with fake:
+            forward = RowForward(model, parallel_dims=dims, section=section, temperature=1.0)
+            known = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+            with LiveTensors(known) as live, Watch(), forward.replay(row):
+                found = forward.predictions(row)
+                seen.kept_bytes = live.num_bytes
+                found.logprobs_T.sum().backward()
+            seen.peak_bytes = live.peak_bytes
+    seen.logprobs = [str(found.logprobs_T.dtype), list(found.logprobs_T.shape)]
+    for parameter in model.parameters():
+        grad = parameter.grad
+        seen.gradients.append(None if grad is None else [str(grad.dtype), grad.shape == parameter.shape])
+    seen.devices = sorted({str(local(parameter).device) for parameter in model.parameters()})
+    dist.destroy_process_group()
+    return seen
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
