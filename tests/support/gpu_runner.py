@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from tests.support.fork_server import ForkServer
 from tests.support.tiers import Starts, starts
 
@@ -37,6 +39,7 @@ def run_on_gpu_runner(function: Callable[..., R], *arguments: object) -> R:
 def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
     import vllm.v1.sample.ops.topk_topp_sampler as truncation
     import vllm.v1.worker.gpu.sample.sampler as sampler
+    from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op
     from vllm.platforms import current_platform
 
     from forgeasync.generator import engine
@@ -46,6 +49,12 @@ def _as_on_a_gpu(function: Callable[..., R], arguments: tuple[object, ...]) -> R
     # The one kernel that the interpreter does not run ("'int' object has no attribute 'to'").
     sampler.apply_top_k_top_p = truncation.apply_top_k_top_p_pytorch
     cuda_operators.stand_in()
+    configs = lora_shrink_op.get_lora_op_configs
+    # Of 64 parts of a product all but one are empty at the sizes of tests, and each takes a millisecond.
+    lora_shrink_op.get_lora_op_configs = lambda *sizes, **named: configs(*sizes, **named) | {"split_k": 1}
+    # These refuse float32, in which alone results can be compared closely.
+    for module in (lora_expand_op, lora_shrink_op):
+        module.torch = _Float32ForFloat16()
     # The choice of vllm.platforms.cuda, which the CPU build cannot import.
     wrapper = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
     type(current_platform).get_punica_wrapper = classmethod(lambda _: wrapper)
@@ -60,3 +69,12 @@ class _Gpu:
     @staticmethod
     def is_cpu() -> bool:
         return False
+
+
+class _Float32ForFloat16:
+    """What vLLM's kernels for adapters of linear layers know as torch."""
+
+    float16 = torch.float32
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)

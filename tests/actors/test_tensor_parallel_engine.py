@@ -1,0 +1,88 @@
+"""An engine of two tensor-parallel workers inside a Monarch proc, which has to spawn them."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import read_model_facts
+from tests.support.engines import start_engine
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+from tests.support.runs import tiny_config
+
+GREEDY = SamplingSection(top_k=1, max_response_tokens=24)
+WORKER = b"VLLM::Worker"
+"""The name that vLLM gives its worker processes."""
+PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 17)]
+
+
+def texts_of_one_worker(folder: Path) -> list[str]:
+    return asyncio.run(_texts_of_one_worker(folder))
+
+
+async def _texts_of_one_worker(folder: Path) -> list[str]:
+    config = tiny_config(folder)
+    engine = await start_engine(folder, config.generator, config.weights)
+    groups = [await engine.generate(prompt_ids_P=one, num_samples=1, sampling=GREEDY) for one in PROMPTS]
+    engine.shutdown()
+    return [rollout.text for (rollout,) in groups]
+
+
+async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[list[str], list[bool]]:
+    """Texts; and of every worker of the engine, whether it is a fork of its parent."""
+    # Not at the top: the engine of one worker runs in a process that reads this file, and vLLM looks at all
+    # that it has imported, where Monarch's web server has objects that refuse to be looked at.
+    from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+    from forgeasync.actors.procs import Procs
+
+    procs = Procs(logs)
+    try:
+        generators = await procs.start_generators(config, read_model_facts(str(folder)), folder)
+        texts = []
+        for number, prompt in enumerate(PROMPTS):
+            answer = await generators.sample_group(number, prompt, num_samples=1, sampling=GREEDY)
+            assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
+            texts.append(answer[0].text)
+        below = dict(descendants(os.getpid()))
+        workers = [pid for pid in below if WORKER in read(pid, "cmdline")]
+        return texts, [library_address(pid) == library_address(below[pid]) for pid in workers]
+    finally:
+        await procs.close()
+
+
+def read(pid: int, file: str) -> bytes:
+    return Path(f"/proc/{pid}/{file}").read_bytes()
+
+
+def library_address(pid: int) -> bytes:
+    """Where libc lies in memory: at random in every program that starts, but in a fork as in its parent."""
+    return next(line for line in read(pid, "maps").splitlines() if b"/libc.so" in line).split()[0]
+
+
+def descendants(pid: int) -> Iterator[tuple[int, int]]:
+    """Processes with their parents."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (thread / "children").read_text().split()):
+            yield child, pid
+            yield from descendants(child)
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_its_workers_are_spawned_and_sample_what_one_worker_does(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "hf", scale=12.0)
+    config = tiny_config(folder)
+    generator = config.generator.model_copy(update={"tensor_parallel": 2})
+    timeouts = config.timeouts.model_copy(update={"setup_s": 800.0})
+    config = config.model_copy(update={"generator": generator, "timeouts": timeouts})
+    alone = run_alone(texts_of_one_worker, folder)
+    texts, are_forks = asyncio.run(_two_workers(config, folder, tmp_path / "logs"))
+    assert texts == alone and all(len(text) > 3 for text in texts), "greedy, in float32"
+    assert are_forks == [False, False], "a fork of a proc with threads may hang"

@@ -1,0 +1,75 @@
+"""What engines on GPUs rely on in vLLM's sources, which the CPU build ships too: read, not run."""
+
+import ast
+import importlib
+import inspect
+import textwrap
+
+import pytest
+
+
+def resolve(name: str) -> type:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def attributes_of(cls: type) -> set[str]:
+    """Names of class attributes, and of those that methods set on ``self``; of base classes too."""
+    names: set[str] = set()
+    for one in cls.__mro__[:-1]:
+        names |= {name for name in vars(one) if not name.startswith("__")}
+        names |= {
+            node.attr
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(one))))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        }
+    return names
+
+
+def test_our_extension_hides_nothing_of_the_gpu_worker() -> None:
+    """vLLM compares class attributes alone: what either sets on itself would be overwritten in silence."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from forgeasync.generator.engine import GPU_WORKER_EXTENSION
+
+    extension, worker = attributes_of(resolve(GPU_WORKER_EXTENSION)), attributes_of(Worker)
+    assert "model_runner" in worker and "swap_weights" in extension, "the search finds something"
+    assert not extension & worker
+
+
+def test_the_extension_has_every_method_that_engines_call() -> None:
+    from forgeasync.generator import engine_weights
+    from forgeasync.generator.engine import GPU_WORKER_EXTENSION
+
+    source = inspect.getsource(engine_weights)
+    called = {
+        node.args[0].value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("_call", "collective_rpc")
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert {"trace_weights", "connect_weights", "swap_weights"} <= called
+    assert called <= attributes_of(resolve(GPU_WORKER_EXTENSION))
+
+
+def test_the_runner_of_these_tests_is_the_gpus() -> None:
+    """The CPU build's subclass has a method for warming up and nothing else of its own."""
+    path = resolve("vllm.v1.worker.cpu.model_runner.CPUModelRunner").__module__
+    tree = ast.parse(inspect.getsource(importlib.import_module(path)))
+    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [base.id for base in cls.bases] == ["GPUModelRunner"]
+    assert [node.name for node in cls.body if isinstance(node, ast.FunctionDef)] == ["warming_up_model"]
+
+
+@pytest.mark.parametrize("name", ["experts", "gate_proj"])
+def test_experts_are_wrapped_by_their_layers_name_only(name: str) -> None:
+    from vllm.lora.utils import is_in_target_modules
+
+    packed = {"experts": [f"experts.{e}.{p}_proj" for e in range(2) for p in ("gate", "down", "up")]}
+    layer = "model.layers.0.mlp.experts"
+    assert is_in_target_modules(layer, [name], packed) == (name == "experts")
