@@ -25,6 +25,7 @@ from forgeasync.controller.resume import (
 )
 from forgeasync.environments.build import check_environment
 from forgeasync.environments.sources import build_source, look_at_data
+from forgeasync.launch.prerequisites import check_prerequisites
 from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.models.rules import check_config
@@ -206,6 +207,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
     raise_if_any(
         [
+            *check_prerequisites(config.launcher),
             *check_gpus(config, torch.cuda.device_count()),
             *check_memory(config, facts, host_bytes=available_host_bytes(), gpu_bytes=_gpu_bytes()),
             *_check_shared_memory(config, facts),

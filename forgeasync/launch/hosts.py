@@ -1,7 +1,7 @@
 """The hosts of a run as the controller sees them: where roles are spawned, and who keeps their folders."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from monarch.actor import ProcMesh, this_host
 
+from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.rollouts.run_folder import (
@@ -60,6 +61,10 @@ class Hosts(Protocol):
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """Return the host of each proc of a role, by rank."""
+        ...
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """What each host of a role had when it was opened, by the host's name in the run."""
         ...
 
     def master_address_is_ip(self) -> bool:
@@ -129,6 +134,10 @@ class LocalHosts:
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
         """See ``Hosts``."""
         return [LocalHost(self._ids[role], self._folders)] * num_procs
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """See ``Hosts``."""
+        return {LOCAL_HOST_ID: gather_host_limits()}
 
     def master_address_is_ip(self) -> bool:
         """See ``Hosts``."""

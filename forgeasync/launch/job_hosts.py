@@ -1,16 +1,13 @@
 """Hosts that one of Monarch's jobs starts, with an agent on each of them."""
 
 import asyncio
-import concurrent.futures
 import logging
 import os
-import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.actor import ActorError, HostMesh, ProcMesh
-from monarch.job import JobState, JobTrait
 
 from forgeasync.config.launcher import (
     KubernetesLauncher,
@@ -23,13 +20,17 @@ from forgeasync.config.launcher import (
 )
 from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
+from forgeasync.launch.host_limits import HostLimits
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
 from forgeasync.launch.jobs import HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
+from forgeasync.launch.submission import LaunchFailed, Submission
 from forgeasync.rollouts.run_folder import sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 BEAT_S = 1.0
+ASK_JOB_S = 5.0
+"""Seconds between two looks at the job while its hosts start."""
 CLOSE_S = 20.0
 """Seconds for each of the steps that hosts take at the end."""
 SILENCE_FACTOR = 2.0
@@ -55,6 +56,8 @@ class JobHost:
     log_file: Path
     worker_pid: int = 0
     """Process id, on that host, of the process that started the host's procs."""
+    limits: HostLimits | None = None
+    """None: its agent has not answered yet."""
     is_lost: bool = False
 
     async def make_folder(self, num_bytes: int) -> Path:
@@ -81,7 +84,7 @@ class JobHosts:
         self._run_name = run_name
         self._log_dir = log_dir
         self._timeouts = timeouts
-        self._job = build_job(launcher, run_name, log_dir)
+        self._submission = Submission(build_job(launcher, run_name, log_dir), launcher)
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
         self._lost: HostLost | None = None
@@ -95,17 +98,25 @@ class JobHosts:
         """See ``Hosts``; waits for the scheduler, then for every host's agent.
 
         Raises:
+            LaunchFailed: the job was refused or has ended, or waits too long.
             DeadlineExceeded: a host has no agent within ``timeouts.setup_s``.
         """
-        state = await _start(self._job)
+        state = await self._submission.start()
         call = "waiting for the agents of all hosts"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             for role in HostRole:
                 self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
                 self._hosts[role] = self._start_agents(role, self._meshes[role])
-            pids = await asyncio.gather(*(host.agent.beat.call_one() for host in self._all))
-        for host, pid in zip(self._all, pids, strict=True):
-            host.worker_pid = pid
+            answers = asyncio.gather(*(self._greet(host) for host in self._all))
+            while not (await asyncio.wait([answers], timeout=ASK_JOB_S))[0]:
+                if (words := await self._submission.why_gone()) is not None:
+                    answers.cancel()
+                    raise LaunchFailed(f"{words} before all hosts had started; see {self._log_dir}")
+            await answers
+
+    async def _greet(self, host: JobHost) -> None:
+        host.worker_pid = await host.agent.beat.call_one()
+        host.limits = await host.agent.limits.call_one()
 
     def _start_agents(self, role: HostRole, mesh: HostMesh) -> list[JobHost]:
         ids = [f"{role}-{index}" for index in range(mesh.size("hosts"))]
@@ -133,6 +144,10 @@ class JobHosts:
                 return "python"
             case ProcessLauncher():
                 return None
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """See ``Hosts``."""
+        return {host.id: host.limits for host in self._hosts[role] if host.limits is not None}
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
@@ -180,7 +195,11 @@ class JobHosts:
                 problem = str(late)
         if problem is not None:
             host.is_lost = True
-            self._lost = HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
+            why = await self._submission.why_gone()
+            told = problem if why is None else f"{why}, and {problem}"
+            machine = None if host.limits is None else host.limits.machine
+            name = host.role if machine in (None, host.id) else f"{host.role}, {machine}"
+            self._lost = HostLost(f"host {host.id} ({name}) is lost: {told}; see {host.log_file}")
             raise self._lost
 
     async def close(self) -> None:
@@ -206,29 +225,18 @@ class JobHosts:
         await asyncio.gather(
             *(_bounded(f"end of the hosts of {role}", self._meshes[role].shutdown()) for role in whole)
         )
-        await asyncio.to_thread(self._job.kill)
+        # The others of such a mesh end by themselves.
+        await asyncio.gather(
+            *(
+                _bounded(f"end of {host.id}", host.agent.end_host.call_one())
+                for host in alive
+                if host.role not in whole
+            )
+        )
+        await self._submission.end()
         if isinstance(self._launcher, ProcessLauncher):
             # A host that was killed has left its folder in what is this machine's shared memory.
             sweep_stale_folders()
-
-
-async def _start(job: JobTrait) -> JobState:
-    """Submit a job and wait for its hosts, for which a scheduler may need hours.
-
-    In a thread that need not end: Ctrl-C shall not wait for a scheduler.
-    """
-    started: concurrent.futures.Future[JobState] = concurrent.futures.Future()
-    # From now on nobody's cancelling reaches it.
-    started.set_running_or_notify_cancel()
-
-    def start() -> None:
-        try:
-            started.set_result(job.state(cached_path=None))
-        except BaseException as error:
-            started.set_exception(error)
-
-    threading.Thread(target=start, name="job", daemon=True).start()
-    return await asyncio.wrap_future(started)
 
 
 def _is_alive(pid: int) -> bool:
