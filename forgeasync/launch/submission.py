@@ -73,7 +73,7 @@ class Submission:
                 return await waiting
         except DeadlineExceeded as late:
             raise LaunchFailed(
-                f"{await self._named()} has not started within {limit_s} s (launcher.start_timeout_s): it is "
+                f"{self._name} has not started within {limit_s} s (launcher.start_timeout_s): it is "
                 f"{await self._state_and_reason()}. It is cancelled now. Allow it more time, or ask for "
                 f"less: it wants {_num_nodes(self._launcher)} nodes of partition {self._launcher.partition}"
             ) from late
@@ -94,14 +94,15 @@ class Submission:
         """What ended the job; None: it is there, as far as this machine can tell."""
         if isinstance(self._job, SlurmJob) and self._slurm_id is not None:
             state = (await self._state_and_reason()).split(" ")[0]
-            return f"{await self._named()} {ENDINGS[state]}" if state in ENDINGS else None
+            return f"{self._name} {ENDINGS[state]}" if state in ENDINGS else None
         if isinstance(self._job, LoginJob):
             ended = [name for name, one in self._job._host_to_pid.items() if not is_running(one.pid)]
             if ended:
                 return f"ssh to {', '.join(ended)} has ended"
         return None
 
-    async def _named(self) -> str:
+    @property
+    def _name(self) -> str:
         return f"Slurm job {self._slurm_id}" if self._slurm_id is not None else "the Slurm job"
 
     async def _state_and_reason(self) -> str:

@@ -25,7 +25,7 @@ TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount", "sysctl")
 SPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")
 """What a machine has of its own, as options of unshare."""
 
-RESIDENT = ("sleep", "slurmctld", "slurmd", "munged")
+RESIDENT = ("sleep", "slurmctld", "slurmscriptd", "slurmd", "munged")
 """Names of processes that belong to a machine rather than to a run."""
 LISTENER = "sshd: /"
 """How the command line of sshd begins where it waits; that of a session has the user's name there."""
