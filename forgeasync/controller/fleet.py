@@ -7,6 +7,7 @@ and sampling concurrently, with a replay buffer between them, see apps/grpo.py.
 import asyncio
 import dataclasses
 import itertools
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -23,6 +24,7 @@ from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.evaluation import evaluate
+from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.starting import connect_groups, trainer_setup
 from forgeasync.environments.order import sampling_seed, weighted_order
@@ -39,6 +41,8 @@ from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
+
+logger = logging.getLogger(__name__)
 
 
 def _unused(config: RunConfig) -> Iterator[Problem]:
@@ -108,7 +112,7 @@ class Fleet:
         setup = trainer_setup(prepared, config.algorithm if loss is None else loss)
         try:
             async with procs.naming_deaths():
-                await procs.open()
+                await open_hosts(config, prepared.facts, procs, tell=logger.warning)
                 generators, scorer, trainer, environment = await asyncio.gather(
                     procs.start_generators(config, prepared.facts, prepared.model_path),
                     procs.start_scorer(config),

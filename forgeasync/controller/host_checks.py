@@ -1,7 +1,10 @@
-"""Judges the hosts of a run once they are up, before a model is read on them."""
+"""Starts the hosts of a run, and judges them before a model is read on them."""
+
+from collections.abc import Callable
 
 import torch
 
+from forgeasync.actors.procs import Procs
 from forgeasync.config.launcher import LocalLauncher, ProcessLauncher, gpus_per_host
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
@@ -10,6 +13,19 @@ from forgeasync.launch.hosts import Hosts
 from forgeasync.launch.jobs import HostRole
 from forgeasync.planning.host_requests import role_needs
 from forgeasync.schema.problems import Problem, raise_if_any
+
+
+async def open_hosts(
+    config: RunConfig, facts: ModelFacts, procs: Procs, *, tell: Callable[[str], None]
+) -> None:
+    """Start the run's hosts; what they wait for, and what may become a problem, is told in words.
+
+    Raises:
+        ConfigError: lists what hosts lack, all of it.
+    """
+    await procs.open(tell)
+    for warning in check_hosts(config, facts, procs.hosts):
+        tell(warning)
 
 
 def check_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:

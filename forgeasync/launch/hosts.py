@@ -1,7 +1,7 @@
 """The hosts of a run as the controller sees them: where roles are spawned, and who keeps their folders."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,8 +47,8 @@ class Host(Protocol):
 class Hosts(Protocol):
     """All machines of a run besides the controller's own processes."""
 
-    async def open(self) -> None:
-        """Start them; to be called before anything is spawned."""
+    async def open(self, tell: Callable[[str], None]) -> None:
+        """Start them; to be called before anything is spawned. What they wait for is told in words."""
         ...
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
@@ -121,7 +121,7 @@ class LocalHosts:
         self._ids = {HostRole.TRAINER: trainer_id, HostRole.GENERATORS: LOCAL_HOST_ID}
         self._gpus = GpuAllocator(torch.cuda.device_count())
 
-    async def open(self) -> None:
+    async def open(self, tell: Callable[[str], None]) -> None:
         """See ``Hosts``."""
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from forgeasync.launch.host_limits import HostLimits
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
 from forgeasync.launch.jobs import HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
-from forgeasync.launch.submission import LaunchFailed, Submission
+from forgeasync.launch.submission import Submission
 from forgeasync.rollouts.run_folder import sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline
 
@@ -84,7 +84,8 @@ class JobHosts:
         self._run_name = run_name
         self._log_dir = log_dir
         self._timeouts = timeouts
-        self._submission = Submission(build_job(launcher, run_name, log_dir), launcher)
+        self._submission = Submission(build_job(launcher, run_name, log_dir), launcher, log_dir)
+        self._is_open = False
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
         self._lost: HostLost | None = None
@@ -94,25 +95,27 @@ class JobHosts:
     def _all(self) -> list[JobHost]:
         return [host for hosts in self._hosts.values() for host in hosts]
 
-    async def open(self) -> None:
+    async def open(self, tell: Callable[[str], None]) -> None:
         """See ``Hosts``; waits for the scheduler, then for every host's agent.
 
         Raises:
             LaunchFailed: the job was refused or has ended, or waits too long.
             DeadlineExceeded: a host has no agent within ``timeouts.setup_s``.
         """
-        state = await self._submission.start()
+        state = await self._submission.start(tell)
         call = "waiting for the agents of all hosts"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             for role in HostRole:
                 self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
                 self._hosts[role] = self._start_agents(role, self._meshes[role])
             answers = asyncio.gather(*(self._greet(host) for host in self._all))
-            while not (await asyncio.wait([answers], timeout=ASK_JOB_S))[0]:
-                if (words := await self._submission.why_gone()) is not None:
-                    answers.cancel()
-                    raise LaunchFailed(f"{words} before all hosts had started; see {self._log_dir}")
-            await answers
+            try:
+                while not (await asyncio.wait([answers], timeout=ASK_JOB_S))[0]:
+                    await self._submission.require_present()
+                await answers
+            finally:
+                answers.cancel()
+        self._is_open = True
 
     async def _greet(self, host: JobHost) -> None:
         host.worker_pid = await host.agent.beat.call_one()
@@ -208,15 +211,17 @@ class JobHosts:
         Raises:
             HostLost: one is, whatever the run has ended with: connections to it break before it is missed.
         """
-        await asyncio.gather(
-            *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
-        )
+        if self._is_open:
+            await asyncio.gather(
+                *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
+            )
         await self._clean_up()
         if self._lost is not None:
             raise self._lost
 
     async def _clean_up(self) -> None:
-        alive = [host for host in self._all if not host.is_lost]
+        # A host whose agent has not answered yet has no folders, and ends with its mesh as soon as it is up.
+        alive = [host for host in self._all if host.limits is not None and not host.is_lost]
         await asyncio.gather(
             *(_bounded(f"folders of {host.id}", host.agent.remove_folders.call_one()) for host in alive)
         )

@@ -10,6 +10,7 @@ import logging
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from monarch._src.job.job import LoginJob  # not among the public names of Monarch 0.7.0
 from monarch.job import JobState, JobTrait, SlurmJob
@@ -20,6 +21,9 @@ from forgeasync.waiting import DeadlineExceeded, deadline
 
 ASK_S = 30.0
 """Seconds for an answer of Slurm's commands."""
+
+TELL_S = 15.0
+"""Seconds between two looks at what a job in the queue waits for."""
 
 SUBMIT_S = 60.0
 """Seconds that the end of a run waits for a submission under way, whose job it has to cancel."""
@@ -47,15 +51,19 @@ class LaunchFailed(RuntimeError):
 class Submission:
     """A job that is started once and ended once."""
 
-    def __init__(self, job: JobTrait, launcher: RemoteLauncher) -> None:
+    def __init__(self, job: JobTrait, launcher: RemoteLauncher, log_dir: Path) -> None:
+        """``log_dir`` has the scheduler's own logs, and what ssh prints."""
         self._job = job
+        self._log_dir = log_dir
         self._launcher = launcher
         self._submitted = threading.Event()
         self._slurm_id: str | None = None
         self._is_started = False
 
-    async def start(self) -> JobState:
+    async def start(self, tell: Callable[[str], None]) -> JobState:
         """Submit the job and wait for its hosts, for which a scheduler may need hours.
+
+        What Slurm waits for is told in words, whenever that changes.
 
         Raises:
             LaunchFailed: the job was refused, has not started within ``launcher.start_timeout_s``, or has
@@ -68,9 +76,9 @@ class Submission:
         limit_s = self._launcher.start_timeout_s
         try:
             if limit_s is None:
-                return await waiting
+                return await self._wait(waiting, tell)
             async with deadline(limit_s, call="the queue", key="launcher.start_timeout_s"):
-                return await waiting
+                return await self._wait(waiting, tell)
         except DeadlineExceeded as late:
             raise LaunchFailed(
                 f"{self._name} has not started within {limit_s} s (launcher.start_timeout_s): it is "
@@ -78,8 +86,17 @@ class Submission:
                 f"less: it wants {_num_nodes(self._launcher)} nodes of partition {self._launcher.partition}"
             ) from late
         except RuntimeError as error:
-            # Monarch's own words name a job without a state, or sbatch's refusal.
-            raise LaunchFailed(await self.why_gone() or str(error)) from error
+            await self.require_present()
+            # Monarch's own words have sbatch's refusal.
+            raise LaunchFailed(str(error)) from error
+
+    async def _wait(self, waiting: asyncio.Future[JobState], tell: Callable[[str], None]) -> JobState:
+        told = ""
+        while not (await asyncio.wait([waiting], timeout=TELL_S))[0]:
+            if (state := await self._state_and_reason()) != told:
+                tell(f"{self._name} is {state}")
+                told = state
+        return await waiting
 
     def _run(self) -> JobState:
         try:
@@ -89,6 +106,15 @@ class Submission:
         finally:
             self._submitted.set()
         return self._job.state(cached_path=None)
+
+    async def require_present(self) -> None:
+        """To be called while hosts start.
+
+        Raises:
+            LaunchFailed: the job has ended.
+        """
+        if (words := await self.why_gone()) is not None:
+            raise LaunchFailed(f"{words} before all hosts had started; see {self._log_dir}")
 
     async def why_gone(self) -> str | None:
         """What ended the job; None: it is there, as far as this machine can tell."""

@@ -140,14 +140,20 @@ def test_a_job_that_someone_cancels_is_told_as_that(runs: ClusterRuns) -> None:
     runs.cluster.wait_until_clean()
 
 
-def test_a_queue_that_never_grants_ends_with_its_reason(runs: ClusterRuns) -> None:
-    runs.cluster.scontrol("update", "NodeName=node3", "State=DRAIN", "Reason=test")
-    run = runs.start(runs.slurm, "launcher.start_timeout_s=8")
+@pytest.mark.parametrize("why", ["a drained node", "more nodes than there are"])
+def test_a_queue_that_never_grants_ends_with_its_reason(runs: ClusterRuns, why: str) -> None:
+    num_nodes, more = 3, []
+    if why == "a drained node":
+        runs.cluster.scontrol("update", "NodeName=node3", "State=DRAIN", "Reason=test")
+    else:
+        # Slurm takes such a job, unless EnforcePartLimits is set.
+        num_nodes, more = 9, ["launcher.hosts.generators=7", "generator.num_replicas=7"]
+    run = runs.start(runs.slurm, "launcher.start_timeout_s=8", *more)
     code, err = run.finish(REFUSED_S)
     assert code == 1, err
     words = last_line(err)
     assert "has not started within 8 s (launcher.start_timeout_s): it is PENDING (" in words, err
-    assert "3 nodes of partition main" in words, err
+    assert f"{num_nodes} nodes of partition main" in words, err
     runs.cluster.wait_until_clean()
 
 
@@ -167,14 +173,6 @@ def test_a_run_that_waits_in_the_queue_can_be_ended(runs: ClusterRuns, end: str)
     else:
         assert code == 1, err
         assert f"Slurm job {job} was cancelled by someone other than this run" in last_line(err), err
-    runs.cluster.wait_until_clean()
-
-
-def test_more_nodes_than_there_are_is_slurms_own_refusal(runs: ClusterRuns) -> None:
-    run = runs.start(runs.slurm, "launcher.hosts.generators=7", "generator.num_replicas=7")
-    code, err = run.finish(REFUSED_S)
-    assert code == 1, err
-    assert "Failed to submit SLURM job: sbatch: error:" in last_line(err), err
     runs.cluster.wait_until_clean()
 
 
