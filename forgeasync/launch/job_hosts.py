@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, HostMesh, ProcMesh
 
 from forgeasync.config.launcher import (
@@ -58,7 +60,24 @@ class JobHost:
     """Process id, on that host, of the process that started the host's procs."""
     limits: HostLimits | None = None
     """None: its agent has not answered yet."""
-    is_lost: bool = False
+    heard_s: float = field(default_factory=time.monotonic)
+    """When it last answered."""
+    problem: str | None = None
+    """How it was lost; None: it was not."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.problem is not None
+
+    @property
+    def name(self) -> str:
+        """In words, with what the machine calls itself."""
+        machine = None if self.limits is None else self.limits.machine
+        return (
+            f"{self.id} ({self.role})"
+            if machine in (None, self.id)
+            else f"{self.id} ({self.role}, {machine})"
+        )
 
     async def make_folder(self, num_bytes: int) -> Path:
         """See ``Host``."""
@@ -88,7 +107,6 @@ class JobHosts:
         self._is_open = False
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
-        self._lost: HostLost | None = None
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in HostRole}
 
     @property
@@ -194,16 +212,23 @@ class JobHosts:
                 call = "waiting for an answer"
                 async with deadline(self._timeouts.host_s, call=call, key="timeouts.host_s"):
                     await host.agent.beat.call_one()
+                host.heard_s = time.monotonic()
             except DeadlineExceeded as late:
                 problem = str(late)
+            except (ActorError, SupervisionError) as error:
+                problem = f"its agent cannot be reached ({str(error).strip().splitlines()[0]})"
         if problem is not None:
-            host.is_lost = True
-            why = await self._submission.why_gone()
-            told = problem if why is None else f"{why}, and {problem}"
-            machine = None if host.limits is None else host.limits.machine
-            name = host.role if machine in (None, host.id) else f"{host.role}, {machine}"
-            self._lost = HostLost(f"host {host.id} ({name}) is lost: {told}; see {host.log_file}")
-            raise self._lost
+            host.problem = problem
+            raise HostLost(self._told(await self._submission.why_gone()))
+
+    def _told(self, why: str | None) -> str:
+        """What to say of all hosts that are lost, the first one first: a scheduler ends the others with it."""
+        first, *others = sorted((host for host in self._all if host.is_lost), key=lambda host: host.heard_s)
+        problem = first.problem if why is None else f"{why}, and {first.problem}"
+        text = f"host {first.name} is lost: {problem}; see {first.log_file}"
+        if not others:
+            return text
+        return f"{text}; after it were lost: {', '.join(host.name for host in others)}"
 
     async def close(self) -> None:
         """See ``Hosts``.
@@ -215,9 +240,13 @@ class JobHosts:
             await asyncio.gather(
                 *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
             )
+        # Before the job is ended by this run.
+        lost = None
+        if any(host.is_lost for host in self._all):
+            lost = HostLost(self._told(await self._submission.why_gone()))
         await self._clean_up()
-        if self._lost is not None:
-            raise self._lost
+        if lost is not None:
+            raise lost
 
     async def _clean_up(self) -> None:
         # A host whose agent has not answered yet has no folders, and ends with its mesh as soon as it is up.

@@ -106,7 +106,10 @@ def _release() -> str:
 
 
 def _check_own_name(kind: str) -> Iterator[Problem]:
-    """Hosts call the controller by the address of its host name (Monarch's TcpWithHostname)."""
+    """Hosts call the controller by an address of its host name (Monarch 0.7.0: TcpWithHostname).
+
+    Of several it takes one that is not loopback (tried).
+    """
     name = socket.gethostname()
     try:
         addresses = _addresses(name)

@@ -42,7 +42,7 @@ class ClusterRuns:
     run_dir: Path
 
     def start(self, launcher: str, *overrides: str, first_in_path: Path | None = TRANSLATED) -> HeadRun:
-        quick = ["timeouts.host_s=5", "timeouts.sigterm_s=10", "checkpoint.every_steps=null"]
+        quick = ["timeouts.host_s=15", "timeouts.sigterm_s=10", "checkpoint.every_steps=null"]
         return self.cluster.run(
             *(sys.executable, "-m", "apps.grpo", "--config", str(self.config_file)),
             *(f"launcher={launcher}", f"run_dir={self.run_dir}", "max_off_policy_steps=1"),
@@ -124,7 +124,8 @@ def test_a_killed_host_ends_the_run_and_is_named(runs: ClusterRuns, kind: str) -
     code, err = run.finish(END_S)
     assert code == 1, err
     name = "trainer-1 (trainer, node2)" if kind == "slurm" else "node2 (trainer)"
-    assert f"HostLost: host {name} is lost" in last_line(err), err
+    # srun ends the other tasks of a job with the one that it has lost, maybe within the same second.
+    assert "HostLost: host " in last_line(err) and name in last_line(err), err
     runs.cluster.wait_until_clean()
     assert not runs.cluster.folders()
 

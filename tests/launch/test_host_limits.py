@@ -50,8 +50,8 @@ def test_what_just_fits_is_taken() -> None:
     ("changed", "words"),
     [
         (
-            {"shared_free_bytes": 100 * GIB - 1, "shared_bytes": 64 * GIB},
-            ["host trainer-0 (gpu7): /dev/shm", "'100 GiB free of 64'", "100 GiB free", "--shm-size"],
+            {"shared_free_bytes": 100 * GIB - 1},
+            ["host trainer-0 (gpu7): /dev/shm", "'100 GiB free of 120'", "100 GiB free", "--shm-size"],
         ),
         (
             {"available_bytes": 64 * GIB},
