@@ -73,11 +73,8 @@ class JobHost:
     def name(self) -> str:
         """In words, with what the machine calls itself."""
         machine = None if self.limits is None else self.limits.machine
-        return (
-            f"{self.id} ({self.role})"
-            if machine in (None, self.id)
-            else f"{self.id} ({self.role}, {machine})"
-        )
+        place = self.role if machine in (None, self.id) else f"{self.role}, {machine}"
+        return f"{self.id} ({place})"
 
     async def make_folder(self, num_bytes: int) -> Path:
         """See ``Host``."""
@@ -222,7 +219,7 @@ class JobHosts:
             raise HostLost(self._told(await self._submission.why_gone()))
 
     def _told(self, why: str | None) -> str:
-        """What to say of all hosts that are lost, the first one first: a scheduler ends the others with it."""
+        """Words about all lost hosts, the first one first: a scheduler may end the others with it."""
         first, *others = sorted((host for host in self._all if host.is_lost), key=lambda host: host.heard_s)
         problem = first.problem if why is None else f"{why}, and {first.problem}"
         text = f"host {first.name} is lost: {problem}; see {first.log_file}"
