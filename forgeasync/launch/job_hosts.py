@@ -90,6 +90,17 @@ class JobHost:
         return await self.agent.is_running.call_one(pid)
 
 
+def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
+    """Words about those of ``hosts`` that are lost, the first one first: it may have ended the others.
+
+    ``why`` says what has ended the whole job, if anything has.
+    """
+    first, *others = sorted((host for host in hosts if host.is_lost), key=lambda host: host.heard_s)
+    problem = first.problem if why is None else f"{why}, and {first.problem}"
+    text = f"host {first.name} is lost: {problem}; see {first.log_file}"
+    return text if not others else f"{text}; lost after it: {', '.join(host.name for host in others)}"
+
+
 class JobHosts:
     """Hosts of a job, by role."""
 
@@ -216,16 +227,7 @@ class JobHosts:
                 problem = f"its agent cannot be reached ({str(error).strip().splitlines()[0]})"
         if problem is not None:
             host.problem = problem
-            raise HostLost(self._told(await self._submission.why_gone()))
-
-    def _told(self, why: str | None) -> str:
-        """Words about all lost hosts, the first one first: a scheduler may end the others with it."""
-        first, *others = sorted((host for host in self._all if host.is_lost), key=lambda host: host.heard_s)
-        problem = first.problem if why is None else f"{why}, and {first.problem}"
-        text = f"host {first.name} is lost: {problem}; see {first.log_file}"
-        if not others:
-            return text
-        return f"{text}; after it were lost: {', '.join(host.name for host in others)}"
+            raise HostLost(lost_words(self._all, await self._submission.why_gone()))
 
     async def close(self) -> None:
         """See ``Hosts``.
@@ -240,7 +242,7 @@ class JobHosts:
         # Before the job is ended by this run.
         lost = None
         if any(host.is_lost for host in self._all):
-            lost = HostLost(self._told(await self._submission.why_gone()))
+            lost = HostLost(lost_words(self._all, await self._submission.why_gone()))
         await self._clean_up()
         if lost is not None:
             raise lost

@@ -14,7 +14,11 @@ from forgeasync.config.launcher import (
     SlurmLauncher,
     SshLauncher,
 )
+from forgeasync.controller.preparation import prepare
 from forgeasync.launch.prerequisites import check_prerequisites
+from forgeasync.schema.problems import ConfigError
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
 
 SLURM = SlurmLauncher(kind="slurm", gpus_per_host=8, partition="gpu")
 SSH = SshLauncher(kind="ssh", gpus_per_host=8, hosts=HostNames(trainer=("a",), generators=("b",)))
@@ -160,3 +164,15 @@ def test_what_stays_on_this_machine_needs_nothing(install: Install, resolve: Res
     resolve(head=["127.0.0.1"])
     assert check_prerequisites(LocalLauncher()) == []
     assert check_prerequisites(ProcessLauncher(kind="process")) == []
+
+
+def test_a_run_is_refused_before_it_makes_anything(
+    install: Install, resolve: Resolve, tmp_path: Path
+) -> None:
+    install(squeue=parser("v0.0.40"))
+    launcher = SlurmLauncher(kind="slurm", gpus_per_host=0, partition="gpu")
+    model = write_random_model(tmp_path / "model")
+    config = tiny_config(model).model_copy(update={"launcher": launcher, "run_dir": str(tmp_path / "run")})
+    with pytest.raises(ConfigError, match="needs sbatch, scancel"):
+        prepare(config)
+    assert not (tmp_path / "run").exists()
