@@ -91,7 +91,7 @@ class JobHost:
 
 
 def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
-    """Words about those of ``hosts`` that are lost, the first one first: it may have ended the others.
+    """Words about those of ``hosts`` that are lost, the first one first: it may be why the others are.
 
     ``why`` says what has ended the whole job, if anything has.
     """

@@ -30,7 +30,7 @@ HOSTS = [
 
 
 def test_the_host_that_was_silent_first_is_named_first() -> None:
-    """Slurm ends all tasks of a job that has lost a node, and those are missed in any order."""
+    """A scheduler may end a job that has lost a node, and hosts are missed in any order."""
     assert lost_words(HOSTS, None) == (
         "host trainer-1 (trainer, node2) is lost: its agent cannot be reached; "
         "see logs/host-trainer-1.log; lost after it: trainer-0 (trainer, node1)"

@@ -168,8 +168,12 @@ class Cluster:
         return self._ask("scontrol", *arguments)
 
     def jobs(self) -> list[str]:
-        """Ids of the jobs that wait or run, also of those that Slurm is ending."""
-        return self._ask("squeue", "--noheader", "--format=%i").split()
+        """Ids of the jobs that wait or run.
+
+        One that was cancelled is "completing" until every node of it has answered, a dead one too.
+        """
+        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
+        return self._ask("squeue", "--noheader", states, "--format=%i").split()
 
     def cancel(self, job: str) -> None:
         self._ask("scancel", job)
