@@ -26,7 +26,7 @@ from forgeasync.launch.host_limits import HostLimits
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
 from forgeasync.launch.jobs import HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
-from forgeasync.launch.submission import Submission
+from forgeasync.launch.submission import LaunchFailed, Submission
 from forgeasync.rollouts.run_folder import sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline
 
@@ -139,6 +139,10 @@ class JobHosts:
                 while not (await asyncio.wait([answers], timeout=ASK_JOB_S))[0]:
                     await self._submission.require_present()
                 await answers
+            except RuntimeError as error:
+                await self._submission.require_present()
+                # The first line of Monarch's error names the host, the others are a stack of its own.
+                raise LaunchFailed(str(error).splitlines()[0]) from error
             finally:
                 answers.cancel()
         self._is_open = True

@@ -16,6 +16,7 @@ import tests.support.cluster
 from forgeasync.config.load import dump_config
 from tests.support.app_runs import NEVER_ENDING, read_lines
 from tests.support.cluster.cluster import PARTITION, Cluster, HeadRun
+from tests.support.cluster.machines import ABSENT
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
@@ -184,11 +185,15 @@ def test_a_job_that_fails_while_its_hosts_start_ends_the_run(runs: ClusterRuns) 
     runs.cluster.wait_until_clean()
 
 
-def test_an_ssh_that_fails_is_named(runs: ClusterRuns) -> None:
-    run = runs.start(runs.ssh, "launcher.hosts.generators=[node9]")
+@pytest.mark.parametrize("name", [ABSENT, "nowhere"])
+def test_an_ssh_that_fails_is_named(runs: ClusterRuns, name: str) -> None:
+    """One host is known and does not answer, the other is not known."""
+    run = runs.start(runs.ssh, f"launcher.hosts.generators=[{name}]")
     code, err = run.finish(REFUSED_S)
     assert code == 1, err
-    assert "ssh to node9 has ended before all hosts had started" in last_line(err), err
+    assert "LaunchFailed: " in last_line(err) and name in last_line(err), err
+    if name == ABSENT:
+        assert f"ssh to {name} has ended before all hosts had started" in last_line(err), err
     runs.cluster.wait_until_clean()
 
 

@@ -18,6 +18,8 @@ import psutil
 HEAD = "head"
 HEAD_ADDRESS = "10.77.0.254"
 NODES = ("node1", "node2", "node3")
+ABSENT = "node9"
+"""A name with an address that no machine has."""
 BRIDGE = "bridge"
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount", "sysctl")
 """Commands of util-linux, iproute2 and procps that machines are made with."""
@@ -142,7 +144,7 @@ def start_machine(name: str, address: str, folder: Path) -> Machine:
 
 def start_head(folder: Path) -> Machine:
     """The machine that runs are started on, with the bridge that all others hang on."""
-    addresses = {HEAD: HEAD_ADDRESS} | {name: _address(name) for name in NODES}
+    addresses = {HEAD: HEAD_ADDRESS} | {name: _address(name) for name in NODES} | {ABSENT: "10.77.0.9"}
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
     (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
     head = start_machine(HEAD, HEAD_ADDRESS, folder)
