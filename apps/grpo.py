@@ -37,6 +37,7 @@ from forgeasync.config.weights import Interruption
 from forgeasync.controller.checkpointing import RunCheckpoints
 from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments, show_plan
 from forgeasync.controller.evaluation import evaluate_all
+from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.controller.rescue import save_newest_weights
@@ -331,7 +332,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
             async with fleet.naming_deaths():
                 if not isinstance(config.launcher, LocalLauncher):
                     console.phase(f"waiting for the hosts of launcher {config.launcher.kind}")
-                await fleet.open()
+                await open_hosts(config, prepared.facts, fleet, tell=console.message)
                 roles = await start_roles(config, prepared, fleet, console)
                 console.message(roles.scorer.isolation)
                 run = GrpoRun(config, prepared, roles, recorder=recorder, checkpoints=files.checkpoints)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,9 +95,9 @@ class Procs:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    async def open(self) -> None:
-        """Start the hosts; needed if they are other machines than this one."""
-        await self.hosts.open()
+    async def open(self, tell: Callable[[str], None]) -> None:
+        """Start the hosts; needed if they are other machines than this one. See ``Hosts.open``."""
+        await self.hosts.open(tell)
         self._watching = asyncio.create_task(self._watch_hosts())
 
     async def _watch_hosts(self) -> None:

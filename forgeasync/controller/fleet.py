@@ -24,7 +24,7 @@ from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.evaluation import evaluate
-from forgeasync.controller.host_gpus import check_gpus_of_hosts
+from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.starting import connect_groups, trainer_setup
 from forgeasync.environments.order import sampling_seed, weighted_order
@@ -112,10 +112,9 @@ class Fleet:
         setup = trainer_setup(prepared, config.algorithm if loss is None else loss)
         try:
             async with procs.naming_deaths():
-                await procs.open()
-                found = await check_gpus_of_hosts(config, prepared.facts, procs.hosts)
-                for warning in (*prepared.warnings, *found):
+                for warning in prepared.warnings:
                     logger.warning("%s", warning)
+                await open_hosts(config, prepared.facts, procs, tell=logger.warning)
                 generators, scorer, trainer, environment = await asyncio.gather(
                     procs.start_generators(config, prepared.facts, prepared.model_path),
                     procs.start_scorer(config),

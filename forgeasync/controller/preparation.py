@@ -26,6 +26,7 @@ from forgeasync.controller.resume import (
 )
 from forgeasync.environments.build import check_environment
 from forgeasync.environments.sources import build_source, look_at_data
+from forgeasync.launch.prerequisites import check_prerequisites
 from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.models.rules import check_config
@@ -212,6 +213,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     gpu_problems, warnings = check_local_gpus(config, facts)
     raise_if_any(
         [
+            *check_prerequisites(config.launcher),
             *check_gpus(config, num_gpus),
             *gpu_problems,
             *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),

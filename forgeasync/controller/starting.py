@@ -15,7 +15,6 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.buffer import AgeOf
 from forgeasync.config.run import RunConfig
-from forgeasync.controller.host_gpus import check_gpus_of_hosts
 from forgeasync.controller.preparation import Prepared
 from forgeasync.observability.console import StepConsole
 from forgeasync.trainer.setup import TrainerSetup
@@ -33,13 +32,7 @@ class Roles:
 
 
 async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, console: StepConsole) -> Roles:
-    """Start and set up the procs of all roles, and let the trainer's weights reach the generators.
-
-    Raises:
-        ConfigError: the run's hosts have not the GPUs that it needs; nothing has been started on them.
-    """
-    for warning in await check_gpus_of_hosts(config, prepared.facts, fleet.hosts):
-        console.message(f"warning: {warning}")
+    """Start and set up the procs of all roles, and let the trainer's weights reach the generators."""
     resumed = prepared.resumed
     num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
     has_environment = config.environment is not None

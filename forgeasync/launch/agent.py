@@ -16,6 +16,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
+from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.rollouts.run_folder import (
     create_run_folder,
@@ -25,6 +26,8 @@ from forgeasync.rollouts.run_folder import (
 )
 
 WATCH_S = 1.0
+ANSWER_S = 1.0
+"""Seconds for an answer to leave before its host ends."""
 
 
 class HostAgent(Actor):
@@ -44,6 +47,11 @@ class HostAgent(Actor):
         """The controller is there; the id of the process that is this host's worker."""
         self._heard_s = time.monotonic()
         return os.getppid()
+
+    @concurrent_endpoint
+    async def limits(self) -> HostLimits:
+        """What this host has of memory, and what it lets its processes do with it."""
+        return gather_host_limits()
 
     @concurrent_endpoint
     async def is_running(self, pid: int) -> bool:
@@ -72,6 +80,12 @@ class HostAgent(Actor):
         """Remove everything of this run from the host's shared memory."""
         self._remove()
 
+    @concurrent_endpoint
+    async def end_host(self) -> None:
+        """End this host's worker, and all its procs with it, once this has been answered."""
+        self._remove()
+        threading.Timer(ANSWER_S, _end_host).start()
+
     def _remove(self) -> None:
         while self._folders:
             remove_run_folder(self._folders.pop())
@@ -81,5 +95,9 @@ class HostAgent(Actor):
             time.sleep(WATCH_S)
         print(f"nobody has called for {self._max_silence_s:.0f} s: the run is gone, and this host ends")
         self._remove()
-        # The procs of a host end with the process that started them.
-        os.kill(os.getppid(), signal.SIGKILL)
+        _end_host()
+
+
+def _end_host() -> None:
+    # The procs of a host end with the process that started them.
+    os.kill(os.getppid(), signal.SIGKILL)

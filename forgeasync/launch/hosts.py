@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,7 @@ import torch
 from monarch.actor import ProcMesh, this_host
 
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
+from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.rollouts.run_folder import (
@@ -48,8 +49,8 @@ class Host(Protocol):
 class Hosts(Protocol):
     """All machines of a run besides the controller's own processes."""
 
-    async def open(self) -> None:
-        """Start them; to be called before anything is spawned."""
+    async def open(self, tell: Callable[[str], None]) -> None:
+        """Start them; to be called before anything is spawned. What they wait for is told in words."""
         ...
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
@@ -66,6 +67,10 @@ class Hosts(Protocol):
 
     async def gpus(self, role: HostRole) -> Mapping[str, GpuFacts]:
         """What each host of a role says of its GPUs, by the host's name in the run."""
+        ...
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """What each host of a role had when it was opened, by the host's name in the run."""
         ...
 
     def master_address_is_ip(self) -> bool:
@@ -122,7 +127,7 @@ class LocalHosts:
         self._ids = {HostRole.TRAINER: trainer_id, HostRole.GENERATORS: LOCAL_HOST_ID}
         self._gpus = GpuAllocator(torch.cuda.device_count())
 
-    async def open(self) -> None:
+    async def open(self, tell: Callable[[str], None]) -> None:
         """See ``Hosts``."""
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
@@ -140,6 +145,10 @@ class LocalHosts:
         """See ``Hosts``."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return {LOCAL_HOST_ID: await asyncio.to_thread(gather_gpu_facts, visible)}
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """See ``Hosts``."""
+        return {LOCAL_HOST_ID: gather_host_limits()}
 
     def master_address_is_ip(self) -> bool:
         """See ``Hosts``."""

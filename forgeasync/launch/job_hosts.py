@@ -1,16 +1,15 @@
 """Hosts that one of Monarch's jobs starts, with an agent on each of them."""
 
 import asyncio
-import concurrent.futures
 import logging
 import os
-import threading
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, HostMesh, ProcMesh
-from monarch.job import JobState, JobTrait
 
 from forgeasync.config.launcher import (
     KubernetesLauncher,
@@ -24,13 +23,17 @@ from forgeasync.config.launcher import (
 from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.gpu_facts import GpuFacts
+from forgeasync.launch.host_limits import HostLimits
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
 from forgeasync.launch.jobs import HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
+from forgeasync.launch.submission import LaunchFailed, Submission
 from forgeasync.rollouts.run_folder import sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 BEAT_S = 1.0
+ASK_JOB_S = 5.0
+"""Seconds between two looks at the job while its hosts start."""
 CLOSE_S = 20.0
 """Seconds for each of the steps that hosts take at the end."""
 SILENCE_FACTOR = 2.0
@@ -56,7 +59,23 @@ class JobHost:
     log_file: Path
     worker_pid: int = 0
     """Process id, on that host, of the process that started the host's procs."""
-    is_lost: bool = False
+    limits: HostLimits | None = None
+    """None: its agent has not answered yet."""
+    heard_s: float = field(default_factory=time.monotonic)
+    """When it last answered."""
+    problem: str | None = None
+    """How it was lost; None: it was not."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.problem is not None
+
+    @property
+    def name(self) -> str:
+        """In words, with what the machine calls itself."""
+        machine = None if self.limits is None else self.limits.machine
+        place = self.role if machine in (None, self.id) else f"{self.role}, {machine}"
+        return f"{self.id} ({place})"
 
     async def make_folder(self, num_bytes: int) -> Path:
         """See ``Host``."""
@@ -72,6 +91,17 @@ class JobHost:
         return await self.agent.is_running.call_one(pid)
 
 
+def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
+    """Words about those of ``hosts`` that are lost, the first one first: it may be why the others are.
+
+    ``why`` says what has ended the whole job, if anything has.
+    """
+    first, *others = sorted((host for host in hosts if host.is_lost), key=lambda host: host.heard_s)
+    problem = first.problem if why is None else f"{why}, and {first.problem}"
+    text = f"host {first.name} is lost: {problem}; see {first.log_file}"
+    return text if not others else f"{text}; lost after it: {', '.join(host.name for host in others)}"
+
+
 class JobHosts:
     """Hosts of a job, by role."""
 
@@ -82,31 +112,45 @@ class JobHosts:
         self._run_name = run_name
         self._log_dir = log_dir
         self._timeouts = timeouts
-        self._job = build_job(launcher, run_name, log_dir)
+        self._submission = Submission(build_job(launcher, run_name, log_dir), launcher, log_dir)
+        self._is_open = False
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
-        self._lost: HostLost | None = None
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in HostRole}
 
     @property
     def _all(self) -> list[JobHost]:
         return [host for hosts in self._hosts.values() for host in hosts]
 
-    async def open(self) -> None:
+    async def open(self, tell: Callable[[str], None]) -> None:
         """See ``Hosts``; waits for the scheduler, then for every host's agent.
 
         Raises:
+            LaunchFailed: the job was refused or has ended, or waits too long.
             DeadlineExceeded: a host has no agent within ``timeouts.setup_s``.
         """
-        state = await _start(self._job)
+        state = await self._submission.start(tell)
         call = "waiting for the agents of all hosts"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             for role in HostRole:
                 self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
                 self._hosts[role] = self._start_agents(role, self._meshes[role])
-            pids = await asyncio.gather(*(host.agent.beat.call_one() for host in self._all))
-        for host, pid in zip(self._all, pids, strict=True):
-            host.worker_pid = pid
+            answers = asyncio.gather(*(self._greet(host) for host in self._all))
+            try:
+                while not (await asyncio.wait([answers], timeout=ASK_JOB_S))[0]:
+                    await self._submission.require_present()
+                await answers
+            except RuntimeError as error:
+                await self._submission.require_present()
+                # The first line of Monarch's error names the host, the others are a stack of its own.
+                raise LaunchFailed(str(error).splitlines()[0]) from error
+            finally:
+                answers.cancel()
+        self._is_open = True
+
+    async def _greet(self, host: JobHost) -> None:
+        host.worker_pid = await host.agent.beat.call_one()
+        host.limits = await host.agent.limits.call_one()
 
     def _start_agents(self, role: HostRole, mesh: HostMesh) -> list[JobHost]:
         ids = [f"{role}-{index}" for index in range(mesh.size("hosts"))]
@@ -142,6 +186,10 @@ class JobHosts:
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             found = await asyncio.gather(*(host.agent.gpus.call_one() for host in hosts))
         return {host.id: facts for host, facts in zip(hosts, found, strict=True)}
+
+    def limits(self, role: HostRole) -> Mapping[str, HostLimits]:
+        """See ``Hosts``."""
+        return {host.id: host.limits for host in self._hosts[role] if host.limits is not None}
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
@@ -185,12 +233,14 @@ class JobHosts:
                 call = "waiting for an answer"
                 async with deadline(self._timeouts.host_s, call=call, key="timeouts.host_s"):
                     await host.agent.beat.call_one()
+                host.heard_s = time.monotonic()
             except DeadlineExceeded as late:
                 problem = str(late)
+            except (ActorError, SupervisionError) as error:
+                problem = f"its agent cannot be reached ({str(error).strip().splitlines()[0]})"
         if problem is not None:
-            host.is_lost = True
-            self._lost = HostLost(f"host {host.id} ({host.role}) is lost: {problem}; see {host.log_file}")
-            raise self._lost
+            host.problem = problem
+            raise HostLost(lost_words(self._all, await self._submission.why_gone()))
 
     async def close(self) -> None:
         """See ``Hosts``.
@@ -198,15 +248,21 @@ class JobHosts:
         Raises:
             HostLost: one is, whatever the run has ended with: connections to it break before it is missed.
         """
-        await asyncio.gather(
-            *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
-        )
+        if self._is_open:
+            await asyncio.gather(
+                *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True
+            )
+        # Before the job is ended by this run.
+        lost = None
+        if any(host.is_lost for host in self._all):
+            lost = HostLost(lost_words(self._all, await self._submission.why_gone()))
         await self._clean_up()
-        if self._lost is not None:
-            raise self._lost
+        if lost is not None:
+            raise lost
 
     async def _clean_up(self) -> None:
-        alive = [host for host in self._all if not host.is_lost]
+        # A host whose agent has not answered yet has no folders, and ends with its mesh as soon as it is up.
+        alive = [host for host in self._all if host.limits is not None and not host.is_lost]
         await asyncio.gather(
             *(_bounded(f"folders of {host.id}", host.agent.remove_folders.call_one()) for host in alive)
         )
@@ -215,29 +271,18 @@ class JobHosts:
         await asyncio.gather(
             *(_bounded(f"end of the hosts of {role}", self._meshes[role].shutdown()) for role in whole)
         )
-        await asyncio.to_thread(self._job.kill)
+        # The others of such a mesh end by themselves.
+        await asyncio.gather(
+            *(
+                _bounded(f"end of {host.id}", host.agent.end_host.call_one())
+                for host in alive
+                if host.role not in whole
+            )
+        )
+        await self._submission.end()
         if isinstance(self._launcher, ProcessLauncher):
             # A host that was killed has left its folder in what is this machine's shared memory.
             sweep_stale_folders()
-
-
-async def _start(job: JobTrait) -> JobState:
-    """Submit a job and wait for its hosts, for which a scheduler may need hours.
-
-    In a thread that need not end: Ctrl-C shall not wait for a scheduler.
-    """
-    started: concurrent.futures.Future[JobState] = concurrent.futures.Future()
-    # From now on nobody's cancelling reaches it.
-    started.set_running_or_notify_cancel()
-
-    def start() -> None:
-        try:
-            started.set_result(job.state(cached_path=None))
-        except BaseException as error:
-            started.set_exception(error)
-
-    threading.Thread(target=start, name="job", daemon=True).start()
-    return await asyncio.wrap_future(started)
 
 
 def _is_alive(pid: int) -> bool:

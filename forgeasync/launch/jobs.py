@@ -86,7 +86,8 @@ def _slurm_job(launcher: SlurmLauncher, meshes: dict[str, int], run_name: str, l
         gpus_per_node=launcher.gpus_per_host or None,
         cpus_per_task=launcher.cpus_per_task,
         mem=launcher.mem,
-        job_start_timeout=launcher.start_timeout_s,
+        # Ours, which can say why (``Submission``).
+        job_start_timeout=None,
         account=launcher.account,
         qos=launcher.qos,
     )

@@ -41,17 +41,38 @@ class HostNeeds:
     """In /dev/shm: staged or fetched weights, and payloads."""
     memory_bytes: int
     """All of it; schedulers count shared memory too."""
+    buffer_bytes: int
+    """What of it is no allowance: buffers whose sizes config and model give, in shared memory or not."""
+    locked_bytes: int
+    """The most that one process page-locks, or registers for RDMA."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleNeeds:
+    """What each role needs on one of its hosts."""
+
+    trainer: HostNeeds
+    generators: HostNeeds
 
 
 def host_needs(config: RunConfig, facts: ModelFacts) -> HostNeeds:
     """Return what each host of a run is to have, whichever role lands on it; the run has hosts."""
     assert not isinstance(config.launcher, LocalLauncher)
-    trainer = _trainer_host(config, facts, config.launcher)
-    generator = _generator_host(config, facts, config.launcher)
+    needs = role_needs(config, facts, config.launcher)
+    trainer, generators = needs.trainer, needs.generators
     return HostNeeds(
-        num_cpus=max(trainer.num_cpus, generator.num_cpus),
-        shared_bytes=max(trainer.shared_bytes, generator.shared_bytes),
-        memory_bytes=max(trainer.memory_bytes, generator.memory_bytes),
+        num_cpus=max(trainer.num_cpus, generators.num_cpus),
+        shared_bytes=max(trainer.shared_bytes, generators.shared_bytes),
+        memory_bytes=max(trainer.memory_bytes, generators.memory_bytes),
+        buffer_bytes=max(trainer.buffer_bytes, generators.buffer_bytes),
+        locked_bytes=max(trainer.locked_bytes, generators.locked_bytes),
+    )
+
+
+def role_needs(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -> RoleNeeds:
+    """Return what each role needs on one of its hosts."""
+    return RoleNeeds(
+        trainer=_trainer_host(config, facts, launcher), generators=_generator_host(config, facts, launcher)
     )
 
 
@@ -72,6 +93,9 @@ def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher
         num_cpus=CPUS_OF_HOST + num_procs * CPUS_OF_TRAINER_PROC,
         shared_bytes=shared,
         memory_bytes=HOST_BYTES + num_procs * PROCESS_BYTES + memory,
+        buffer_bytes=memory,
+        # Each rank stages its part of the weights, and page-locks its copies for checkpoints.
+        locked_bytes=math.ceil((shared + copies / hosts) / num_procs),
     )
 
 
@@ -80,7 +104,8 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
     num_replicas = generator.num_replicas // num_hosts(launcher).generators
     machine = Machine.GPU if launcher.kind != "process" and launcher.gpus_per_host else Machine.CPU
     # The replicas of a host receive a version once; what adapters are merged into is each one's own.
-    weights = _version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
+    received = _version_bytes(config, facts) + host_shadow_bytes(config, facts, machine)
+    weights = received
     if config.lora is not None and merges_adapters(config, machine):
         weights += num_replicas * count_merged(facts, config.lora) * BYTES_PER_ELEMENT[generator.dtype]
     shared = weights + round(config.payload.capacity_gib * 2**30)
@@ -88,6 +113,9 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
         num_cpus=CPUS_OF_HOST + num_replicas * (CPUS_OF_REPLICA + generator.tensor_parallel - 1),
         shared_bytes=shared,
         memory_bytes=HOST_BYTES + num_replicas * generator.tensor_parallel * PROCESS_BYTES + shared,
+        buffer_bytes=shared,
+        # A replica's process maps what its host receives, and offers the payloads that it has sampled.
+        locked_bytes=received + round(config.payload.capacity_gib * 2**30),
     )
 
 

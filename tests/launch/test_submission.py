@@ -1,0 +1,108 @@
+"""What is told of a Slurm job that does not start, by stand-ins for Slurm's commands; nothing is started."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.launcher import SlurmLauncher
+from forgeasync.launch import submission
+from forgeasync.launch.jobs import build_job
+from forgeasync.launch.submission import LaunchFailed, Submission
+from tests.support.processes import run_apart
+
+SLURM = SlurmLauncher(kind="slurm", gpus_per_host=8, partition="gpu")
+TAKEN = "echo Submitted batch job 7"
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    """A folder for PATH; ``scancel`` writes down which jobs it was given."""
+    write(tmp_path, "scancel", f'echo "$@" >> {tmp_path}/cancelled')
+    return tmp_path
+
+
+def write(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def write_squeue(folder: Path, state: str | None, told: str) -> None:
+    """Job 7 as ``--json`` has it (None: no longer), and as it is told in words."""
+    jobs = [] if state is None else [{"job_id": 7, "job_state": [state]}]
+    text = json.dumps({"jobs": jobs})
+    write(folder, "squeue", f"case \"$*\" in *--json*) echo '{text}';; *) echo '{told}';; esac")
+
+
+def start(commands: Path, limit_s: int | None, interrupt_after_s: float | None = None) -> tuple[str, str]:
+    """Words of the failure, and what was cancelled; a process of its own, which sets Monarch up."""
+    words = run_apart(_start, commands, limit_s, interrupt_after_s)
+    cancelled = commands / "cancelled"
+    return words, cancelled.read_text() if cancelled.exists() else ""
+
+
+def _start(commands: Path, limit_s: int | None, interrupt_after_s: float | None) -> str:
+    submission.TELL_S = 0.1
+    os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"
+    launcher = SLURM.model_copy(update={"start_timeout_s": limit_s})
+    return asyncio.run(_start_and_end(launcher, commands / "logs", interrupt_after_s))
+
+
+async def _start_and_end(launcher: SlurmLauncher, logs: Path, interrupt_after_s: float | None) -> str:
+    job = Submission(build_job(launcher, "test", logs), launcher, logs)
+    told: list[str] = []
+    try:
+        async with asyncio.timeout(interrupt_after_s):
+            await job.start(told.append)
+    except (LaunchFailed, TimeoutError) as error:
+        return "\n".join([*told, str(error)])
+    finally:
+        await job.end()
+    return "started"
+
+
+def test_a_job_that_waits_too_long_is_cancelled_with_slurms_reason(commands: Path) -> None:
+    write(commands, "sbatch", TAKEN)
+    write_squeue(commands, "PENDING", "PENDING (QOSMaxNodePerUserLimit)")
+    text, cancelled = start(commands, 3)
+    told, words = text.splitlines()
+    assert told == "Slurm job 7 is PENDING (QOSMaxNodePerUserLimit)", "once, as it does not change"
+    assert words.startswith("Slurm job 7 has not started within 3 s (launcher.start_timeout_s): it is ")
+    assert "it is PENDING (QOSMaxNodePerUserLimit). It is cancelled now." in words
+    assert "2 nodes of partition gpu" in words
+    assert cancelled == "7\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("CANCELLED", "Slurm job 7 was cancelled by someone other than this run (scancel)"),
+        ("TIMEOUT", "Slurm job 7 has reached its time limit"),
+        ("PREEMPTED", "Slurm job 7 was preempted by another job"),
+    ],
+)
+def test_a_job_that_has_gone_from_the_queue_is_told_as_what_it_is(
+    commands: Path, state: str, words: str
+) -> None:
+    write(commands, "sbatch", TAKEN)
+    write_squeue(commands, None, f"{state} (None)")
+    told, _ = start(commands, None)
+    assert told.splitlines()[-1].startswith(words), told
+
+
+def test_a_job_that_slurm_refuses_has_slurms_words(commands: Path) -> None:
+    write(commands, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
+    write_squeue(commands, None, "")
+    words, cancelled = start(commands, 60)
+    assert "sbatch: error: invalid partition specified: gpu" in words
+    assert cancelled == ""
+
+
+def test_a_run_that_is_ended_while_it_submits_cancels_what_it_gets(commands: Path) -> None:
+    """Between sbatch and its answer nobody knows the job's id yet."""
+    write(commands, "sbatch", f"sleep 1; {TAKEN}")
+    write_squeue(commands, "PENDING", "PENDING (Resources)")
+    words, cancelled = start(commands, None, 0.2)
+    assert not words.startswith("Slurm job") and cancelled.split("\n")[0] == "7", (words, cancelled)
