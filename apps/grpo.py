@@ -1,6 +1,7 @@
 """GRPO with rollouts and training running concurrently.
 
-    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...] [--dry-run | --resume latest]
+    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...]
+        [--dry-run | --rehearse [--hosts] | --resume latest]
 
 Four loops share one replay buffer, and wait for each other only through it:
 
@@ -38,6 +39,7 @@ from forgeasync.controller.cli import add_closing_words, exit_code, parse_argume
 from forgeasync.controller.evaluation import evaluate_all
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
+from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
 from forgeasync.controller.resume import open_files
 from forgeasync.controller.serving import WeightServing
@@ -354,15 +356,20 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    arguments = parse_arguments("Asynchronous GRPO.", dry_run=True, resume=True)
+    arguments = parse_arguments("Asynchronous GRPO.", dry_run=True, resume=True, rehearse=True)
+
+    def start(config: RunConfig) -> None:
+        prepared = prepare(config, arguments.resume)
+        run_main(train(prepared.config, prepared))
 
     def run() -> None:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             show_plan(config)
+        elif arguments.rehearse:
+            rehearse(config, start, on_hosts=arguments.hosts)
         else:
-            prepared = prepare(config, arguments.resume)
-            run_main(train(prepared.config, prepared))
+            start(config)
 
     return exit_code(run)
 
