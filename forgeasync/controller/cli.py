@@ -45,7 +45,8 @@ def parse_arguments(
         help="YAML file of the run; given again, each file is merged over the ones before it",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the files")
-    modes = parser.add_mutually_exclusive_group()
+    # argparse of Python 3.11 cannot print the usage of an empty group.
+    modes = parser.add_mutually_exclusive_group() if dry_run or resume or rehearse else parser
     if dry_run:
         modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
     if resume:

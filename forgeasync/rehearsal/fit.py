@@ -11,11 +11,11 @@ GIB = 2**30
 
 # Allowances: what processes held of their own, measured with torch 2.13 and vLLM 0.32 on CPUs and a model
 # of two layers, and a tenth more.
-TRAINER_PROC_BYTES = round(0.55 * GIB)
-GENERATOR_PROC_BYTES = round(0.55 * GIB)
+TRAINER_PROC_BYTES = round(0.7 * GIB)
+GENERATOR_PROC_BYTES = round(0.52 * GIB)
 """The generator's actor; with ``tensor_parallel: 1`` its engine is in the same process."""
 ENGINE_BYTES = round(0.25 * GIB)
-ENGINE_WORKER_BYTES = round(0.65 * GIB)
+ENGINE_WORKER_BYTES = round(0.62 * GIB)
 """Each process of an engine of several."""
 HOST_BYTES = round(0.3 * GIB)
 """A host that is a process, with its agent."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from forgeasync.checkpoint.folders import FINAL, list_checkpoints
 from forgeasync.config.data import named_sources
-from forgeasync.config.launcher import LocalLauncher
+from forgeasync.config.launcher import LocalLauncher, num_hosts
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
 from forgeasync.config.trainer import RoutingReplay
@@ -86,8 +86,9 @@ def _procs(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
     wanted = ["scorer", "buffer"] + (["environment"] if config.environment is not None else [])
     yield _finding("other roles", others == wanted, ", ".join(others))
     if not isinstance(config.launcher, LocalLauncher):
-        num_hosts = _num_logs(run_dir, r"host-.+")
-        yield _finding("hosts", num_hosts > 0, f"{num_hosts}, by launcher {config.launcher.kind}")
+        counts, num_logs = num_hosts(config.launcher), _num_logs(run_dir, r"host-.+")
+        is_right = num_logs == counts.trainer + counts.generators
+        yield _finding("hosts", is_right, f"{num_logs}, by launcher {config.launcher.kind}")
 
 
 def _num_logs(run_dir: RunDir, pattern: str) -> int:
@@ -182,17 +183,13 @@ def _payloads(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
 
 
 def _scores(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
-    failed = sum(
-        _last(steps, f"scoring/num_{name}")
-        for name in ("timeouts", "crashes", "errors", "oversized", "killed_rewards", "failed_attempts")
-    )
+    names = ("timeouts", "crashes", "errors", "oversized", "killed_rewards", "failed_attempts")
+    failed = {name: count for name in names if (count := _last(steps, f"scoring/num_{name}"))}
+    failures = ", ".join(f"{count:.0f} {name.replace('_', ' ')}" for name, count in failed.items())
     sources = ", ".join(source.name for source in named_sources(config.data))
     rewards = ", ".join(f"{line['reward/mean']:.3g}" for line in steps)
-    yield _finding(
-        "scores",
-        not failed,
-        f"of {sources}: mean rewards {rewards}; {failed:.0f} failures",
-    )
+    measured = f"mean rewards {rewards} on {sources}; failures: {failures or 'none'}"
+    yield _finding("scores", not failed, measured)
     if config.environment is not None:
         turns = _max(steps, "environment/mean_turns")
         truncated = _last(steps, "environment/num_truncated")
@@ -236,10 +233,8 @@ def _machine(steps: Sequence[Line]) -> Iterator[Finding]:
         role: _max(steps, f"memory/{role}_gib") for role in ("controller", "trainer", "generator", "scorer")
     }
     words = ", ".join(f"{role} {size:.2g}" for role, size in sizes.items() if size)
-    seconds = [line["time/step_s"] for line in steps]
-    measured = (
-        f"GiB of the largest process: {words}; seconds a step: {', '.join(f'{s:.3g}' for s in seconds)}"
-    )
+    seconds = ", ".join(f"{line['time/step_s']:.3g}" for line in steps)
+    measured = f"GiB of the largest process: {words}; seconds a step: {seconds}"
     yield Finding(part="memory and speed of the run", verdict=Verdict.NOT_EXERCISED, measured=measured)
     gpus = _max(steps, "memory/trainer_gpu_gib"), _max(steps, "memory/generator_gpu_gib")
     if any(gpus):

@@ -47,6 +47,8 @@ SMALLEST_KV_CACHE_GIB = 0.02
 
 SMALLEST_STORE_GIB = 0.02
 
+ANSWER_LIMIT_S = 30.0
+
 DEADLINE_S = 1800.0
 """Many processes on few cores are slow to start, and in everything else."""
 
@@ -93,10 +95,7 @@ def rehearsed(config: RunConfig, facts: ModelFacts, stage: Stage) -> Rehearsal:
     if not on_gpus:
         _replace_what_needs_gpus(draft)
     if stage.capacity is not None:
-        for name in TimeoutSection.model_fields:
-            if name != "sigterm_s":
-                value = max(getattr(config.timeouts, name), DEADLINE_S)
-                draft.set(f"timeouts.{name}", value, "processes of this machine share its cores")
+        _be_patient(draft)
     draft.set("model.path", str(stage.folder / "model"), "random weights", "the model's own weights")
     small = small_facts(
         facts,
@@ -262,6 +261,24 @@ def _note_sizes(draft: Draft, facts: ModelFacts, small: ModelFacts) -> None:
     for name, why in _SIZES.items():
         untried = "the model's tokenizer and chat template" if name == "vocab_size" else None
         draft.note(f"model: {name}", getattr(facts, name), getattr(small, name), why, untried)
+
+
+def _be_patient(draft: Draft) -> None:
+    """Raise every deadline but the grace period at the end."""
+    config = draft.config
+    deadlines = {
+        name: max(getattr(config.timeouts, name), DEADLINE_S)
+        for name in TimeoutSection.model_fields
+        if name != "sigterm_s"
+    }
+    draft.config = config.model_copy(update={"timeouts": config.timeouts.model_copy(update=deadlines)})
+    why = "many processes share few cores"
+    draft.note("timeouts", "as configured", f"at least {DEADLINE_S:.0f} s", why, "deadlines of the run")
+    scorer = config.scorer
+    # All answers of a group may be cut off and the group still be scored in time.
+    longest = DEADLINE_S / 2 / math.ceil(config.algorithm.group_size / scorer.num_workers)
+    limit_s = max(scorer.answer_limit_s, min(ANSWER_LIMIT_S, longest))
+    draft.set("scorer.answer_limit_s", limit_s, why)
 
 
 def _fit_vocabulary(draft: Draft, small: ModelFacts) -> None:
