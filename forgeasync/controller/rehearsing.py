@@ -42,7 +42,9 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None], *, on_hosts: b
         RehearsalFailed: the run ended by itself, and something in it did not work.
     """
     folder = rehearsal_folder(config, datetime.now())
-    facts = check(config.model_copy(update={"run_dir": str(folder)}))
+    # The run's own folders may be in use: a rehearsal has others.
+    elsewhere = {"run_dir": str(folder), "checkpoint": config.checkpoint.model_copy(update={"folder": None})}
+    facts = check(config.model_copy(update=elsewhere))
     config = resolve(config, facts)
     raw = json.loads(model_config_file(config.model.path).read_text(encoding="utf-8"))
     stage = _look_around(config, folder, on_hosts=on_hosts)

@@ -14,11 +14,16 @@ NUM_LAYERS = 2
 
 HIDDEN_SIZE = 64
 
+HIDDEN_SIZE_ON_GPUS = 256
+
 HEAD_DIM = 32
 """The smallest that the attention kernels of vLLM's CPU build take."""
 
 RANK_WIDTH = 32
 """Width of one rank's part of a network; vLLM's CPU kernels of experts want multiples of it."""
+
+RANK_WIDTH_ON_GPUS = 128
+"""Kernels of experts on GPUs come in tiles of up to 128."""
 
 
 def small_facts(
@@ -36,6 +41,7 @@ def small_facts(
     are chosen by them.
     """
     ranks = math.lcm(parallel.tensor, generator.tensor_parallel)
+    width = ranks * (RANK_WIDTH_ON_GPUS if on_gpus else RANK_WIDTH)
     num_kv_heads, num_heads = _heads(facts, parallel.tensor, generator.tensor_parallel)
     latent = facts.latent
     head_dim = facts.head_dim if on_gpus else min(facts.head_dim, HEAD_DIM)
@@ -60,15 +66,15 @@ def small_facts(
         facts,
         num_layers=min(num_layers, facts.num_layers),
         num_dense_layers=num_dense,
-        hidden_size=HIDDEN_SIZE,
+        hidden_size=HIDDEN_SIZE_ON_GPUS if on_gpus else HIDDEN_SIZE,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         num_experts=num_experts,
         top_k=top_k,
         vocab_size=NUM_CHARACTER_TOKENS,
-        expert_hidden_size=RANK_WIDTH * ranks if facts.expert_hidden_size else 0,
-        dense_hidden_size=RANK_WIDTH * ranks if facts.dense_hidden_size else 0,
+        expert_hidden_size=width if facts.expert_hidden_size else 0,
+        dense_hidden_size=width if facts.dense_hidden_size else 0,
         max_position_embeddings=max_context_length,
         latent=latent,
     )

@@ -52,6 +52,9 @@ ANSWER_LIMIT_S = 30.0
 DEADLINE_S = 1800.0
 """Many processes on few cores are slow to start, and in everything else."""
 
+HOST_S = 300.0
+"""Hosts whose controller was killed end by themselves after twice this long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -267,7 +270,7 @@ def _be_patient(draft: Draft) -> None:
     """Raise every deadline but the grace period at the end."""
     config = draft.config
     deadlines = {
-        name: max(getattr(config.timeouts, name), DEADLINE_S)
+        name: max(getattr(config.timeouts, name), HOST_S if name == "host_s" else DEADLINE_S)
         for name in TimeoutSection.model_fields
         if name != "sigterm_s"
     }

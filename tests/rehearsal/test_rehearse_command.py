@@ -75,7 +75,7 @@ def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
     file.write_text(dump_config(config))
     run_dir = tmp_path / "run"
     code, out, err = finish(
-        start(file, "--rehearse", f"run_dir={run_dir}", "trainer.parallel={num_procs: 1}"),
+        start(file, "--rehearse", f"run_dir={run_dir}", "trainer.parallel={num_procs: 1, expert: 1}"),
         deadline_s=PATIENCE_S,
     )
     assert code == 0, out + err

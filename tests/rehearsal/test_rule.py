@@ -77,10 +77,18 @@ def minimal(tmp_path: Path, *overrides: str) -> RunConfig:
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_config_is_rehearsed_whole_where_there_is_room(file: Path, overlay: str | None) -> None:
     overlays = [] if overlay is None else [CONFIGS / "launchers" / f"{overlay}.yaml"]
-    overrides = ["launcher.gpus_per_host=64"] if overlay == "slurm" else []
-    if overlay == "slurm" and file.stem.endswith("_cpu"):
-        overrides = ["launcher.gpus_per_host=0", "generator.num_replicas=2"]
+    overrides = []
+    if overlay == "slurm":
+        is_on_gpus = not file.stem.endswith("_cpu")
+        plain = load_config([file], [])
+        is_even = plain.trainer.parallel.num_procs % 2 == plain.generator.num_replicas % 2 == 0
+        num_hosts = 2 if is_even else 1
+        overrides = [
+            f"launcher.gpus_per_host={1024 if is_on_gpus else 0}",
+            f"launcher.hosts={{trainer: {num_hosts}, generators: {num_hosts}}}",
+        ]
     config = load_config([file, *overlays], overrides)
+    assert not check_config(config, facts_of(config))
     rehearsal = rehearsed(config, facts_of(config), stage())
     assert_legal(rehearsal)
     small = rehearsal.config
@@ -113,7 +121,9 @@ def _listed(text: object, found: dict[str, object], path: str = "") -> dict[str,
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_nothing_is_changed_in_silence(file: Path) -> None:
     config = load_config([file, SLURM], ["generator.num_replicas=4"])
-    rehearsal = rehearsed(config, facts_of(config), stage(Capacity(memory_bytes=18 * GIB, num_gpus=0)))
+    whole = needed_bytes(config, largest_part(config, None), on_gpus=False)
+    rehearsal = rehearsed(config, facts_of(config), stage(Capacity(memory_bytes=whole - 1, num_gpus=0)))
+    assert rehearsal.config.generator.num_replicas < 4
     before = _listed(config.model_dump(mode="json"), {})
     after = _listed(rehearsal.config.model_dump(mode="json"), {})
     named = [change.field for change in rehearsal.changes]
