@@ -131,10 +131,11 @@ def _weights(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
     skipped = _last(steps, "weights/num_skipped_versions")
     transport = config.weights.transport
     name = transport if isinstance(transport, str) else transport.factory
+    where = "within one host" if isinstance(config.launcher, LocalLauncher) else "between hosts"
     yield _finding(
         "publish, fetch, swap",
         swaps >= config.generator.num_replicas and moved > 0 and not bad and not expired,
-        f"transport {name}: {len(steps) - skipped:.0f} versions published, {swaps:.0f} swaps, "
+        f"transport {name}, {where}: {len(steps) - skipped:.0f} versions published, {swaps:.0f} swaps, "
         f"{moved / 2**20:.3g} MiB fetched, {bad:.0f} bad blocks, {expired:.0f} expired leases",
     )
     crossing = _sum(steps, "generator/num_crossing") + _sum(steps, "generator/num_resumed")

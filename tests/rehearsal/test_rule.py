@@ -22,12 +22,16 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import check_gpus
 from forgeasync.config.run import RunConfig
 from forgeasync.config.trainer import ParallelSection
+from forgeasync.environments.reward import Response
 from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts, read_model_facts
 from forgeasync.models.registry import FAMILIES
 from forgeasync.models.rules import check_config
 from forgeasync.rehearsal.data_rule import GENERATED
 from forgeasync.rehearsal.fit import GIB, Capacity, largest_part, needed_bytes
+from forgeasync.rehearsal.made_up_score import score
 from forgeasync.rehearsal.rule import Rehearsal, Stage, rehearsed
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError
 from tests.support.config_samples import CONFIGS, FACTS, MINIMAL
 from tests.support.families import VARIANTS
@@ -294,6 +298,31 @@ def test_verifiers_stay_beside_a_score_that_differs(tmp_path: Path) -> None:
     (source,) = named_sources(rehearsal.config.data)
     assert [reward.kind for reward in source.rewards] == ["reasoning_gym", "python"]
     assert rehearsal.config.algorithm.filters == config.algorithm.filters
+
+
+def test_an_environment_scores_by_itself(tmp_path: Path) -> None:
+    config = minimal(
+        tmp_path,
+        "environment={kind: python, factory: tests.support.environments.TryAgain}",
+        "algorithm.filters=[{kind: dynamic_sampling}]",
+        "evaluation.sets=[{name: s, source: {kind: huggingface, path: a/b, question_field: q, "
+        "answer_field: a}, num_problems: 30}]",
+    )
+    rehearsal = rehearsed(config, FACTS, stage())
+    assert_legal(rehearsal)
+    assert rehearsal.config.environment == config.environment
+    assert rehearsal.config.data.reward is None and rehearsal.config.algorithm.filters == ()
+    (one,) = rehearsal.config.evaluation.sets
+    assert (one.source, one.reward, one.num_problems) == (GENERATED, None, 8)
+    assert rehearsal.config.model.max_context_length == 1024, "prompts are its own"
+
+
+def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
+    task = Task(task_id="1", source="a", source_index=0, prompt="p", answer="1")
+    texts = [f"text {index}" for index in range(200)]
+    scores = [score(task, Response(text, 5, FinishReason.STOP)) for text in texts]
+    assert scores == [score(task, Response(text, 9, FinishReason.LENGTH)) for text in texts]
+    assert set(scores) == {index / 10 for index in range(11)}
 
 
 def test_penalties_for_length_begin_where_responses_get_to(tmp_path: Path) -> None:
