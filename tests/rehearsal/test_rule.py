@@ -15,6 +15,7 @@ from forgeasync.config.data import (
     default_name,
     named_sources,
 )
+from forgeasync.config.generator import GeneratorSection
 from forgeasync.config.launcher import HostCounts, HostNames, ProcessLauncher, SlurmLauncher, SshLauncher
 from forgeasync.config.load import dump_config, load_config
 from forgeasync.config.model import Dtype
@@ -29,6 +30,7 @@ from forgeasync.models.rules import check_config
 from forgeasync.rehearsal.data_rule import GENERATED
 from forgeasync.rehearsal.fit import GIB, Capacity, largest_part, needed_bytes
 from forgeasync.rehearsal.made_up_score import score
+from forgeasync.rehearsal.model_rule import small_facts
 from forgeasync.rehearsal.rule import Rehearsal, Stage, rehearsed
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.task import Task
@@ -210,6 +212,8 @@ def test_any_legal_layout_has_a_legal_rehearsal(data: st.DataObject) -> None:
         raw = json.loads(VARIANTS[variant]().to_json_string()) | {"vocab_size": 200}
         raw["architectures"] = [FAMILIES[raw["model_type"]].architecture]
         facts = dataclasses.replace(parse_model_facts(raw, variant), max_position_embeddings=40960)
+    if facts.num_experts and facts.routing is None:
+        facts = dataclasses.replace(facts, num_experts=draw(st.sampled_from([6, 8, 60, 128])))
     tensor, context, shard, replicate = draw(power), draw(power), draw(power), draw(power)
     expert = draw(power) if facts.num_experts else 1
     parallel = ParallelSection(
@@ -248,6 +252,58 @@ def test_any_legal_layout_has_a_legal_rehearsal(data: st.DataObject) -> None:
     assert small.num_experts <= facts.num_experts and small.num_heads <= facts.num_heads
 
 
+@pytest.mark.parametrize(
+    ("num_kv_heads", "trainer_ranks", "engine_ranks", "heads"),
+    [
+        (8, 1, 1, (2, 4)),
+        (8, 1, 4, (4, 8)),
+        (8, 1, 8, (8, 16)),
+        (8, 4, 2, (4, 8)),
+        # An engine of more ranks than heads repeats them.
+        (4, 2, 8, (2, 8)),
+        (4, 4, 16, (4, 16)),
+        (32, 2, 4, (4, 4)),
+        (1, 1, 4, (1, 4)),
+    ],
+)
+def test_heads_are_divided_and_repeated_as_in_the_model(
+    num_kv_heads: int, trainer_ranks: int, engine_ranks: int, heads: tuple[int, int]
+) -> None:
+    small = small_facts(
+        dataclasses.replace(FACTS, num_heads=32, num_kv_heads=num_kv_heads),
+        ParallelSection(num_procs=trainer_ranks, tensor=trainer_ranks),
+        GeneratorSection(tensor_parallel=engine_ranks),
+        max_context_length=64,
+        on_gpus=False,
+    )
+    assert (small.num_kv_heads, small.num_heads) == heads
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "parallel", "engine_ranks", "experts"),
+    [
+        (128, ParallelSection(num_procs=4, expert=2), 1, (8, 2)),
+        (128, ParallelSection(num_procs=16, expert=8), 1, (16, 4)),
+        (60, ParallelSection(num_procs=4, expert=4), 1, (12, 3)),
+        (60, ParallelSection(num_procs=1), 5, (10, 2)),
+        # Fewer experts than ranks: each expert is sharded.
+        (8, ParallelSection(num_procs=16, expert=2), 1, (8, 2)),
+        (6, ParallelSection(num_procs=2, expert=2), 1, (6, 1)),
+    ],
+)
+def test_experts_are_as_few_as_ranks_divide(
+    num_experts: int, parallel: ParallelSection, engine_ranks: int, experts: tuple[int, int]
+) -> None:
+    small = small_facts(
+        dataclasses.replace(FACTS, num_experts=num_experts, top_k=6, num_heads=20, num_kv_heads=20),
+        parallel,
+        GeneratorSection(tensor_parallel=engine_ranks, expert_parallel=engine_ranks > 1),
+        max_context_length=64,
+        on_gpus=False,
+    )
+    assert (small.num_experts, small.top_k) == experts
+
+
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_sizes_are_written_as_they_are_read(variant: str) -> None:
     raw = json.loads(VARIANTS[variant]().to_json_string())
@@ -256,6 +312,10 @@ def test_sizes_are_written_as_they_are_read(variant: str) -> None:
     other = dataclasses.replace(
         facts, num_layers=facts.num_layers + 3, hidden_size=320, num_heads=8, num_kv_heads=8, vocab_size=99
     )
+    if facts.num_experts:
+        other = dataclasses.replace(other, num_experts=48, top_k=5, expert_hidden_size=288)
+    if facts.dense_hidden_size:
+        other = dataclasses.replace(other, dense_hidden_size=352)
     if facts.num_layers == facts.num_dense_layers:
         other = dataclasses.replace(other, num_dense_layers=other.num_layers)
     assert parse_model_facts(raw | dict(FAMILIES[facts.model_type].sizes(other)), variant) == other
@@ -325,20 +385,32 @@ def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
     assert set(scores) == {index / 10 for index in range(11)}
 
 
-def test_penalties_for_length_begin_where_responses_get_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("max_length", "buffer_share", "short"),
+    [
+        (9900, 0.2, 38),
+        (4100, 0.2, 16),
+        # By its share alone it would be 45, and begin after 32 tokens: never.
+        (11520, 0.28894, 44),
+    ],
+)
+def test_penalties_for_length_begin_at_the_same_share_of_responses(
+    tmp_path: Path, max_length: int, buffer_share: float, short: int
+) -> None:
     config = minimal(
         tmp_path,
-        "sampling.max_response_tokens=900",
-        "model.max_context_length=1000",
-        "trainer.tokens_per_row=1000",
-        "algorithm.filters=[{kind: overlong_penalty, max_length: 1100, buffer_share: 0.2}]",
+        "sampling.max_response_tokens=8192",
+        "model.max_context_length=9000",
+        "trainer.tokens_per_row=9000",
+        "algorithm.filters=[{kind: overlong_penalty, "
+        f"max_length: {max_length}, buffer_share: {buffer_share}}}]",
     )
-    facts = dataclasses.replace(FACTS, max_position_embeddings=1000)
+    facts = dataclasses.replace(FACTS, max_position_embeddings=9000)
     assert not check_config(config, facts)
     rehearsal = rehearsed(config, facts, stage())
     assert_legal(rehearsal)
     (penalty,) = rehearsal.config.algorithm.filters
-    assert 30 < penalty.max_length < 42
+    assert penalty.max_length == short
 
 
 def test_depths_and_windows_hold_as_many_batches(tmp_path: Path) -> None:
