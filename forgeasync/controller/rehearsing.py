@@ -11,6 +11,7 @@ from rich.console import Console
 from forgeasync.config.data import HuggingFaceSource, named_sources
 from forgeasync.config.evaluation import named_sets
 from forgeasync.config.run import RunConfig, resolve
+from forgeasync.controller.cli import REPORT_COLUMNS
 from forgeasync.controller.preparation import check
 from forgeasync.environments.sources import build_source
 from forgeasync.models.config_file import model_config_file
@@ -25,9 +26,6 @@ from forgeasync.rehearsal.outcome import Verdict, findings
 from forgeasync.rehearsal.report import changes_table, findings_table
 from forgeasync.rehearsal.rule import Stage, rehearsed
 from forgeasync.rollouts.prompts import PromptEncoder
-
-REPORT_COLUMNS = 120
-"""Width of the tables, in a pipe too."""
 
 
 class RehearsalFailed(RuntimeError):

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from forgeasync.algorithms.aggregation import ConstantLength
 from forgeasync.algorithms.filters import OverlongPenalty
 from forgeasync.config.launcher import (
     HostCounts,
@@ -144,14 +145,12 @@ def _place(draft: Draft, stage: Stage) -> None:
 
 def _leave_out(draft: Draft, part: Part) -> None:
     parallel, why = draft.config.trainer.parallel, "does not fit this machine"
-    for name, after in (
-        ("data_replicate", part.parallel.data_replicate),
-        ("num_procs", part.parallel.num_procs),
+    for name, after, what in (
+        ("data_replicate", part.parallel.data_replicate, "replicas of the sharded model"),
+        ("num_procs", part.parallel.num_procs, "trainer procs"),
     ):
         before = getattr(parallel, name)
-        draft.set(
-            f"trainer.parallel.{name}", after, why, f"{before} of trainer.parallel.{name}, only {after}"
-        )
+        draft.set(f"trainer.parallel.{name}", after, why, f"{before} {what}, only {after}")
     before = draft.config.generator.num_replicas
     lost = f"{before} generators, only {part.num_replicas}"
     draft.set("generator.num_replicas", part.num_replicas, why, lost)
@@ -181,6 +180,11 @@ def _shorten(draft: Draft, longest_prompt: int) -> None:
     per_row = min(config.trainer.tokens_per_row // config.model.max_context_length, MAX_SEQUENCES_PER_ROW)
     draft.set("model.max_context_length", context, "the longest prompt, by characters, and a response")
     draft.set("trainer.tokens_per_row", per_row * context, f"rows of {per_row} longest sequences")
+    aggregation = config.algorithm.aggregation
+    if isinstance(aggregation, ConstantLength):
+        # An episode's context, in characters, can be longer than the run's in tokens.
+        length = max(aggregation.length, longest_response(draft.config))
+        draft.set("algorithm.aggregation.length", length, "no response may be longer")
     _shorten_penalties(draft, longest)
 
 

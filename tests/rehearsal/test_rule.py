@@ -365,6 +365,7 @@ def test_an_environment_scores_by_itself(tmp_path: Path) -> None:
         tmp_path,
         "environment={kind: python, factory: tests.support.environments.TryAgain}",
         "algorithm.filters=[{kind: dynamic_sampling}]",
+        "algorithm.aggregation={kind: constant_length, length: 64}",
         "evaluation.sets=[{name: s, source: {kind: huggingface, path: a/b, question_field: q, "
         "answer_field: a}, num_problems: 30}]",
     )
@@ -375,6 +376,7 @@ def test_an_environment_scores_by_itself(tmp_path: Path) -> None:
     (one,) = rehearsal.config.evaluation.sets
     assert (one.source, one.reward, one.num_problems) == (GENERATED, None, 8)
     assert rehearsal.config.model.max_context_length == 1024, "prompts are its own"
+    assert rehearsal.config.algorithm.aggregation.length == 1024
 
 
 def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
