@@ -1,10 +1,13 @@
 """What a rehearsal changes of a config: each change with its reason, and what is not tried because of it."""
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pydantic import BaseModel
 
 from forgeasync.config.run import RunConfig
+
+S = TypeVar("S", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Draft:
             )
 
 
-def _replaced(section: BaseModel, parts: list[str], value: object) -> RunConfig:
+def _replaced(section: S, parts: list[str], value: object) -> S:
     first, *rest = parts
     new = _replaced(getattr(section, first), rest, value) if rest else value
     return section.model_copy(update={first: new})
