@@ -1,6 +1,7 @@
 """GRPO with rollouts and training running concurrently.
 
-    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...] [--dry-run | --resume latest]
+    python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...]
+        [--dry-run | --rehearse [--hosts] | --resume latest]
 
 Four loops share one replay buffer, and wait for each other only through it:
 
@@ -40,6 +41,7 @@ from forgeasync.controller.evaluation import evaluate_all
 from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
+from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
 from forgeasync.controller.resume import open_files
 from forgeasync.controller.serving import WeightServing
@@ -357,15 +359,20 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    arguments = parse_arguments("Asynchronous GRPO.", dry_run=True, resume=True)
+    arguments = parse_arguments("Asynchronous GRPO.", dry_run=True, resume=True, rehearse=True)
+
+    def start(config: RunConfig) -> None:
+        prepared = prepare(config, arguments.resume)
+        run_main(train(prepared.config, prepared))
 
     def run() -> None:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             show_plan(config, gpu_gib=arguments.gpu_gib)
+        elif arguments.rehearse:
+            rehearse(config, start, on_hosts=arguments.hosts)
         else:
-            prepared = prepare(config, arguments.resume)
-            run_main(train(prepared.config, prepared))
+            start(config)
 
     return exit_code(run)
 

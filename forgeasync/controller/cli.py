@@ -33,7 +33,9 @@ EXIT_SIGNAL = 128
 """Exit code of an app stopped by a signal, less the signal's number."""
 
 
-def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = False) -> argparse.Namespace:
+def parse_arguments(
+    description: str, *, dry_run: bool = False, resume: bool = False, rehearse: bool = False
+) -> argparse.Namespace:
     """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and the app's further options."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
@@ -44,7 +46,8 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
         help="YAML file of the run; given again, each file is merged over the ones before it",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the files")
-    modes = parser.add_mutually_exclusive_group()
+    # argparse of Python 3.11 cannot print the usage of an empty group.
+    modes = parser.add_mutually_exclusive_group() if dry_run or resume or rehearse else parser
     if dry_run:
         modes.add_argument("--dry-run", action="store_true", help="check and print the plan, start nothing")
         parser.add_argument(
@@ -59,7 +62,21 @@ def parse_arguments(description: str, *, dry_run: bool = False, resume: bool = F
             metavar="latest|FOLDER",
             help="continue the run in run_dir from its newest checkpoint, or from the checkpoint in a folder",
         )
-    return parser.parse_intermixed_args()
+    if rehearse:
+        modes.add_argument(
+            "--rehearse",
+            action="store_true",
+            help="run the config's own topology with a tiny model for three steps, on this machine",
+        )
+        parser.add_argument(
+            "--hosts",
+            action="store_true",
+            help="with --rehearse: on the hosts and GPUs that the config names, with nothing left out",
+        )
+    arguments = parser.parse_intermixed_args()
+    if rehearse and arguments.hosts and not arguments.rehearse:
+        parser.error("--hosts: needs --rehearse; a run always uses the hosts that its config names")
+    return arguments
 
 
 def _positive(text: str) -> float:

@@ -24,6 +24,8 @@ class Family:
     """transformers' class, as config.json names it."""
     read: Callable[[ConfigReader], ModelFacts]
     """Facts of a config.json; adds problems for all that TorchTitan's model would compute differently."""
+    sizes: Callable[[ModelFacts], Mapping[str, object]]
+    """The keys of config.json that hold sizes, with those of a model: what ``read`` reads, the other way."""
     layer_shapes: Callable[[ModelFacts, int], Mapping[str, Shape]]
     """Names (within the layer) and shapes of all tensors of the layer of this index."""
     titan: Callable[[], TitanFamily]
@@ -50,6 +52,18 @@ def attention_shapes(facts: ModelFacts) -> dict[str, Shape]:
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
     } | norm_shapes(facts)
+
+
+def common_sizes(facts: ModelFacts) -> dict[str, object]:
+    """Keys of config.json that every family has."""
+    return {
+        "num_hidden_layers": facts.num_layers,
+        "hidden_size": facts.hidden_size,
+        "num_attention_heads": facts.num_heads,
+        "num_key_value_heads": facts.num_kv_heads,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+    }
 
 
 def norm_shapes(facts: ModelFacts) -> dict[str, Shape]:

@@ -1,13 +1,15 @@
-"""A small Hugging Face tokenizer for templated tasks: one token per digit or sign, one per run of words.
+"""Small Hugging Face tokenizers that need no training.
 
-The fixed sentence around a problem becomes a single token, so that prompts are as short as what varies in
-them.
+``build_tokenizer`` is for templated tasks: one token per digit or sign, one per run of words. The fixed
+sentence around a problem becomes a single token, so that prompts are as short as what varies in them.
+``character_tokenizer`` is for any text, with one token per character.
 """
 
+import string
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<eos>"
@@ -15,6 +17,12 @@ END = "<eos>"
 PADDING = "<pad>"
 
 UNKNOWN = "<unk>"
+
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+"""ChatML's marks of a turn; the second one ends a response."""
+
+NUM_CHARACTER_TOKENS = 128
+"""Size of the vocabulary of ``character_tokenizer``."""
 
 
 _TOKEN = Regex(r"[A-Za-z][A-Za-z ]*[A-Za-z]|[A-Za-z]| ?[-+=:] ?|[0-9]|[^A-Za-z0-9]")
@@ -31,6 +39,38 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING, unk_token=UNKNOWN
     )
+
+
+def character_tokenizer(
+    *, chat_template: bool, template_arguments: Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of printable ASCII characters; all others become one unknown token.
+
+    The chat template is ChatML. It reads ``template_arguments`` and does nothing with them.
+    """
+    ordinary = [UNKNOWN, PADDING, *sorted(set(string.printable))]
+    # Every id that a model of this vocabulary can sample has a text.
+    fillers = [f"<|unused_{index}|>" for index in range(NUM_CHARACTER_TOKENS - len(ordinary) - 2)]
+    vocabulary = {token: index for index, token in enumerate([*ordinary, *fillers])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (TURN_START, TURN_END)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=PADDING, unk_token=UNKNOWN
+    )
+    if chat_template:
+        read = "".join(f"{{% if {name} %}}{{% endif %}}" for name in template_arguments)
+        fast.chat_template = read + _CHATML
+    return fast
+
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

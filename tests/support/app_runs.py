@@ -34,10 +34,10 @@ def start(config_file: Path, *overrides: str, search_path: Path | None = None) -
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], *, deadline_s: float = DEADLINE_S) -> tuple[int, str, str]:
     """Wait for the end; whatever happens, nothing is left running."""
     try:
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=deadline_s)
     finally:
         left = session_processes(process.pid)
         for orphan in left:

@@ -9,6 +9,7 @@ from forgeasync.models.config_json import ConfigReader
 from forgeasync.models.family import (
     Family,
     Shape,
+    common_sizes,
     expert_shapes,
     network_shapes,
     norm_shapes,
@@ -90,6 +91,29 @@ def _read_scaling(reader: ConfigReader) -> YarnRope | None:
     )
 
 
+def _sizes(facts: ModelFacts) -> dict[str, object]:
+    assert facts.latent is not None and facts.routing is not None
+    latent, routing = facts.latent, facts.routing
+    return common_sizes(facts) | {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_head_dim,
+        "qk_rope_head_dim": latent.rope_head_dim,
+        "qk_head_dim": facts.head_dim,
+        # What transformers rotates.
+        "head_dim": latent.rope_head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "n_routed_experts": facts.num_experts,
+        "num_experts_per_tok": facts.top_k,
+        "moe_intermediate_size": facts.expert_hidden_size,
+        "first_k_dense_replace": facts.num_dense_layers,
+        "intermediate_size": facts.dense_hidden_size,
+        "n_group": routing.num_groups,
+        "topk_group": routing.num_limited_groups,
+        "n_shared_experts": routing.num_shared_experts,
+    }
+
+
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     shapes = norm_shapes(facts) | _attention_shapes(facts)
     if layer < facts.num_dense_layers:
@@ -138,6 +162,7 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     read=_read,
+    sizes=_sizes,
     layer_shapes=_layer_shapes,
     titan=_titan,
 )

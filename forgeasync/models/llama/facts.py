@@ -10,6 +10,7 @@ from forgeasync.models.family import (
     Family,
     Shape,
     attention_shapes,
+    common_sizes,
     network_shapes,
     refuse_common_variants,
 )
@@ -56,6 +57,10 @@ def _read_scaling(reader: ConfigReader) -> Llama3Rope | None:
     )
 
 
+def _sizes(facts: ModelFacts) -> dict[str, object]:
+    return common_sizes(facts) | {"head_dim": facts.head_dim, "intermediate_size": facts.dense_hidden_size}
+
+
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     return attention_shapes(facts) | network_shapes(
         "mlp", hidden_size=facts.hidden_size, inner_size=facts.dense_hidden_size
@@ -69,5 +74,10 @@ def _titan() -> TitanFamily:
 
 
 LLAMA = Family(
-    model_type="llama", architecture="LlamaForCausalLM", read=_read, layer_shapes=_layer_shapes, titan=_titan
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    read=_read,
+    sizes=_sizes,
+    layer_shapes=_layer_shapes,
+    titan=_titan,
 )

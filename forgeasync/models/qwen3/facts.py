@@ -10,6 +10,7 @@ from forgeasync.models.family import (
     Family,
     Shape,
     attention_shapes,
+    common_sizes,
     expert_shapes,
     network_shapes,
     refuse_common_variants,
@@ -72,6 +73,22 @@ def _refuse_variants(reader: ConfigReader) -> None:
     reader.rope_type("default")
 
 
+def _dense_sizes(facts: ModelFacts) -> dict[str, object]:
+    return common_sizes(facts) | {"head_dim": facts.head_dim, "intermediate_size": facts.dense_hidden_size}
+
+
+def _moe_sizes(facts: ModelFacts) -> dict[str, object]:
+    return common_sizes(facts) | {
+        "head_dim": facts.head_dim,
+        "num_experts": facts.num_experts,
+        "num_local_experts": facts.num_experts,
+        "num_experts_per_tok": facts.top_k,
+        "moe_intermediate_size": facts.expert_hidden_size,
+        # No layer has it; transformers and vLLM want the key.
+        "intermediate_size": facts.expert_hidden_size,
+    }
+
+
 def _layer_shapes(facts: ModelFacts, layer: int) -> dict[str, Shape]:
     shapes = attention_shapes(facts)
     shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (facts.head_dim,)
@@ -90,6 +107,7 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=_read_dense,
+    sizes=_dense_sizes,
     layer_shapes=_layer_shapes,
     titan=_titan,
 )
@@ -98,6 +116,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     read=_read_moe,
+    sizes=_moe_sizes,
     layer_shapes=_layer_shapes,
     titan=_titan,
 )

@@ -1,0 +1,137 @@
+"""Sizes of the tiny model: of the same family, and divided by the same parallel degrees in the same way."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from forgeasync.config.generator import GeneratorSection
+from forgeasync.config.model_facts import LatentAttention, ModelFacts
+from forgeasync.config.trainer import ParallelSection
+from forgeasync.models.tokenizer import NUM_CHARACTER_TOKENS
+
+NUM_LAYERS = 2
+"""Layers of each kind that the model has; of dense layers before experts there is one."""
+
+HIDDEN_SIZE = 64
+
+HIDDEN_SIZE_ON_GPUS = 256
+
+HEAD_DIM = 32
+"""The smallest that the attention kernels of vLLM's CPU build take."""
+
+RANK_WIDTH = 32
+"""Width of one rank's part of a network; vLLM's CPU kernels of experts want multiples of it."""
+
+RANK_WIDTH_ON_GPUS = 128
+"""Kernels of experts on GPUs come in tiles of up to 128."""
+
+
+def small_facts(
+    facts: ModelFacts,
+    parallel: ParallelSection,
+    generator: GeneratorSection,
+    *,
+    max_context_length: int,
+    on_gpus: bool,
+) -> ModelFacts:
+    """Return the tiny model's shape.
+
+    Heads, experts and networks are the smallest divisors of the model's own numbers that the degrees of
+    tensor and expert parallelism divide as they divide the model's. On GPUs dimensions of heads stay: kernels
+    are chosen by them.
+    """
+    ranks = math.lcm(parallel.tensor, generator.tensor_parallel)
+    width = ranks * (RANK_WIDTH_ON_GPUS if on_gpus else RANK_WIDTH)
+    num_kv_heads, num_heads = _heads(facts, parallel.tensor, generator.tensor_parallel)
+    latent = facts.latent
+    head_dim = facts.head_dim if on_gpus else min(facts.head_dim, HEAD_DIM)
+    if latent is not None and not on_gpus:
+        latent = LatentAttention(
+            query_rank=min(latent.query_rank, HIDDEN_SIZE),
+            kv_rank=min(latent.kv_rank, HEAD_DIM),
+            nope_head_dim=min(latent.nope_head_dim, HEAD_DIM),
+            rope_head_dim=min(latent.rope_head_dim, HEAD_DIM),
+            value_head_dim=min(latent.value_head_dim, HEAD_DIM),
+        )
+        head_dim = latent.nope_head_dim + latent.rope_head_dim
+    num_dense, num_layers = min(facts.num_dense_layers, 1), NUM_LAYERS
+    if not facts.num_moe_layers:
+        num_dense = num_layers
+    elif num_dense:
+        num_layers += num_dense
+    num_experts, top_k = (
+        _experts(facts, parallel, generator) if facts.num_experts else (facts.num_experts, facts.top_k)
+    )
+    return dataclasses.replace(
+        facts,
+        num_layers=min(num_layers, facts.num_layers),
+        num_dense_layers=num_dense,
+        hidden_size=HIDDEN_SIZE_ON_GPUS if on_gpus else HIDDEN_SIZE,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_experts=num_experts,
+        top_k=top_k,
+        vocab_size=NUM_CHARACTER_TOKENS,
+        expert_hidden_size=width if facts.expert_hidden_size else 0,
+        dense_hidden_size=width if facts.dense_hidden_size else 0,
+        max_position_embeddings=max_context_length,
+        latent=latent,
+    )
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _heads(facts: ModelFacts, trainer_ranks: int, engine_ranks: int) -> tuple[int, int]:
+    """Heads of keys and values, and of queries. An engine with more ranks than the former repeats them."""
+    is_split = facts.num_kv_heads % engine_ranks == 0
+    # The model's own numbers fulfil all conditions, unless the config's check has refused them.
+    num_kv_heads = next(
+        (
+            count
+            for count in _divisors(facts.num_kv_heads)
+            if count % trainer_ranks == 0
+            and count >= min(2, facts.num_kv_heads)
+            and (count % engine_ranks == 0 if is_split else engine_ranks % count == 0)
+        ),
+        facts.num_kv_heads,
+    )
+    if facts.num_kv_heads == facts.num_heads:
+        return num_kv_heads, num_kv_heads
+    num_heads = next(
+        (
+            count
+            for count in _divisors(facts.num_heads)
+            if count % num_kv_heads == count % trainer_ranks == count % engine_ranks == 0
+            and count >= 2 * num_kv_heads
+        ),
+        facts.num_heads,
+    )
+    return num_kv_heads, num_heads
+
+
+def _experts(facts: ModelFacts, parallel: ParallelSection, generator: GeneratorSection) -> tuple[int, int]:
+    """Experts, and how many of them a token takes: a quarter at the most."""
+    # Where experts are fewer than the ranks that share them, each is sharded inside.
+    ranks = parallel.data_shard * parallel.context * parallel.tensor
+    for count in _divisors(facts.num_experts):
+        top_k = min(facts.top_k, max(1, count // 4))
+        routing = facts.routing
+        if (
+            count % parallel.expert == 0
+            and (not generator.expert_parallel or count % generator.tensor_parallel == 0)
+            and count >= min(ranks, facts.num_experts)
+            and count >= min(8, facts.num_experts)
+            and (
+                routing is None
+                or (
+                    count % routing.num_groups == 0
+                    and (routing.num_groups == 1 or count >= 2 * routing.num_groups)
+                    and routing.num_limited_groups * (count // routing.num_groups) >= top_k
+                )
+            )
+        ):
+            return count, top_k
+    return facts.num_experts, facts.top_k

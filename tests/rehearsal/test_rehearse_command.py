@@ -1,0 +1,120 @@
+"""``--rehearse`` as it is typed: what it refuses, and topologies in real procs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.launcher import HostCounts, ProcessLauncher
+from forgeasync.config.load import dump_config, load_config
+from forgeasync.controller.cli import parse_arguments
+from forgeasync.models.config_file import read_model_facts
+from tests.support.app_runs import finish, read_lines, run_here, start
+from tests.support.config_samples import CONFIGS
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+LARGE = CONFIGS / "qwen3_30b_a3b.yaml"
+SLURM = CONFIGS / "launchers" / "slurm.yaml"
+OF_TWO_HOSTS = (
+    "trainer.parallel.num_procs=4",
+    "trainer.parallel.expert=2",
+    "generator.num_replicas=2",
+    "launcher.hosts={trainer: 1, generators: 1}",
+    "algorithm.group_size=4",
+    # Kept sets are part of the path too, and the config keeps the whole vocabulary.
+    "sampling.top_k=20",
+)
+"""Four trainer procs, two engines of two processes, two hosts; the rest is as in the config."""
+
+PATIENCE_S = 900.0
+"""For a dozen processes that import torch or vLLM on few cores."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts"], "--hosts: needs --rehearse"),
+        (["--rehearse", "--dry-run"], "not allowed with argument"),
+        (["--rehearse", "--resume", "latest"], "not allowed with argument"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["grpo", "--config", str(LARGE), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments("", dry_run=True, resume=True, rehearse=True)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_apps_that_cannot_be_rehearsed_do_not_know_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["warmup", "--config", str(LARGE), "--rehearse"])
+    with pytest.raises(SystemExit):
+        parse_arguments("")
+    assert "unrecognized arguments: --rehearse" in capsys.readouterr().err
+
+
+def test_a_config_with_problems_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, out, err = run_here(
+        tmp_path, "--config", str(LARGE), "--rehearse", "trainer.parallel.expert=3", f"run_dir={run_dir}"
+    )
+    assert code == 2 and "trainer.parallel.expert = 3" in err
+    assert out == "" and not list(tmp_path.glob("run*"))
+
+
+def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
+    config = tiny_config(write_random_model(tmp_path / "model"))
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    run_dir = tmp_path / "run"
+    code, out, err = finish(
+        start(file, "--rehearse", f"run_dir={run_dir}", "trainer.parallel={num_procs: 1, expert: 1}")
+    )
+    assert code == 0, out + err
+    (folder,) = tmp_path.glob("run-rehearsal-*")
+    assert not run_dir.exists()
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert (folder / "checkpoints" / "step-00000002").is_dir()
+    assert load_config(folder / "config.yaml").model.path == str(folder / "model")
+    before, after = out.split(f"run directory {folder}")
+    assert re.search(r"model: vocab_size +│ \d+ +│ 128 ", before)
+    assert re.search(r"steps +│ exercised +│ 3 of 3", after)
+    assert "failed" not in after
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(PATIENCE_S + 60.0)
+def test_a_large_topology_is_rehearsed_on_one_machine(tmp_path: Path) -> None:
+    code, out, err = finish(
+        start(LARGE, "--config", str(SLURM), "--rehearse", *OF_TWO_HOSTS, f"run_dir={tmp_path / 'run'}"),
+        deadline_s=PATIENCE_S,
+    )
+    assert code == 0, out + err
+    (folder,) = tmp_path.glob("run-rehearsal-*")
+    config = load_config(folder / "config.yaml")
+    assert config.launcher == ProcessLauncher(kind="process", hosts=HostCounts(trainer=1, generators=1))
+    assert config.trainer.parallel.expert == 2 and config.generator.tensor_parallel == 2
+    assert config.trainer.dtype == config.generator.dtype == "bfloat16"
+    facts = read_model_facts(str(folder / "model"))
+    assert facts.model_type == "qwen3_moe"
+    names = {file.stem for file in (folder / "logs").glob("*.log")}
+    assert {f"trainer-{rank}" for rank in range(4)} | {"generator-0", "generator-1"} <= names
+    initial, *steps = read_lines(folder / "metrics.jsonl")
+    assert "eval/accuracy" in initial and len(steps) == 3
+    for line in steps:
+        assert line["routing/recorded_share"] == 1.0
+        assert line["payload/num_read_remote"] > 0 == line["payload/num_read_shared"]
+        assert line["grad_norm"] > 0
+    assert steps[0]["off_policy/age_max"] == 0 and steps[0]["mismatch/logprob_abs_mean"] < 0.05
+    assert sum(line["weights/num_swaps"] for line in steps) >= 2
+    for part in ("replay of routed experts", "replay of kept tokens", "publish, fetch, swap", "checkpoint"):
+        assert re.search(rf"{part} +│ exercised", out), part
+    assert re.search(r"launcher +│ not exercised", out)

@@ -1,0 +1,441 @@
+"""The rule by which a config becomes a rehearsal: legal, of the same topology, and small."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.config.data import (
+    HuggingFaceSource,
+    PythonReward,
+    WeightedSource,
+    default_name,
+    named_sources,
+)
+from forgeasync.config.generator import GeneratorSection
+from forgeasync.config.launcher import HostCounts, HostNames, ProcessLauncher, SlurmLauncher, SshLauncher
+from forgeasync.config.load import dump_config, load_config
+from forgeasync.config.model import Dtype
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.rules import check_gpus
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import ParallelSection
+from forgeasync.environments.reward import Response
+from forgeasync.models.config_file import SHIPPED_MODELS, parse_model_facts, read_model_facts
+from forgeasync.models.registry import FAMILIES
+from forgeasync.models.rules import check_config
+from forgeasync.rehearsal.data_rule import GENERATED
+from forgeasync.rehearsal.fit import GIB, Capacity, largest_part, needed_bytes
+from forgeasync.rehearsal.made_up_score import score
+from forgeasync.rehearsal.model_rule import small_facts
+from forgeasync.rehearsal.rule import Rehearsal, Stage, rehearsed
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError
+from tests.support.config_samples import CONFIGS, FACTS, MINIMAL
+from tests.support.families import VARIANTS
+
+ROOMY = Capacity(memory_bytes=2000 * GIB, num_gpus=0)
+LARGE = CONFIGS / "qwen3_30b_a3b.yaml"
+SLURM = CONFIGS / "launchers" / "slurm.yaml"
+
+
+def stage(capacity: Capacity | None = ROOMY, *, num_gpus: int = 0, longest_prompt: int = 150) -> Stage:
+    return Stage(
+        folder=Path("runs/x-rehearsal"),
+        capacity=capacity,
+        num_gpus=num_gpus,
+        local_paths=frozenset(),
+        longest_prompt=longest_prompt,
+    )
+
+
+def facts_of(config: RunConfig) -> ModelFacts:
+    shipped = SHIPPED_MODELS / config.model.path.replace("/", "--")
+    if shipped.is_dir():
+        return read_model_facts(str(shipped))
+    return dataclasses.replace(FACTS, max_position_embeddings=8192)
+
+
+def assert_legal(rehearsal: Rehearsal, *, num_gpus: int = 0) -> None:
+    config = rehearsal.config
+    assert [str(problem) for problem in check_config(config, rehearsal.facts)] == []
+    assert [str(problem) for problem in check_gpus(config, num_gpus)] == []
+    # What was copied is what validation lets through.
+    assert RunConfig.model_validate_json(config.model_dump_json(), strict=True) == config
+
+
+def degrees(config: RunConfig) -> tuple[int, ...]:
+    parallel, generator = config.trainer.parallel, config.generator
+    return (parallel.tensor, parallel.context, parallel.expert, generator.tensor_parallel)
+
+
+def minimal(tmp_path: Path, *overrides: str) -> RunConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    return load_config(file, overrides)
+
+
+@pytest.mark.parametrize("overlay", [None, "slurm", "process"])
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_is_rehearsed_whole_where_there_is_room(file: Path, overlay: str | None) -> None:
+    overlays = [] if overlay is None else [CONFIGS / "launchers" / f"{overlay}.yaml"]
+    overrides = []
+    if overlay == "slurm":
+        is_on_gpus = not file.stem.endswith("_cpu")
+        plain = load_config([file], [])
+        is_even = plain.trainer.parallel.num_procs % 2 == plain.generator.num_replicas % 2 == 0
+        num_hosts = 2 if is_even else 1
+        overrides = [
+            f"launcher.gpus_per_host={1024 if is_on_gpus else 0}",
+            f"launcher.hosts={{trainer: {num_hosts}, generators: {num_hosts}}}",
+        ]
+    config = load_config([file, *overlays], overrides)
+    assert not check_config(config, facts_of(config))
+    rehearsal = rehearsed(config, facts_of(config), stage())
+    assert_legal(rehearsal)
+    small = rehearsal.config
+    assert degrees(small) == degrees(config)
+    assert small.trainer.parallel == config.trainer.parallel
+    assert small.generator.num_replicas == config.generator.num_replicas
+    for key in ("weights", "accounting", "lora", "max_off_policy_steps", "seed"):
+        assert getattr(small, key) == getattr(config, key), key
+    assert small.algorithm.objective == config.algorithm.objective
+    assert small.algorithm.corrections == config.algorithm.corrections
+    assert (small.trainer.dtype, small.generator.dtype) == (config.trainer.dtype, config.generator.dtype)
+    assert small.max_steps == 3 and small.evaluation.every_steps <= 3
+    assert small.model.max_context_length <= 256
+    if overlay is not None:
+        assert isinstance(small.launcher, ProcessLauncher)
+        assert small.launcher.hosts == config.launcher.hosts
+    assert small.run_dir == "runs/x-rehearsal"
+    assert rehearsal.facts.num_layers == 2
+
+
+def _listed(text: object, found: dict[str, object], path: str = "") -> dict[str, object]:
+    if isinstance(text, dict):
+        for key, value in text.items():
+            _listed(value, found, f"{path}.{key}" if path else key)
+    else:
+        found[path] = text
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_nothing_is_changed_in_silence(file: Path) -> None:
+    config = load_config([file, SLURM], ["generator.num_replicas=4"])
+    whole = needed_bytes(config, largest_part(config, None), on_gpus=False)
+    rehearsal = rehearsed(config, facts_of(config), stage(Capacity(memory_bytes=whole - 1, num_gpus=0)))
+    assert rehearsal.config.generator.num_replicas < 4
+    before = _listed(config.model_dump(mode="json"), {})
+    after = _listed(rehearsal.config.model_dump(mode="json"), {})
+    named = [change.field for change in rehearsal.changes]
+    for key in before.keys() | after.keys():
+        if before.get(key) != after.get(key):
+            assert any(key == name or key.startswith(f"{name}.") for name in named), key
+    assert all(change.before != change.after and change.why for change in rehearsal.changes)
+
+
+def test_a_machine_with_less_memory_rehearses_fewer_replicas_with_the_same_degrees() -> None:
+    config = load_config([LARGE], [])
+    facts = facts_of(config)
+    whole = needed_bytes(config, largest_part(config, None), on_gpus=False)
+    assert 20 * GIB < whole < 32 * GIB
+    last = None
+    for gib in (whole / GIB, 24, 20, 16, 13):
+        capacity = Capacity(memory_bytes=round(gib * GIB), num_gpus=0)
+        rehearsal = rehearsed(config, facts, stage(capacity))
+        assert_legal(rehearsal)
+        assert degrees(rehearsal.config) == degrees(config)
+        part = largest_part(config, capacity)
+        assert needed_bytes(config, part, on_gpus=False) <= capacity.memory_bytes
+        size = (part.num_replicas, part.parallel.num_procs)
+        assert last is None or size <= last
+        last = size
+        cut = {change.field: change.untried for change in rehearsal.changes}
+        if part.num_replicas < 8:
+            assert cut["generator.num_replicas"] == f"8 generators, only {part.num_replicas}"
+    assert last == (2, 8), "replicas go first, then data-parallel groups down to the expert-parallel degree"
+
+
+def test_a_machine_that_is_too_small_is_refused_with_its_figures() -> None:
+    config = load_config([LARGE], [])
+    with pytest.raises(
+        ConfigError, match=r"8 trainer procs and one engine of 2; it needs \S+ GiB.* has 6 GiB"
+    ):
+        rehearsed(config, facts_of(config), stage(Capacity(memory_bytes=6 * GIB, num_gpus=0)))
+
+
+def test_hosts_are_fewer_only_if_procs_do_not_spread_over_them() -> None:
+    config = load_config([LARGE, SLURM], [])
+    assert isinstance(config.launcher, SlurmLauncher)
+    small = rehearsed(config, facts_of(config), stage(Capacity(memory_bytes=22 * GIB, num_gpus=0))).config
+    assert small.generator.num_replicas == 3
+    assert small.launcher == ProcessLauncher(kind="process", hosts=HostCounts(trainer=2, generators=1))
+
+
+def test_on_its_own_hosts_nothing_is_left_out_and_gpus_are_used() -> None:
+    config = load_config([LARGE, SLURM], [])
+    rehearsal = rehearsed(config, facts_of(config), stage(None))
+    small = rehearsal.config
+    assert [str(problem) for problem in check_config(small, rehearsal.facts)] == []
+    assert small.launcher == config.launcher and small.timeouts == config.timeouts
+    assert small.trainer.parallel == config.trainer.parallel
+    assert small.generator.compile is config.generator.compile is True
+    assert rehearsal.facts.head_dim == 128, "kernels are chosen by it"
+    names = HostNames(trainer=("a",), generators=("b",))
+    cpus = config.model_copy(update={"launcher": SshLauncher(kind="ssh", hosts=names, gpus_per_host=0)})
+    assert not rehearsed(cpus, facts_of(config), stage(None)).config.generator.compile
+
+
+def test_a_machine_with_gpus_rehearses_what_they_hold() -> None:
+    config = load_config([LARGE, SLURM], ["trainer.parallel.expert=2"])
+    gpus = Capacity(memory_bytes=500 * GIB, num_gpus=8)
+    rehearsal = rehearsed(config, facts_of(config), stage(gpus, num_gpus=8))
+    assert_legal(rehearsal, num_gpus=8)
+    small = rehearsal.config
+    assert small.launcher.kind == "local" and small.generator.compile
+    assert (small.trainer.parallel.num_procs, small.generator.num_replicas) == (4, 2)
+
+
+@given(st.data())
+def test_any_legal_layout_has_a_legal_rehearsal(data: st.DataObject) -> None:
+    draw = data.draw
+    power = st.sampled_from([1, 2, 4, 8])
+    config = load_config([LARGE], [])
+    facts = facts_of(config)
+    if draw(st.booleans()):
+        variant = draw(st.sampled_from(sorted(VARIANTS)))
+        raw = json.loads(VARIANTS[variant]().to_json_string()) | {"vocab_size": 200}
+        raw["architectures"] = [FAMILIES[raw["model_type"]].architecture]
+        facts = dataclasses.replace(parse_model_facts(raw, variant), max_position_embeddings=40960)
+    if facts.num_experts and facts.routing is None:
+        facts = dataclasses.replace(facts, num_experts=draw(st.sampled_from([6, 8, 60, 128])))
+    tensor, context, shard, replicate = draw(power), draw(power), draw(power), draw(power)
+    expert = draw(power) if facts.num_experts else 1
+    parallel = ParallelSection(
+        num_procs=tensor * context * shard * replicate,
+        data_replicate=replicate,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        sequence=expert > 1 or not facts.num_experts,
+    )
+    trainer = config.trainer.model_copy(update={"parallel": parallel, "steps_per_batch": draw(power)})
+    generator = config.generator.model_copy(
+        update={
+            "tensor_parallel": draw(power),
+            "num_replicas": draw(st.integers(1, 9)),
+            "dtype": config.generator.dtype if facts.routing is None else Dtype.FLOAT32,
+        }
+    )
+    sampling = config.sampling.model_copy(
+        update={"top_k": draw(st.sampled_from([0, 20, 5000])), "top_p": draw(st.sampled_from([1.0, 0.001]))}
+    )
+    config = config.model_copy(update={"trainer": trainer, "generator": generator, "sampling": sampling})
+    before = [str(problem) for problem in check_config(config, facts)]
+    sampled = ("sampling", "payload.capacity_gib")
+    if [problem for problem in before if not problem.startswith(sampled)]:
+        return
+    rehearsal = rehearsed(config, facts, stage(longest_prompt=draw(st.integers(1, 3000))))
+    assert_legal(rehearsal)
+    small = rehearsal.facts
+    assert degrees(rehearsal.config) == degrees(config)
+    assert (small.num_experts > 0) == (facts.num_experts > 0)
+    ranks = shard * context * tensor
+    assert (small.num_experts >= ranks) == (facts.num_experts >= ranks) or not facts.num_experts
+    engine = generator.tensor_parallel
+    assert (small.num_kv_heads % engine == 0) == (facts.num_kv_heads % engine == 0)
+    assert small.num_experts <= facts.num_experts and small.num_heads <= facts.num_heads
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "trainer_ranks", "engine_ranks", "heads"),
+    [
+        (8, 1, 1, (2, 4)),
+        (8, 1, 4, (4, 8)),
+        (8, 1, 8, (8, 16)),
+        (8, 4, 2, (4, 8)),
+        # An engine of more ranks than heads repeats them.
+        (4, 2, 8, (2, 8)),
+        (4, 4, 16, (4, 16)),
+        (32, 2, 4, (4, 4)),
+        (1, 1, 4, (1, 4)),
+    ],
+)
+def test_heads_are_divided_and_repeated_as_in_the_model(
+    num_kv_heads: int, trainer_ranks: int, engine_ranks: int, heads: tuple[int, int]
+) -> None:
+    small = small_facts(
+        dataclasses.replace(FACTS, num_heads=32, num_kv_heads=num_kv_heads),
+        ParallelSection(num_procs=trainer_ranks, tensor=trainer_ranks),
+        GeneratorSection(tensor_parallel=engine_ranks),
+        max_context_length=64,
+        on_gpus=False,
+    )
+    assert (small.num_kv_heads, small.num_heads) == heads
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "parallel", "engine_ranks", "experts"),
+    [
+        (128, ParallelSection(num_procs=4, expert=2), 1, (8, 2)),
+        (128, ParallelSection(num_procs=16, expert=8), 1, (16, 4)),
+        (60, ParallelSection(num_procs=4, expert=4), 1, (12, 3)),
+        (60, ParallelSection(num_procs=1), 5, (10, 2)),
+        # Fewer experts than ranks: each expert is sharded.
+        (8, ParallelSection(num_procs=16, expert=2), 1, (8, 2)),
+        (6, ParallelSection(num_procs=2, expert=2), 1, (6, 1)),
+    ],
+)
+def test_experts_are_as_few_as_ranks_divide(
+    num_experts: int, parallel: ParallelSection, engine_ranks: int, experts: tuple[int, int]
+) -> None:
+    small = small_facts(
+        dataclasses.replace(FACTS, num_experts=num_experts, top_k=6, num_heads=20, num_kv_heads=20),
+        parallel,
+        GeneratorSection(tensor_parallel=engine_ranks, expert_parallel=engine_ranks > 1),
+        max_context_length=64,
+        on_gpus=False,
+    )
+    assert (small.num_experts, small.top_k) == experts
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_sizes_are_written_as_they_are_read(variant: str) -> None:
+    raw = json.loads(VARIANTS[variant]().to_json_string())
+    raw["architectures"] = [FAMILIES[raw["model_type"]].architecture]
+    facts = parse_model_facts(raw, variant)
+    other = dataclasses.replace(
+        facts, num_layers=facts.num_layers + 3, hidden_size=320, num_heads=8, num_kv_heads=8, vocab_size=99
+    )
+    if facts.num_experts:
+        other = dataclasses.replace(other, num_experts=48, top_k=5, expert_hidden_size=288)
+    if facts.dense_hidden_size:
+        other = dataclasses.replace(other, dense_hidden_size=352)
+    if facts.num_layers == facts.num_dense_layers:
+        other = dataclasses.replace(other, num_dense_layers=other.num_layers)
+    assert parse_model_facts(raw | dict(FAMILIES[facts.model_type].sizes(other)), variant) == other
+
+
+def test_hub_data_is_generated_and_local_data_stays(tmp_path: Path) -> None:
+    hub = HuggingFaceSource(kind="huggingface", path="a/b", question_field="q", answer_field="a")
+    here = hub.model_copy(update={"path": "problems.jsonl"})
+    config = minimal(tmp_path, "data.source=null", "data.sources=[{source: {kind: python, factory: a.b}}]")
+    sources = tuple(
+        WeightedSource(source=one, weight=2.0) for one in (hub, here, hub.model_copy(update={"path": "c/d"}))
+    )
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})})
+    rehearsal = rehearsed(
+        config, FACTS, dataclasses.replace(stage(), local_paths=frozenset({"problems.jsonl"}))
+    )
+    assert_legal(rehearsal)
+    now = named_sources(rehearsal.config.data)
+    assert [source.source for source in now] == [GENERATED, here, GENERATED]
+    assert [source.name for source in now] == ["a/b", default_name(here), "c/d"]
+    assert {source.weight for source in now} == {2.0}
+    untried = [change.untried for change in rehearsal.changes]
+    assert "the data set a/b and its fields" in untried and "the data set c/d and its fields" in untried
+
+
+def test_rewards_of_ones_own_are_neither_changed_nor_added_to(tmp_path: Path) -> None:
+    own = PythonReward(factory="tests.support.own_rewards.length_reward", name="mine")
+    config = minimal(tmp_path, "algorithm.filters=[{kind: dynamic_sampling}]")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"reward": own})})
+    rehearsal = rehearsed(config, FACTS, stage())
+    assert rehearsal.config.data.reward == own
+    assert rehearsal.config.algorithm.filters == ()
+    (change,) = [change for change in rehearsal.changes if change.field == "algorithm.filters"]
+    assert change.untried == "the filter dynamic_sampling"
+
+
+def test_verifiers_stay_beside_a_score_that_differs(tmp_path: Path) -> None:
+    config = minimal(tmp_path, "algorithm.filters=[{kind: dynamic_sampling}]")
+    rehearsal = rehearsed(config, FACTS, stage())
+    (source,) = named_sources(rehearsal.config.data)
+    assert [reward.kind for reward in source.rewards] == ["reasoning_gym", "python"]
+    assert rehearsal.config.algorithm.filters == config.algorithm.filters
+
+
+def test_an_environment_scores_by_itself(tmp_path: Path) -> None:
+    config = minimal(
+        tmp_path,
+        "environment={kind: python, factory: tests.support.environments.TryAgain}",
+        "algorithm.filters=[{kind: dynamic_sampling}]",
+        "algorithm.aggregation={kind: constant_length, length: 64}",
+        "evaluation.sets=[{name: s, source: {kind: huggingface, path: a/b, question_field: q, "
+        "answer_field: a}, num_problems: 30}]",
+    )
+    rehearsal = rehearsed(config, FACTS, stage())
+    assert_legal(rehearsal)
+    assert rehearsal.config.environment == config.environment
+    assert rehearsal.config.data.reward is None and rehearsal.config.algorithm.filters == ()
+    (one,) = rehearsal.config.evaluation.sets
+    assert (one.source, one.reward, one.num_problems) == (GENERATED, None, 8)
+    assert rehearsal.config.model.max_context_length == 1024, "prompts are its own"
+    assert rehearsal.config.algorithm.aggregation.length == 1024
+
+
+def test_made_up_scores_depend_on_the_text_alone_and_differ() -> None:
+    task = Task(task_id="1", source="a", source_index=0, prompt="p", answer="1")
+    texts = [f"text {index}" for index in range(200)]
+    scores = [score(task, Response(text, 5, FinishReason.STOP)) for text in texts]
+    assert scores == [score(task, Response(text, 9, FinishReason.LENGTH)) for text in texts]
+    assert set(scores) == {index / 10 for index in range(11)}
+
+
+@pytest.mark.parametrize(
+    ("max_length", "buffer_share", "short"),
+    [
+        (9900, 0.2, 38),
+        (4100, 0.2, 16),
+        # By its share alone it would be 45, and begin after 32 tokens: never.
+        (11520, 0.28894, 44),
+    ],
+)
+def test_penalties_for_length_begin_at_the_same_share_of_responses(
+    tmp_path: Path, max_length: int, buffer_share: float, short: int
+) -> None:
+    config = minimal(
+        tmp_path,
+        "sampling.max_response_tokens=8192",
+        "model.max_context_length=9000",
+        "trainer.tokens_per_row=9000",
+        "algorithm.filters=[{kind: overlong_penalty, "
+        f"max_length: {max_length}, buffer_share: {buffer_share}}}]",
+    )
+    facts = dataclasses.replace(FACTS, max_position_embeddings=9000)
+    assert not check_config(config, facts)
+    rehearsal = rehearsed(config, facts, stage())
+    assert_legal(rehearsal)
+    (penalty,) = rehearsal.config.algorithm.filters
+    assert penalty.max_length == short
+
+
+def test_depths_and_windows_hold_as_many_batches(tmp_path: Path) -> None:
+    config = minimal(
+        tmp_path,
+        "algorithm.groups_per_step=32",
+        "max_off_policy_steps=2",
+        "buffer.max_groups=64",
+        "buffer.max_in_flight=16",
+        "accounting={policy: windowed_fifo, window_groups: 48}",
+    )
+    assert not check_config(config, FACTS)
+    rehearsal = rehearsed(config, FACTS, stage())
+    assert_legal(rehearsal)
+    small = rehearsal.config
+    assert small.algorithm.groups_per_step == 2
+    assert (small.buffer.max_groups, small.buffer.max_in_flight) == (4, 1)
+    assert small.accounting.window_groups == 3
+
+
+def test_a_rehearsal_can_be_written_as_a_config(tmp_path: Path) -> None:
+    config = load_config([LARGE, SLURM], [])
+    small = rehearsed(config, facts_of(config), stage()).config
+    file = tmp_path / "small.yaml"
+    file.write_text(dump_config(small))
+    assert load_config(file) == small
