@@ -112,7 +112,7 @@ def _generator_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLaunch
         memory_bytes=HOST_BYTES + num_replicas * generator.tensor_parallel * PROCESS_BYTES + shared,
         buffer_bytes=shared,
         # A replica's process receives a version, and offers the payloads that it has sampled.
-        locked_bytes=fetched + round(config.payload.capacity_gib * 2**30),
+        locked_bytes=_version_bytes(config, facts) + round(config.payload.capacity_gib * 2**30),
     )
 
 
