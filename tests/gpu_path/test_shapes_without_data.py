@@ -167,9 +167,10 @@ def test_a_row_at_real_sizes(name: str, library: Path) -> None:
 @pytest.mark.procs
 @pytest.mark.parametrize("name", _marked(CASES.keys() - TENSOR_PARALLEL))
 def test_memory_is_what_is_planned(name: str, library: Path) -> None:
-    """Between 25 % below the plan and 10 % above: rank 0 has the part of a row that begins with the prompt.
+    """Between 25 % below the plan and 10 % above: rank 0 has the part of a row that begins with a prompt.
 
-    Gradients of earlier layers, its own shards of them, may be there at the fullest moment. A torch built without CUDA composes norms of float32 tensors and keeps two: these come on top here.
+    Its shards of gradients may be there at the fullest moment already. A torch built without CUDA
+    composes norms of float32 tensors and keeps two: these come on top here.
     """
     outcome = _look(name, library)
     config, facts = outcome.config, outcome.facts
