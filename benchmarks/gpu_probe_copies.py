@@ -54,7 +54,7 @@ def staging(device: Device, report: Report) -> None:
     copies = DeviceCopies()
 
     def copy() -> None:
-        if device.kind == "cuda":
+        if shards[0].device.type != "cpu":
             copies.start(targets, shards).wait()
             return
         # Shards on the host have no stream to be copied on.

@@ -174,7 +174,7 @@ def test_what_the_config_leaves_open_is_asked_for_as_planned() -> None:
     directives = set(re.findall(r"^#SBATCH (\S+)$", rendered(planned), re.MULTILINE))
     # Two for the host and four for each trainer proc; 8 GiB for the host and for each engine rank, four
     # versions that are fetched, and payload.capacity_gib: 28.
-    assert {"--cpus-per-task=34", "--mem=328G"} <= directives
+    assert {"--cpus-per-task=34", "--mem=300G"} <= directives
     own = with_host_requests(shipped("slurm", "launcher.mem=1T", "launcher.cpus_per_task=96"), facts)
     assert {"--cpus-per-task=96", "--mem=1T"} <= set(
         re.findall(r"^#SBATCH (\S+)$", rendered(own), re.MULTILINE)
@@ -185,7 +185,7 @@ def test_pods_get_what_is_missing_as_planned() -> None:
     config = shipped("kubernetes", "launcher.shared_memory_size=null", "launcher.resources={cpu: 12}")
     launcher = with_host_requests(config, read_model_facts(config.model.path)).launcher
     assert isinstance(launcher, KubernetesLauncher)
-    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "256Gi"
+    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "142Gi"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_pods_get_what_is_missing_as_planned() -> None:
             ["launcher.mem=300000M", "launcher.cpus_per_task=16"],
             [
                 "launcher.cpus_per_task = 16: a host needs 34 by the plan; left out, that is asked for",
-                "launcher.mem = 300000M: a host needs 327.5 GiB by the plan; left out, that is asked for",
+                "launcher.mem = 300000M: a host needs 299.5 GiB by the plan; left out, that is asked for",
             ],
         ),
         (
@@ -213,9 +213,9 @@ def test_pods_get_what_is_missing_as_planned() -> None:
             ["launcher.resources={cpu: 16000m, memory: 300G}", "launcher.shared_memory_size=64Gi"],
             [
                 "launcher.resources.cpu = 16000m: a host needs 34 by the plan; left out, that is asked for",
-                "launcher.resources.memory = 300G: a host needs 327.5 GiB by the plan; left out, "
+                "launcher.resources.memory = 300G: a host needs 299.5 GiB by the plan; left out, "
                 "that is asked for",
-                "launcher.shared_memory_size = 64Gi: a host needs 255.5 GiB by the plan; left out, "
+                "launcher.shared_memory_size = 64Gi: a host needs 141.8 GiB by the plan; left out, "
                 "that is asked for",
             ],
         ),
@@ -275,8 +275,8 @@ def test_quantities_of_kubernetes(text: int | str, quantity: float | None) -> No
     ],
 )
 def test_trainer_hosts_hold_checkpoints_and_what_is_offloaded(override: str, more_gib: float) -> None:
-    # One replica a host, so that the trainer's hosts are the larger ones.
-    small = ["generator.num_replicas=2", "checkpoint.every_steps=null"]
+    # One replica a host, without a shadow there, so that the trainer's hosts are the larger ones.
+    small = ["generator.num_replicas=2", "weights.shadow=device", "checkpoint.every_steps=null"]
     facts = read_model_facts(shipped("slurm").model.path)
     before = host_needs(shipped("slurm", *small), facts)
     after = host_needs(shipped("slurm", *small, override), facts)
@@ -303,7 +303,7 @@ def test_pods_are_what_the_config_asks_for() -> None:
         assert worker["image"] == launcher.image
         wanted = {"cpu": "64", "memory": "1Ti", "nvidia.com/gpu": "8"}
         assert worker["resources"] == {"limits": wanted, "requests": wanted}
-        assert pod["volumes"] == [{"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "256Gi"}}]
+        assert pod["volumes"] == [{"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "142Gi"}}]
         environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
         identities = yaml.safe_load(environment["MONARCH_SERVICE_PROC_IDS"])
         assert len(set(identities)) == mesh["spec"]["replicas"]

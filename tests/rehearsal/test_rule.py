@@ -116,6 +116,8 @@ def test_every_config_is_rehearsed_whole_where_there_is_room(file: Path, overlay
 
 
 def _listed(text: object, found: dict[str, object], path: str = "") -> dict[str, object]:
+    if isinstance(text, list):
+        text = dict(enumerate(text))
     if isinstance(text, dict):
         for key, value in text.items():
             _listed(value, found, f"{path}.{key}" if path else key)
