@@ -2,20 +2,21 @@
 
 import numpy as np
 import torch
-from torchtitan.models.common.attention import AttentionMasksType, VarlenAttention
+from torchtitan.models.common.attention import AttentionMasksType
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.trainer.workarounds.attention import PackedAttention, PackedSequences, packed_sequences
 from forgeasync.trainer.workarounds.context_attention import ContextAttention, PartMetadata, part_metadata
+from forgeasync.trainer.workarounds.value_heads import WholeRowAttention
 
 
 def inner_attention(device_type: str, *, context: int) -> Module.Config:
     """Config of the attention over packed rows for a context-parallel degree."""
     if device_type == "cpu":
         return PackedAttention.Config()
-    return VarlenAttention.Config() if context == 1 else ContextAttention.Config()
+    return WholeRowAttention.Config() if context == 1 else ContextAttention.Config()
 
 
 def attention_masks(

@@ -30,7 +30,7 @@ def test_without_newer_kernels_attention_is_flash_attention_2(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     model = trainer_model.build_meta_model(FACTS)
     kernels = {type(module) for module in model.modules() if "Attention" in type(module).__name__}
-    assert VarlenAttention in kernels
+    assert any(issubclass(kernel, VarlenAttention) for kernel in kernels)
     assert current_flash_attention_impl() is None
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from forgeasync.trainer.workarounds.context_attention import ContextAttention, part_metadata
+from forgeasync.trainer.workarounds.value_heads import WholeRowAttention
 from tests.support.masked_attention import (
     NUM_HEADS,
     Tensors,
@@ -32,9 +33,11 @@ def gradients(out: torch.Tensor, inputs: Tensors) -> Tensors:
     return torch.autograd.grad(out, inputs, grad)
 
 
-def inputs_of(positions_BL: torch.Tensor, *, num_kv_heads: int = 2, **options: object) -> Tensors:
+def inputs_of(
+    positions_BL: torch.Tensor, *, num_kv_heads: int = 2, value_size: int = HEAD_SIZE, **options: object
+) -> Tensors:
     return random_inputs(
-        positions_BL, num_kv_heads=num_kv_heads, head_size=HEAD_SIZE, value_size=HEAD_SIZE, **options
+        positions_BL, num_kv_heads=num_kv_heads, head_size=HEAD_SIZE, value_size=value_size, **options
     )
 
 
@@ -58,9 +61,18 @@ def in_parts(inputs: Tensors, positions_BL: torch.Tensor, num_parts: int) -> tor
     return torch.cat(outs, dim=1)
 
 
-def check(rows: list[list[int]], *, num_parts: int, num_kv_heads: int = 2, scale: float = 1.0) -> None:
+def check(
+    rows: list[list[int]],
+    *,
+    num_parts: int,
+    num_kv_heads: int = 2,
+    scale: float = 1.0,
+    value_size: int = HEAD_SIZE,
+) -> None:
     positions_BL = packed_positions(rows)
-    inputs = inputs_of(positions_BL, num_kv_heads=num_kv_heads, scale=scale, dtype=torch.float64)
+    inputs = inputs_of(
+        positions_BL, num_kv_heads=num_kv_heads, scale=scale, dtype=torch.float64, value_size=value_size
+    )
     out, reference = in_parts(inputs, positions_BL, num_parts), masked_attention(inputs, positions_BL)
     torch.testing.assert_close(out, reference, atol=1e-9 * scale**2, rtol=0)
     ours, theirs = gradients(out, inputs), gradients(reference, inputs)
@@ -95,11 +107,17 @@ def test_large_scores(scale: float) -> None:
     check([[30, 33, 31, 33, 1]], num_parts=4, scale=scale)
 
 
-def test_whole_rows() -> None:
+def test_values_with_smaller_heads() -> None:
+    """Latent attention has them; the kernel takes one head size."""
+    check([[20, 3, 41], [64]], num_parts=4, num_kv_heads=NUM_HEADS, value_size=10)
+
+
+@pytest.mark.parametrize("value_size", [HEAD_SIZE, 10])
+def test_whole_rows(value_size: int) -> None:
     """TorchTitan's own attention, on the same kernel: it computes in bfloat16."""
     positions_BL = packed_positions([[20, 3, 41], [64], [1, 31, 16, 16]])
-    inputs = inputs_of(positions_BL, dtype=torch.bfloat16)
-    out = VarlenAttention(VarlenAttention.Config())(
+    inputs = inputs_of(positions_BL, dtype=torch.bfloat16, value_size=value_size)
+    out = WholeRowAttention(WholeRowAttention.Config())(
         *inputs, attention_masks=create_varlen_metadata_for_document(positions_BL), enable_gqa=True
     )
     reference = masked_attention(inputs, positions_BL)

@@ -20,6 +20,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
 from forgeasync.trainer.context_parts import part_offsets
+from forgeasync.trainer.workarounds.value_heads import with_equal_heads
 
 
 class PartMetadata(NamedTuple):
@@ -82,19 +83,23 @@ class ContextAttention(FlexAttention):
         )
         # TorchTitan's choice: FlashAttention 2 must not split keys by a guess of its own (pytorch 179760).
         is_second = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
-        out_QNH = varlen_attn(
-            q_BLNH.flatten(0, 1),
-            k_KNH,
-            v_KNH,
-            attention_masks.cu_seq_q,
-            attention_masks.cu_seq_k,
-            attention_masks.max_q,
-            attention_masks.max_k,
-            scale=scale,
-            window_size=(-1, 0),
-            enable_gqa=enable_gqa,
-            num_splits=1 if is_second else None,
-        )
+
+        def attend(v: torch.Tensor) -> torch.Tensor:
+            return varlen_attn(
+                q_BLNH.flatten(0, 1),
+                k_KNH,
+                v,
+                attention_masks.cu_seq_q,
+                attention_masks.cu_seq_k,
+                attention_masks.max_q,
+                attention_masks.max_k,
+                scale=scale,
+                window_size=(-1, 0),
+                enable_gqa=enable_gqa,
+                num_splits=1 if is_second else None,
+            )
+
+        out_QNH = with_equal_heads(attend, q_BLNH, v_KNH)
         return out_QNH.view(*q_BLNH.shape[:3], v_BLNH.shape[3])
 
 
