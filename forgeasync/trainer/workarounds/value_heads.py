@@ -1,8 +1,8 @@
 """Values with smaller heads than queries, as latent attention has them, for FlashAttention 2. For torch 2.13.
 
 FlashAttention 2 has one head size for queries, keys and values; 3 and 4 take values of another one. Zeros
-that fill values up add zeros to the output, which are cut off again: nothing else changes. Can go when torch's
-FlashAttention 2 takes two sizes.
+that fill values up add zeros to the output, which are cut off again: nothing else changes. Can go when
+torch's FlashAttention 2 takes two sizes.
 
 Shape suffixes: those of ``context_attention``; V size of a head of values.
 """
