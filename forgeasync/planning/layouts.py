@@ -1,4 +1,8 @@
-"""Proposes a layout of the trainer whose memory fits a GPU, where the config's own does not."""
+"""Compares the plan of each role with a GPU's memory.
+
+Where the trainer does not fit, a layout that does is proposed; of a generator it is told which
+``weights.shadow`` fits.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,8 +11,10 @@ from itertools import product
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, resolve
 from forgeasync.config.trainer import ROW_ALIGNMENT, ActivationCheckpointing
+from forgeasync.config.weights import ShadowMemory
 from forgeasync.models.rules import check_config
-from forgeasync.planning.memory.items import Machine
+from forgeasync.planning.memory.generator import generator_memory
+from forgeasync.planning.memory.items import Machine, total_bytes
 from forgeasync.planning.memory.parameters import ParameterCounts, count_parameters
 from forgeasync.planning.memory.plan import gib, planned_machine
 from forgeasync.planning.memory.trainer import trainer_memory
@@ -128,11 +134,28 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
         return []
     fit = fit_trainer(config, facts, gpu_bytes=gpu_bytes)
     limit = f"{gib(fit.usable)}, {USABLE_SHARE:.0%} of a GPU with {gpu_bytes / 2**30:g} GiB"
-    if fit.fits:
-        return [("trainer rank: fits", "yes", f"{gib(fit.planned)} are at most {limit}")]
-    no = ("trainer rank: fits", "no", f"{gib(fit.planned)} are more than {limit}")
-    if fit.proposal is None:
+    rows = [_fit_row("trainer rank: fits", fit.planned, fit.usable, limit)]
+    if not fit.fits and fit.proposal is None:
         found = f"none with {config.trainer.parallel.num_procs} procs; the smallest takes {gib(fit.smallest)}"
-        return [no, ("trainer layout that fits", "none", found)]
-    words = " ".join(fit.proposal.overrides(config))
-    return [no, ("trainer layout that fits", gib(fit.smallest), words)]
+        rows.append(("trainer layout that fits", "none", found))
+    elif fit.proposal is not None:
+        words = " ".join(fit.proposal.overrides(config))
+        rows.append(("trainer layout that fits", gib(fit.smallest), words))
+    # Adapters have no shadow.
+    shadows = list(ShadowMemory) if config.lora is None else [config.weights.shadow]
+    for shadow in shadows:
+        name = f"generator rank: fits, shadow: {shadow}" if len(shadows) > 1 else "generator rank: fits"
+        rows.append(_fit_row(name, _generator_bytes(config, facts, shadow), fit.usable, limit))
+    return rows
+
+
+def _fit_row(name: str, planned: int, usable: int, limit: str) -> tuple[str, str, str]:
+    if planned <= usable:
+        return name, "yes", f"{gib(planned)} are at most {limit}"
+    return name, "no", f"{gib(planned)} are more than {limit}"
+
+
+def _generator_bytes(config: RunConfig, facts: ModelFacts, shadow: ShadowMemory) -> int:
+    weights = config.weights.model_copy(update={"shadow": shadow})
+    changed = config.model_copy(update={"weights": weights})
+    return total_bytes(generator_memory(changed, facts, count_parameters(facts), Machine.GPU))

@@ -81,7 +81,7 @@ def test_checkpointing_comes_before_context_parallelism_and_shorter_rows() -> No
     assert fit.proposal is not None
     assert fit.proposal.overrides(config)[0] == "trainer.activation_checkpointing=full"
     assert fit.proposal.context == 1
-    _, (name, size, words) = fit_rows(config, facts, gpu_bytes=H100)
+    _, (name, size, words), *_ = fit_rows(config, facts, gpu_bytes=H100)
     assert name == "trainer layout that fits" and size.endswith("GiB")
     assert words == " ".join(fit.proposal.overrides(config))
 
@@ -136,3 +136,14 @@ def test_context_parallel_ranks_hold_a_part_and_keys_of_the_whole_row() -> None:
     for degree in (2, 4):
         gathered = tokens * (1 - 1 / degree) * keys_and_values
         assert whole[degree] == pytest.approx(whole[1] / degree + gathered, rel=1e-9)
+
+
+def test_the_shadow_of_weights_fits_or_not() -> None:
+    """A GPU holds 28.45 GiB of weights, the cache and a forward pass; with a shadow the weights twice."""
+    config, facts = long_run(32768, "generator.kv_cache_gib=40")
+    found = {name: (fits, words) for name, fits, words in fit_rows(config, facts, gpu_bytes=H100)}
+    fits, words = found["generator rank: fits, shadow: host"]
+    host_gib = float(words.split()[0])
+    assert fits == "yes" and 28.45 + 40 < host_gib < 79 * USABLE_SHARE
+    fits, words = found["generator rank: fits, shadow: device"]
+    assert fits == "no" and float(words.split()[0]) == pytest.approx(host_gib + 28.45, abs=0.02)
