@@ -599,6 +599,20 @@ def test_a_version_counts_as_served_once_every_generator_has_it(tmp_path: Path) 
     serve(tmp_path, generators, body)
 
 
+def test_generators_of_one_host_are_served_together(tmp_path: Path) -> None:
+    generators = Generators(3, hosts=[(0, 2), (1,)])
+
+    async def body(run: GrpoRun, trainer: Trainer) -> None:
+        for version in (1, 2):
+            trainer.steps.append([])
+            await run.serving.publish()
+            await run.serving.until_served(version)
+        assert sorted(generators.swapped) == [(r, v) for r in range(3) for v in (1, 2)]
+        assert generators.num_fetches == [2, 2], "a version is fetched once for each host"
+
+    serve(tmp_path, generators, body)
+
+
 def test_a_version_that_found_no_free_buffer_is_published_later(tmp_path: Path) -> None:
     """Two generators hold one buffer each; what is skipped meanwhile comes when they let go."""
     generators = HeldGenerators(2, 0, 1)

@@ -99,9 +99,9 @@ class LocalBuffer:
 
 
 class Generators:
-    """A router over generators that answer at once, each on a host of its own.
+    """A router over generators that answer at once, by default each on a host of its own.
 
-    ``is_complete`` says of a replica's n-th fetch how it ends; groups in ``endless`` end when cancelled; with
+    ``is_complete`` says of a host's n-th fetch how it ends; groups in ``endless`` end when cancelled; with
     ``refuses`` no group can be trained on.
     """
 
@@ -112,13 +112,14 @@ class Generators:
         is_complete: Callable[[int, int], bool] = lambda replica, number: True,
         endless: Sequence[int] = (),
         refuses: bool = False,
+        hosts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._refuses = refuses
         self.num_replicas = num_replicas
-        self.hosts = tuple((replica,) for replica in range(num_replicas))
+        self.hosts = hosts or [(replica,) for replica in range(num_replicas)]
         self._is_complete = is_complete
         self._endless = {group_id: asyncio.Event() for group_id in endless}
-        self.num_fetches = [0] * num_replicas
+        self.num_fetches = [0] * len(self.hosts)
         self.swapped: list[tuple[int, int]] = []
         """Replica and version."""
         self.prompts: list[int] = []
@@ -161,12 +162,13 @@ class Generators:
         self.sampled_as.append(sampling)
         return (Response(str(prompt_ids_P.item() / 10), 3, FinishReason.STOP),) * num_samples
 
-    async def begin_update(self, replica: int, manifest: Manifest) -> FetchReport:
-        number = self.num_fetches[replica]
-        self.num_fetches[replica] += 1
-        is_complete = self._is_complete(replica, number)
+    async def begin_update(self, host: int, manifest: Manifest) -> FetchReport:
+        number = self.num_fetches[host]
+        self.num_fetches[host] += 1
+        is_complete = self._is_complete(host, number)
         if is_complete:
-            self._fetched[replica] = manifest.version
+            for replica in self.hosts[host]:
+                self._fetched[replica] = manifest.version
         return FetchReport(
             version=manifest.version,
             is_complete=is_complete,
@@ -176,14 +178,14 @@ class Generators:
             fetch_s=0.0,
         )
 
-    async def finish_update(self, replica: int, version: int) -> list[SwapReport]:
-        assert version == self._fetched[replica]
-        self.swapped.append((replica, self._fetched[replica]))
-        return [
-            SwapReport(
-                pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
-            )
-        ]
+    async def finish_update(self, host: int, version: int) -> list[SwapReport]:
+        for replica in self.hosts[host]:
+            assert version == self._fetched[replica]
+            self.swapped.append((replica, version))
+        swap = SwapReport(
+            pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
+        )
+        return [swap] * len(self.hosts[host])
 
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         self.cancelled += group_ids
