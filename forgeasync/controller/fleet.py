@@ -122,7 +122,8 @@ class Fleet:
                     procs.start_environment(config, prepared.model_path),
                 )
                 await trainer.connect(generators)
-                await procs.connect_weights(config, trainer, generators)
+                for words in await procs.connect_weights(config, trainer, generators):
+                    logger.info("%s", words)
                 groups = await connect_groups(procs, prepared, environment, generators, scorer)
             async with asyncio.TaskGroup() as watching:
                 watch = watching.create_task(procs.watch())
