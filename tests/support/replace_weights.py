@@ -16,7 +16,7 @@ def replace_all_weights(core: EngineCore, weights: list[tuple[str, torch.Tensor]
         image[piece.offset // 4 : piece.offset // 4 + tensor.numel()] = tensor.flatten()
     layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
     worker = core.model_executor.driver_worker.worker
-    trace = worker.trace_weights(layout.shapes, layout.dtype)
-    worker._weights.plan(plan_copies(layout, trace.regions))
+    answer = worker.trace_weights(layout.shapes, layout.dtype)
+    worker._weights.plan(plan_copies(layout, answer.trace.regions))
     worker._weights.stage([image])
     worker._weights.swap()
