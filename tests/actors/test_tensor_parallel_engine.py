@@ -1,11 +1,10 @@
 """An engine of two tensor-parallel workers inside a Monarch proc, which has to spawn them."""
 
 import asyncio
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from forgeasync.config.generator import SamplingSection
@@ -49,9 +48,9 @@ async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[lis
             answer = await generators.sample_group(number, prompt, num_samples=1, sampling=GREEDY)
             assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
             texts.append(answer[0].text)
-        below = dict(descendants(os.getpid()))
-        workers = [pid for pid in below if WORKER in read(pid, "cmdline")]
-        return texts, [library_address(pid) == library_address(below[pid]) for pid in workers]
+        below = psutil.Process().children(recursive=True)
+        workers = [process for process in below if WORKER in read(process.pid, "cmdline")]
+        return texts, [library_address(one.pid) == library_address(one.ppid()) for one in workers]
     finally:
         await procs.close()
 
@@ -63,14 +62,6 @@ def read(pid: int, file: str) -> bytes:
 def library_address(pid: int) -> bytes:
     """Where libc lies in memory: at random in every program that starts, but in a fork as in its parent."""
     return next(line for line in read(pid, "maps").splitlines() if b"/libc.so" in line).split()[0]
-
-
-def descendants(pid: int) -> Iterator[tuple[int, int]]:
-    """Processes with their parents."""
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
-            yield child, pid
-            yield from descendants(child)
 
 
 @pytest.mark.procs

@@ -70,14 +70,16 @@ CASES = {
         config="qwen3_30b_a3b", overrides=("trainer.activation_checkpointing=selective",)
     ),
     "235b": Case(config="qwen3_235b_a22b"),
-    "32b": _dense("num_procs: 16"),
+    "8b": Case(config="qwen3_8b"),
+    "32b": Case(config="qwen3_32b"),
+    "32b-fsdp": _dense("num_procs: 16"),
     "32b-tp8": _dense("num_procs: 16, tensor: 8"),
     "32b-cp4": _dense("num_procs: 16, context: 4"),
 }
 
 REPRESENTATIVE = "30b"
 
-TENSOR_PARALLEL = {"30b-32768-tp2-cp2", "32b-tp8"}
+TENSOR_PARALLEL = {"30b-32768-tp2-cp2", "235b", "32b", "32b-tp8"}
 """Tensors inside of DTensors are not seen by what counts memory."""
 
 

@@ -303,7 +303,7 @@ def test_pods_are_what_the_config_asks_for() -> None:
         assert worker["image"] == launcher.image
         wanted = {"cpu": "64", "memory": "1Ti", "nvidia.com/gpu": "8"}
         assert worker["resources"] == {"limits": wanted, "requests": wanted}
-        assert pod["volumes"] == [{"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "142Gi"}}]
+        assert pod["volumes"] == [{"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "256Gi"}}]
         environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
         identities = yaml.safe_load(environment["MONARCH_SERVICE_PROC_IDS"])
         assert len(set(identities)) == mesh["spec"]["replicas"]
