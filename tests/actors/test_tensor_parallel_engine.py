@@ -1,6 +1,8 @@
 """An engine of two tensor-parallel workers inside a Monarch proc, which has to spawn them."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,6 @@ from tests.support.processes import run_alone
 from tests.support.runs import tiny_config
 
 GREEDY = SamplingSection(top_k=1, max_response_tokens=24)
-WORKER = b"VLLM::Worker"
-"""The name that vLLM gives its worker processes."""
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 17)]
 
 
@@ -48,11 +48,24 @@ async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[lis
             answer = await generators.sample_group(number, prompt, num_samples=1, sampling=GREEDY)
             assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
             texts.append(answer[0].text)
-        below = psutil.Process().children(recursive=True)
-        workers = [process for process in below if WORKER in read(process.pid, "cmdline")]
+        workers = list(workers_of(logs))
         return texts, [library_address(one.pid) == library_address(one.ppid()) for one in workers]
     finally:
         await procs.close()
+
+
+def workers_of(logs: Path) -> Iterator[psutil.Process]:
+    """Processes that write into the generator's log because their parent does."""
+    writing = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process.pid}/fd/1").readlink().is_relative_to(logs):
+                writing[process.pid] = process
+    for process in writing.values():
+        # Python's own process that watches over shared memory.
+        is_tracker = b"resource_tracker" in read(process.pid, "cmdline")
+        if process.ppid() in writing and not is_tracker:
+            yield process
 
 
 def read(pid: int, file: str) -> bytes:
