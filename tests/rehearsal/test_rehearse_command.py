@@ -70,6 +70,7 @@ def test_a_config_with_problems_is_refused_before_anything_is_made(tmp_path: Pat
     assert out == "" and not list(tmp_path.glob("run*"))
 
 
+@pytest.mark.exhaustive
 def test_a_small_run_is_rehearsed_beside_its_own_folder(tmp_path: Path) -> None:
     config = tiny_config(write_random_model(tmp_path / "model"))
     file = tmp_path / "run.yaml"
