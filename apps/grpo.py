@@ -13,6 +13,7 @@ Four loops share one replay buffer, and wait for each other only through it:
 
 With an environment the collecting loop runs episodes, which return sampled and scored: the scoring loop then
 has nothing to do. The serving loops are in forgeasync/controller/serving.py; resuming is in resume.py there.
+Held-out problems are evaluated beside the loops, or while training waits: evaluation_schedule.py there.
 With max_off_policy_steps 0 the buffer lets a batch start only once its weights are served: the loops then run
 one after the other. With k > 0 generation runs ahead by at most k versions.
 """
@@ -20,24 +21,28 @@ one after the other. With k > 0 generation runs ahead by at most k versions.
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from forgeasync.actors.environment import SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.group_sampling import SampledGroup
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.actors.procs import Procs
 from forgeasync.buffer.decisions import Batch, DropReason, Start
-from forgeasync.buffer.starvation import StarvationWatch
+from forgeasync.buffer.events import Update
 from forgeasync.checkpoint.folders import FINAL
 from forgeasync.config.data import named_sources
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
-from forgeasync.config.weights import Interruption
 from forgeasync.controller.checkpointing import RunCheckpoints
 from forgeasync.controller.cli import add_closing_words, exit_code, parse_arguments, show_plan
-from forgeasync.controller.evaluation import evaluate_all
+from forgeasync.controller.control import ControlDesk, control_desk
+from forgeasync.controller.evaluation_schedule import EvaluationSchedule, waited_every_steps
+from forgeasync.controller.exporting import export
+from forgeasync.controller.group_endings import GroupEndings, payload_budget
 from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
@@ -45,24 +50,24 @@ from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
 from forgeasync.controller.resume import open_files
 from forgeasync.controller.serving import WeightServing
-from forgeasync.controller.starting import Roles, start_roles
+from forgeasync.controller.starting import Roles, open_procs, start_roles
 from forgeasync.controller.stopping import run_main, telling
 from forgeasync.environments.order import sampling_seed, weighted_order
 from forgeasync.environments.reward import response_of
-from forgeasync.launch.job_hosts import build_hosts
-from forgeasync.models.sizes import largest_group_payload_bytes
+from forgeasync.environments.sandboxes.build import sandbox_warning
+from forgeasync.faults.storage import StorageFaults
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_log import RunLog
-from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.observability.summary import closing_lines
-from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.advantage_spans import steps_problem
 from forgeasync.trainer.batch import assign_rows, split_by_groups, training_items
 from forgeasync.trainer.step_result import SkipWatch
+
+T = TypeVar("T")
 
 
 class GrpoRun:
@@ -85,9 +90,16 @@ class GrpoRun:
         self.scorer = roles.scorer
         self.groups = roles.groups
         self.buffer = roles.buffer
+        self.faults = roles.faults
         self.recorder = recorder
+        self.storage = StorageFaults(self.faults)
         self.checkpoints = RunCheckpoints(
-            checkpoints, prepared, trainer=self.trainer, buffer=self.buffer, recorder=recorder
+            checkpoints,
+            prepared,
+            trainer=self.trainer,
+            buffer=self.buffer,
+            recorder=recorder,
+            storage=self.storage,
         )
         resumed = prepared.resumed
         self.first_version = 0 if resumed is None else resumed.state.step
@@ -97,15 +109,18 @@ class GrpoRun:
         weights = {source.name: source.weight for source in named_sources(config.data)}
         self.order = weighted_order(prepared.train, weights, seed=config.seed, position=position)
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
-        self.starvation = StarvationWatch(config.buffer.max_given_up_in_a_row)
-        capacity = int(config.payload.capacity_gib * 2**30)
-        largest_group = largest_group_payload_bytes(config, prepared.facts)
-        excess = largest_excess(capacity, config.algorithm.groups_per_step, largest_group)
-        self.payloads = AsyncPayloadBudget(
-            PayloadBudget(capacity, excess_bytes=excess), largest_group_bytes=largest_group
+        self.payloads = payload_budget(config, prepared.facts)
+        self.endings = GroupEndings(
+            config,
+            generators=self.generators,
+            buffer=self.buffer,
+            payloads=self.payloads,
+            recorder=recorder,
         )
         # Bounded by the buffer: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
+        self.trained: asyncio.Queue[tuple[int, Batch]] = asyncio.Queue()
+        """Steps whose arrays the trainer may still have to read again."""
         self.serving = WeightServing(
             config.weights,
             trainer=self.trainer,
@@ -113,11 +128,19 @@ class GrpoRun:
             buffer=self.buffer,
             recorder=recorder,
         )
+        self.evaluations = EvaluationSchedule(
+            prepared, self.groups, recorder.console, until_served=self.serving.until_served
+        )
 
-    async def run(self, fleet: Procs) -> None:
+    async def run(self, fleet: Procs, control: ControlDesk | None = None) -> None:
         """Train for ``max_steps`` steps; the first failure of any loop or proc ends the run and is raised."""
         async with asyncio.TaskGroup() as loops:
-            others = (fleet.watch(), *self.serving.loops(), self.collect(), self.score())
+            serving = self.serving.loops()
+            others = (
+                *(fleet.watch(), self.trainer.watch(), *serving, self.evaluations.loop()),
+                *(self.collect(), self.score(), self.free_trained()),
+                *(() if control is None else (control.loop(),)),
+            )
             background = [loops.create_task(loop) for loop in others]
             await self.train()
             for task in background:
@@ -146,45 +169,34 @@ class GrpoRun:
             case SampledGroup():
                 await self.keep(start, answer)
             case RefusedGroup():
-                await self.give_up(start.group_id, answer.reason, answer.problem)
+                self.recorder.record_episodes(answer.outcomes)
+                await self.endings.give_up(start.group_id, answer.reason, answer.problem)
             case CancelledGroup():
-                await self.give_up(start.group_id, DropReason.CANCELLED)
+                await self.endings.give_up(start.group_id, DropReason.CANCELLED)
 
     async def keep(self, start: Start, sampled: SampledGroup) -> None:
         """Put a sampled group into the buffer, for the scoring loop unless an environment has scored it."""
         group = Group(
-            group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=sampled.rollouts
+            group_id=start.group_id,
+            draw_id=start.draw_id,
+            task=start.task,
+            rollouts=sampled.rollouts,
+            durations_ms=sampled.durations_ms,
         )
         if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
             problem = (
                 f"group {group.group_id} takes {group.num_payload_bytes:,} bytes, more than its reservation "
                 "and the rest of the shared excess; must be less, or payload.capacity_gib larger"
             )
-            await self.drop(group, DropReason.OVERSIZED, problem)
+            await self.endings.drop(group, DropReason.OVERSIZED, problem)
             return
         await self.buffer.finished.call_one(group)
-        if sampled.results is None:
+        if sampled.scores is None:
             await self.sampled.put(group)
         else:
-            self.recorder.record_episodes(sampled.results)
-            await self.accept(group, [result.score for result in sampled.results])
-
-    async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
-        """Give up a group; the buffer decides what takes its place. ``problem`` says what was wrong with it.
-
-        Raises:
-            NothingTrains: too many groups in a row were given up.
-        """
-        if problem is not None:
-            self.recorder.warn(problem)
-            self.starvation.given_up(reason, problem)
-        await self.payloads.release(group_id)
-        await self.buffer.failed.call_one(group_id, reason)
-
-    async def drop(self, group: Group, reason: DropReason, problem: str | None = None) -> None:
-        """Give up a group that was sampled, and free its arrays."""
-        await self.generators.free_payloads(group.rollouts)
-        await self.give_up(group.group_id, reason, problem)
+            self.recorder.record_episodes(sampled.outcomes)
+            self.recorder.keep_records(group.group_id, sampled.outcomes)
+            await self.accept(group, sampled.scores)
 
     async def score(self) -> None:
         """Have sampled groups scored concurrently; the buffer bounds how many there are."""
@@ -198,34 +210,38 @@ class GrpoRun:
             f"group {group.group_id}", group.task, [response_of(rollout) for rollout in group.rollouts]
         )
         if isinstance(scores, Unscored):
-            await self.drop(group, DropReason.UNSCORED, scores.reason)
+            await self.endings.drop(group, DropReason.UNSCORED, scores.reason)
         else:
             await self.accept(group, scores)
 
     async def accept(self, group: Group, scores: Sequence[Score]) -> None:
         """Filter a scored group and complete it in the buffer."""
         if (problem := steps_problem(group, scores, self.config.algorithm)) is not None:
-            await self.drop(group, DropReason.UNSCORED, problem)
+            await self.endings.drop(group, DropReason.UNSCORED, problem)
             return
         self.recorder.record_scored(scores, [rollout.num_sampled_tokens for rollout in group.rollouts])
         filtered = self.filtering.apply(group, scores)
         if filtered.kept:
-            self.starvation.came_through()
+            self.endings.starvation.came_through()
             kept_scores = [scores[index] for index in filtered.kept]
             lost = await self.buffer.scored.call_one(
                 group.group_id, filtered.rewards, filtered.kept, kept_scores
             )
-            await self.free(lost)
+            await self.endings.lose(lost)
         else:
-            await self.drop(group, DropReason.FILTERED)
+            await self.endings.drop(group, DropReason.FILTERED)
 
     async def train(self) -> None:
         """Evaluate, then take a batch, step, publish, and record what happened, up to ``max_steps``."""
         config = self.config
         if self.first_version:
             await self.serving.publish()
+            self.evaluations.resume(self.first_version)
         else:
-            self.recorder.record_initial(*await self.evaluate(0), await self.generators.stats())
+            start_s = time.perf_counter()
+            held_out = await self.evaluations.first()
+            eval_s = time.perf_counter() - start_s
+            self.recorder.record_initial(held_out, eval_s, await self.generators.stats())
         for step in range(self.first_version + 1, config.max_steps + 1):
             start_s = time.perf_counter()
             batch = await self.buffer.take.call_one()
@@ -243,22 +259,24 @@ class GrpoRun:
             train_start_s = time.perf_counter()
             result = await self.trainer.train_items(minibatches, step=step)
             train_s = time.perf_counter() - train_start_s
-            await self.commit(batch, trainer_wait_share=wait_s / (wait_s + train_s))
+            update = Update.MADE if result.skip_reason is None else Update.SKIPPED
+            await self.endings.commit(trainer_wait_share=wait_s / (wait_s + train_s), update=update)
+            self.trained.put_nowait((step, batch))
+            self.version += 1
 
             publish_start_s = time.perf_counter()
-            version = result.policy_version
             await self.serving.publish()
             publish_s = time.perf_counter() - publish_start_s
 
-            held_out, eval_s = None, 0.0
-            if step % config.evaluation.every_steps == 0 or step == config.max_steps:
-                held_out, eval_s = await self.evaluate(version)
+            eval_start_s = time.perf_counter()
+            ended = await self.evaluations.after_step(step)
+            waited_s = time.perf_counter() - eval_start_s if self.evaluations.waits_after(step) else 0.0
             times = StepTimes(
                 step_s=time.perf_counter() - start_s,
                 wait_for_batch_s=wait_s,
                 train_s=train_s,
                 publish_weights_s=publish_s,
-                eval_s=eval_s,
+                eval_s=waited_s,
             )
             self.recorder.record(
                 StepRecord(
@@ -267,47 +285,46 @@ class GrpoRun:
                     result=result,
                     times=times,
                     engines=tuple(await self.generators.stats()),
-                    buffer=await self.buffer.report.call_one(),
+                    buffer=await self.with_ledger(self.buffer.report.call_one()),
                     counters=self.counters(),
-                    held_out=held_out,
+                    held_out=ended,
                 )
             )
             self.skips.count(step, result)
-            if config.checkpoint.every_steps is not None and step % config.checkpoint.every_steps == 0:
+            await self.storage.until_written(self.recorder.files)
+            if await self.checkpoints.is_due(step):
                 checkpoint_start_s = time.perf_counter()
                 await self.checkpoints.begin(step)
                 self.recorder.record_checkpoint(time.perf_counter() - checkpoint_start_s)
-        await self.checkpoints.finish()
+        await self.checkpoints.finish_last(config.max_steps)
+
+    async def with_ledger(self, call: Awaitable[T]) -> T:
+        """Wait for a call that waits for the ledger; tell if its disk refuses."""
+        return await self.storage.while_waiting(call, lambda: self.buffer.refusal.call_one())
+
+    async def free_trained(self) -> None:
+        """Free the arrays of every batch once no restart of the trainer can ask for them."""
+        while True:
+            step, batch = await self.trained.get()
+            await self.trainer.until_safe(step)
+            await self.endings.free(batch.groups)
 
     def counters(self) -> dict[str, float]:
         """Return what the loops have counted so far, by metric name."""
-        counted = (self.filtering, self.scorer, self.payloads, self.serving.ledger)
+        counted = [
+            self.filtering,
+            self.scorer,
+            self.payloads,
+            self.serving.ledger,
+            self.generators,
+            self.evaluations,
+            self.faults,
+            self.storage,
+            self.trainer,
+        ]
+        if isinstance(self.groups, GroupEpisodes):
+            counted.append(self.groups)
         return {name: value for one in counted for name, value in one.metrics().items()}
-
-    async def commit(self, batch: Batch, *, trainer_wait_share: float) -> None:
-        """Free a batch that was trained on, and the groups that are too old now."""
-        await self.free(batch.groups)
-        committed = await self.buffer.committed.call_one(trainer_wait_share)
-        self.version += 1
-        await self.free(committed.lost)
-        if committed.cancelled and self.config.weights.interruption is Interruption.CANCEL_STALE:
-            await self.generators.cancel_groups(committed.cancelled)
-
-    async def free(self, groups: Sequence[Group]) -> None:
-        """Free the arrays of groups whose step is done, or that were dropped."""
-        await self.generators.free_payloads(rollout for group in groups for rollout in group.rollouts)
-        for group in groups:
-            await self.payloads.release(group.group_id)
-
-    async def evaluate(self, version: int) -> tuple[HeldOutScores, float]:
-        """Score ``version`` on problems that are not trained on; also return the seconds it took.
-
-        Training waits meanwhile.
-        """
-        start_s = time.perf_counter()
-        await self.serving.until_served(version)
-        scores = await evaluate_all(self.prepared, self.groups, self.recorder.console, version=version)
-        return scores, time.perf_counter() - start_s
 
 
 async def train(config: RunConfig, prepared: Prepared) -> None:
@@ -319,29 +336,31 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
     resumed = None if prepared.resumed is None else prepared.resumed.state
     with (
         RunLog(run_dir.run_log) as log,
-        StepConsole(
-            config.max_steps, eval_every_steps=config.evaluation.every_steps, log=log.line
-        ) as console,
+        StepConsole(config.max_steps, eval_every_steps=waited_every_steps(config), log=log.line) as console,
         RunRecorder(config, run_dir, console, resumed) as recorder,
         telling(lambda number: console.phase(f"stopping on {number.name}: waiting for what is under way")),
     ):
         warnings = [f"warning: {words}" for words in prepared.warnings]
         for message in (f"run directory {run_dir.path}", *files.messages, *warnings):
             console.message(message)
-        fleet = Procs(run_dir.logs.resolve(), build_hosts(config, run_dir.logs.resolve()))
+        if config.environment is not None and (alarm := sandbox_warning(config.sandbox)) is not None:
+            console.alarm(alarm)
+        fleet = open_procs(config, run_dir, console)
         run: GrpoRun | None = None
         try:
             async with fleet.naming_deaths():
                 if not isinstance(config.launcher, LocalLauncher):
                     console.phase(f"waiting for the hosts of launcher {config.launcher.kind}")
                 await open_hosts(config, prepared.facts, fleet, tell=console.message)
-                roles = await start_roles(config, prepared, fleet, console)
+                roles = await start_roles(config, prepared, fleet, console, run_dir)
                 console.message(roles.scorer.isolation)
                 run = GrpoRun(config, prepared, roles, recorder=recorder, checkpoints=files.checkpoints)
-                await run.run(fleet)
+                desk = control_desk(run_dir.control.resolve(), fleet, roles.generators.pool, config)
+                await run.run(fleet, desk)
                 final = run_dir.checkpoints.resolve() / FINAL
                 console.phase(f"writing {final}")
-                await run.trainer.save_hf(final, source=prepared.model_path)
+                await export(run.trainer, final, prepared, run.storage)
+                await run.with_ledger(run.buffer.end.call_one())
             console.message(f"wrote {final}")
         except BaseException as error:
             if run is not None:

@@ -19,8 +19,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from forgeasync.actors.procs import Procs
+from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.objectives import Supervised
+from forgeasync.config.environments import PlainCalls, PythonTool
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, WarmupSection
 from forgeasync.config.trainer import ParallelSection
@@ -28,10 +30,11 @@ from forgeasync.controller.cli import run_app
 from forgeasync.controller.stopping import run_main
 from forgeasync.environments.order import TaskOrder
 from forgeasync.environments.sources import build_source
-from forgeasync.environments.worked_examples import Example, mixed_examples, worked_example
+from forgeasync.environments.worked_examples import Example, mixed_examples, tool_example, worked_example
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
 from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError, Problem
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.setup import TrainerSetup
@@ -75,9 +78,16 @@ def write_initial_folder(
 def supervised_sequence(
     example: Example, prompts: PromptEncoder, tokenizer: PreTrainedTokenizerFast
 ) -> TrainingSequence:
-    """An example to imitate: the prompt is given as in RL, the response and its end are learned."""
-    response_ids = tokenizer(example.response, add_special_tokens=False)["input_ids"]
+    """An example to imitate: the prompt and what a tool writes are given as in RL, the turns of the model and
+    the end of the last one are learned."""
+    response_ids: list[int] = []
+    is_sampled: list[bool] = []
+    for piece in example.pieces:
+        ids = tokenizer(piece.text, add_special_tokens=False)["input_ids"]
+        response_ids += ids
+        is_sampled += [not piece.is_given] * len(ids)
     response_ids.append(tokenizer.eos_token_id)
+    is_sampled.append(True)
     return TrainingSequence(
         prompt_ids_P=prompts.encode(example.task.prompt),
         response_ids_T=np.asarray(response_ids, np.int32),
@@ -85,7 +95,31 @@ def supervised_sequence(
         ages_T=np.zeros(len(response_ids), np.int32),
         advantage=1.0,
         weight=example.weight,
+        is_sampled_T=np.asarray(is_sampled),
     )
+
+
+def calls_of(config: RunConfig) -> PlainCalls | None:
+    """Return the form in which examples call a tool; None: the run has no environment.
+
+    Raises:
+        ConfigError: there are no examples for the run's environment.
+    """
+    match config.environment:
+        case None:
+            return None
+        case PythonTool(plain_calls=PlainCalls() as calls):
+            return calls
+        case _:
+            remedy = "the warm-up has examples for kind: python_tool with plain_calls, and for no environment"
+            raise ConfigError([Problem(field="environment", remedy=remedy)])
+
+
+def texts_of(task: Task, calls: PlainCalls | None) -> list[str]:
+    """Return the texts of a task that the tokenizer must know."""
+    if calls is None:
+        return [task.prompt, worked_example(task)]
+    return [task.prompt, *(piece.text for piece in tool_example(task, calls)), calls.error_text or ""]
 
 
 async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
@@ -94,7 +128,8 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     num_examples = warmup.num_steps * warmup.examples_per_step
     data = config.data.model_copy(update={"num_train": num_examples})
     tasks = build_source(data, seed=warmup.seed).train
-    tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
+    calls = calls_of(config)
+    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, calls))
     prompts = PromptEncoder.of_section(tokenizer, config.data)
     num_procs = config.trainer.parallel.num_procs
     parallel = ParallelSection(num_procs=num_procs, data_replicate=num_procs)
@@ -113,7 +148,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                 seed=warmup.seed,
                 checkpoint=None,
             )
-            trainer = await fleet.start_trainer(setup, config.timeouts)
+            trainer = await start_trainer(fleet, setup, config.timeouts)
             rng = random.Random(warmup.seed)
             order = TaskOrder(tasks, seed=warmup.seed)
             for step in range(1, warmup.num_steps + 1):
@@ -121,7 +156,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                 rows = pack_rows(
                     [
                         supervised_sequence(example, prompts, tokenizer)
-                        for example in mixed_examples(of_step, warmup, rng)
+                        for example in mixed_examples(of_step, warmup, rng, calls=calls)
                     ],
                     tokens_per_row=section.tokens_per_row,
                     num_ranks=trainer.num_data_ranks,

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.procs import Procs
+from forgeasync.actors.start_buffer import start_buffer
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.buffer import (
     AccountingPolicy,
@@ -39,7 +40,14 @@ from forgeasync.config.buffer import (
 )
 from forgeasync.config.load import load_config
 from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.rollout import FinishReason, Group, GroupProgress, StoredRollout, VersionSpan
+from forgeasync.rollouts.rollout import (
+    FinishReason,
+    Group,
+    GroupProgress,
+    StoredBranch,
+    StoredRollout,
+    VersionSpan,
+)
 from forgeasync.rollouts.task import Task
 
 GROUP_SIZE = 8
@@ -74,16 +82,15 @@ def make_task(index: int) -> Task:
 
 def make_group(group_id: int, version: int) -> Group:
     ref = PayloadRef(host_id="host-0", file="f", payload_id="p", offset=0, num_bytes=0, checksum=0)
-    rollout = StoredRollout(
-        generator_rank=0,
+    branch = StoredBranch(
         prompt=ref,
         response=ref,
         num_prompt_tokens=64,
         num_response_tokens=128,
         version_spans=(VersionSpan(version=version, start=0, end=128),),
         text="",
-        finish_reason=FinishReason.STOP,
     )
+    rollout = StoredRollout(generator_rank=0, branches=(branch,), finish_reason=FinishReason.STOP)
     return Group(
         group_id=group_id, draw_id=group_id, task=make_task(group_id), rollouts=(rollout,) * GROUP_SIZE
     )
@@ -146,6 +153,7 @@ class FullBuffer:
             self._version += 1
             self._buffer.set_served_version(self._version)
             self._start_all()
+            self._buffer.events.take()
             spent_s += time.perf_counter() - start_s
             num_events += EVENTS_PER_GROUP * len(groups)
         return num_events / spent_s
@@ -243,7 +251,9 @@ async def measure_actor() -> float:
     with tempfile.TemporaryDirectory() as folder:
         fleet = Procs(Path(folder))
         try:
-            return await _through_actor(await fleet.start_buffer(config), ACTOR_GROUPS)
+            return await _through_actor(
+                await start_buffer(fleet, config, Path(folder) / "ledger.jsonl"), ACTOR_GROUPS
+            )
         finally:
             await fleet.close()
 

@@ -19,7 +19,14 @@ from forgeasync.buffer.decisions import DropReason, Start
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.buffer import AccountingSection, BufferSection
 from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.rollout import FinishReason, Group, GroupProgress, StoredRollout, VersionSpan
+from forgeasync.rollouts.rollout import (
+    FinishReason,
+    Group,
+    GroupProgress,
+    StoredBranch,
+    StoredRollout,
+    VersionSpan,
+)
 from forgeasync.rollouts.task import Task
 
 NOWHERE = PayloadRef(host_id="", file="", payload_id="", offset=0, num_bytes=0, checksum=0)
@@ -214,16 +221,15 @@ class BufferSimulation:
             if end > start:
                 spans.append(VersionSpan(version=version, start=start, end=end))
                 start = end
-        return StoredRollout(
-            generator_rank=0,
+        branch = StoredBranch(
             prompt=NOWHERE,
             response=NOWHERE,
             num_prompt_tokens=0,
             num_response_tokens=length,
             version_spans=tuple(spans),
             text="",
-            finish_reason=FinishReason.STOP,
         )
+        return StoredRollout(generator_rank=0, branches=(branch,), finish_reason=FinishReason.STOP)
 
     def _train(self) -> None:
         if self._is_training or self._trainer_version == self._run.num_steps:
@@ -248,6 +254,8 @@ class BufferSimulation:
         self._idle_since = self._now
         self._trainer_version += 1
         self._buffer.committed(trainer_wait_share=trainer_wait_share)
+        # Nobody keeps a ledger of this run.
+        self._buffer.events.take()
         version = self._trainer_version
         self._after(self._run.publish_time, lambda: self._serve(version))
 

@@ -19,6 +19,8 @@ from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 
 import forgeasync.actors.procs
 from forgeasync.actors.procs import Procs
+from forgeasync.actors.start_generators import start_generators
+from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model import Dtype
@@ -68,8 +70,8 @@ class Bench:
         forgeasync.actors.procs.TrainerActor = ProbedTrainer
         forgeasync.actors.procs.GeneratorActor = ProbedGenerator
         config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
-        generators = await fleet.start_generators(config, facts, folder)
-        self._generator = generators._replicas[0]
+        generators = await start_generators(fleet, config, facts, folder)
+        self._generator = generators.pool.replicas[0].actor
         setup = TrainerSetup(
             section=config.trainer,
             facts=facts,
@@ -78,7 +80,7 @@ class Bench:
             seed=0,
             checkpoint=folder,
         )
-        self._trainer: TrainerMesh = await fleet.start_trainer(setup, config.timeouts)
+        self._trainer: TrainerMesh = await start_trainer(fleet, setup, config.timeouts)
         for choice in TRANSPORTS:
             await build_transport(choice).start(fleet._spawn_here)
         layout = await self._trainer.lay_out_weights(config.generator.dtype)

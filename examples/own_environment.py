@@ -37,5 +37,5 @@ if __name__ == "__main__":
     # Both attempts have to fit the context.
     overrides = ["max_steps=20", "sampling.max_response_tokens=48", *sys.argv[1:]]
     result = fa.train("configs/tiny_moe_cpu.yaml", overrides, environment=TryAgain)
-    for step, turns in result.metric("environment/mean_turns"):
+    for step, turns in result.metric("episode/turns_mean"):
         print(f"step {step}: {turns:.2f} turns")

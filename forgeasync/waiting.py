@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -60,6 +60,24 @@ class Monitor(Generic[S]):
 def _finish(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+async def comes_within(limit_s: float, event: Awaitable[object]) -> bool:
+    """Wait for something for at most ``limit_s`` seconds; return whether it came."""
+    try:
+        async with asyncio.timeout(limit_s) as timeout:
+            await event
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        return False
+    return True
+
+
+def forget(ended: "asyncio.Future[T]") -> None:
+    """Retrieve an error that nobody will read, so that asyncio does not warn about it; a done callback."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 class DeadlineExceeded(TimeoutError):

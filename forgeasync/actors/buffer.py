@@ -4,6 +4,7 @@ Who waits for whom: see ``forgeasync.buffer.async_buffer``; calls overlap freely
 here. Only small facts about groups are sent; their arrays stay where they were sampled.
 """
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
+from forgeasync.buffer.events import Update
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.run import RunConfig
+from forgeasync.faults.appended_file import Refusal
+from forgeasync.ledger.journaled_buffer import open_buffer
+from forgeasync.ledger.lines import CheckpointedBuffer
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.rollouts.score import Score
@@ -37,8 +41,11 @@ class BufferActor(Actor):
         redirect_process_output(log_dir / f"buffer-{current_rank().rank}.log")
 
     @concurrent_endpoint
-    async def setup(self, config: RunConfig, resumed: BufferSnapshot | None) -> None:
-        """Make an empty buffer, or one that continues from a snapshot."""
+    async def setup(self, config: RunConfig, ledger: Path, resumed: CheckpointedBuffer | None) -> int:
+        """Make an empty buffer, or one that continues from a checkpoint, with its ledger on the disk.
+
+        Returns the process id.
+        """
         state = ReplayBuffer(
             groups_per_step=config.algorithm.groups_per_step,
             group_size=config.algorithm.group_size,
@@ -48,8 +55,10 @@ class BufferActor(Actor):
             accounting=config.accounting,
         )
         if resumed is not None:
-            state.restore(resumed)
-        self._buffer = AsyncReplayBuffer(state)
+            state.restore(resumed.snapshot)
+        self._buffer = open_buffer(state, ledger, config, resumed)
+        await self._buffer.durable()
+        return os.getpid()
 
     @concurrent_endpoint
     async def submit(self, tasks: Sequence[Task]) -> None:
@@ -98,9 +107,9 @@ class BufferActor(Actor):
         return await self._buffer.take()
 
     @concurrent_endpoint
-    async def committed(self, trainer_wait_share: float) -> Committed:
+    async def committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
         """Note that the batch was trained on."""
-        return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
+        return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
 
     @concurrent_endpoint
     async def snapshot(self) -> BufferSnapshot:
@@ -108,6 +117,23 @@ class BufferActor(Actor):
         return self._buffer.snapshot()
 
     @concurrent_endpoint
+    async def checkpoint(self) -> CheckpointedBuffer:
+        """Return what a checkpoint needs, once the ledger up to here is on the disk."""
+        return await self._buffer.checkpoint()
+
+    @concurrent_endpoint
     async def report(self) -> BufferReport:
+        """Return the buffer's counts, once the ledger up to here is on the disk."""
         state = self._buffer.state
-        return BufferReport(metrics=state.metrics(), num_dropped=state.num_dropped)
+        metrics, num_dropped = state.metrics(), Counter(state.num_dropped)
+        return BufferReport(metrics=metrics | await self._buffer.durable(), num_dropped=num_dropped)
+
+    @concurrent_endpoint
+    async def refusal(self) -> Refusal | None:
+        """Return what the ledger's disk refuses at this moment, so that other calls wait."""
+        return self._buffer.refusal
+
+    @concurrent_endpoint
+    async def end(self) -> None:
+        """Write the last line of the ledger: the run has made all its steps."""
+        await self._buffer.end()

@@ -28,7 +28,7 @@ LOOK_S = 0.1
 WATCH_S = 2.0
 """Seconds between two checks of procs about which no error was reported."""
 
-_ACTOR = re.compile(r"(\w+)\{'procs': (\d+)/(\d+)\}")
+_ACTOR = re.compile(r"([\w-]+)\{'procs': (\d+)/(\d+)\}")
 _PROC = re.compile(r"The actor (\w+)-(\d+)<")
 _KILLED = re.compile(r"Killed\(sig=(\d+)\)")
 

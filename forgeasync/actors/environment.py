@@ -1,155 +1,300 @@
-"""The environment actor: a thin shell around the episodes of one environment.
+"""The environment worker: a thin shell around the episodes of one environment in one proc.
 
 Runs episodes for the collecting loop and for evaluation. Has the generator that a group is pinned to sample
-the model's turns; token ids go there, and texts come back. Calls overlap freely.
+the model's turns; token ids go there, and ids and texts come back. Calls overlap freely.
 """
 
-from collections.abc import Awaitable
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint
 
-from forgeasync.actors.generator import CancelledGroup, GeneratorActor, RefusedGroup
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.actors.generator import CancelledGroup, GeneratorActor
+from forgeasync.config.agents import AgentSection
+from forgeasync.config.data import DataSection
+from forgeasync.config.environments import EnvironmentSection, environment_name
+from forgeasync.config.episodes import EpisodesSection
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
+from forgeasync.config.sandbox import SandboxSection
+from forgeasync.environments.agent import EpisodeAgent, TurnLimits, TurnRequest
+from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.episodes import (
-    EpisodeFailed,
-    EpisodeResult,
+    AgentRole,
+    EndpointTurns,
+    EpisodeCancelled,
     Episodes,
-    EpisodesCancelled,
     SampleEpisodeTurn,
 )
+from forgeasync.environments.served.address import ServingSetup
+from forgeasync.environments.served.counts import ServingReport
+from forgeasync.environments.served.untrained import Continuation, UntrainedTurns
+from forgeasync.environments.worker_mark import mark_this_process
 from forgeasync.observability.logs import redirect_process_output
-from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
-from forgeasync.schema.python_code import PythonCode
-from forgeasync.waiting import deadline
+from forgeasync.waiting import deadline, forget
+
+LINGER_S = 1.0
+"""For so many seconds after the end of a run clients are told that it has ended."""
+
+DEFAULT_AGENT = "agent"
+"""Name of the agent where the config names none."""
+
+
+def agent_roles(agents: Mapping[str, AgentSection] | None) -> tuple[AgentRole, ...]:
+    """Return the agents of a config in order; one that is trained where it names none."""
+    if agents is None:
+        return (AgentRole(name=DEFAULT_AGENT, is_trainable=True),)
+    return tuple(AgentRole(name=name, is_trainable=one.trainable) for name, one in agents.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSetup:
-    """Everything that the environment of a run is started with."""
+    """Everything that a worker of a run's environment is started with."""
 
-    environment: PythonCode
+    environment: EnvironmentSection
+    sandbox: SandboxSection
+    agents: Mapping[str, AgentSection] | None
     model_path: Path
-    chat_template: bool
+    data: DataSection
     sampling: SamplingSection
     max_context_length: int
+    episodes: EpisodesSection
     timeouts: TimeoutSection
+    artifacts: Path | None
+    """Folder for files that episodes keep; None: they keep none."""
+    endpoint: EndpointModel | None
+    """The model that takes all turns, if it is not ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledGroup:
-    """The rollouts of a group; what an environment sampled comes with one result for each of them."""
+class EpisodeRequest:
+    """One attempt at an episode."""
 
-    rollouts: tuple[StoredRollout, ...]
-    results: tuple[EpisodeResult, ...] | None = None
-    """Results of the episodes; None if the scorer still has to score the rollouts."""
+    task: Task
+    episode: EpisodeId
+    generator: GeneratorActor | None
+    """The generator that samples all turns; None where an endpoint does."""
+    generator_number: int
+    """Its number in the run, which no other generator gets."""
+    sampling: SamplingSection
+    seed: int | None
+    keeps_record: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What a worker says when it is asked whether it is alive."""
+
+    num_stuck: int
+    """Threads of episodes that are over and that nothing has ended."""
+    num_killed_processes: int
+    """Processes of episodes that were killed since the worker began."""
+    serving: ServingReport | None
+    """None: it serves no people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """What a worker says once it is set up."""
+
+    pid: int
+    mark: str
+    """What it has started carries it (``forgeasync.environments.worker_mark``)."""
+    renderer: str
+    """In words, by which renderer messages become tokens."""
+    url: str
+    """Of its server of sessions."""
+    port: int
 
 
 class EnvironmentActor(Actor):
-    """One environment in one proc."""
+    """One worker."""
 
-    def __init__(self, log_dir: Path) -> None:
-        redirect_process_output(log_dir / f"environment-{current_rank().rank}.log")
-        self._num_evaluated = 0
+    def __init__(self, log_dir: Path, number: int) -> None:
+        self._number = number
+        self._num_untrained = 0
+        self._generators: tuple[GeneratorActor, ...] = ()
+        self._lost: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        """Set for generators that are gone, by number."""
+        redirect_process_output(log_dir / f"environment-{number}.log")
 
     @concurrent_endpoint
-    async def setup(self, setup: EnvironmentSetup) -> None:
-        """Build the environment and load the tokenizer.
+    async def setup(self, setup: EnvironmentSetup, serving: ServingSetup | None) -> WorkerReady:
+        """Build the environment and load the tokenizer; with ``serving`` serve people.
 
         Raises:
-            ValueError: the environment cannot be built here, though it could where the run was checked.
+            OSError: the address at which people are to be served cannot be listened on.
+            ValueError: the environment cannot be built here, though it could where the run was checked; or
+                the endpoint's key is not in the environment.
         """
         from transformers import AutoTokenizer
 
         from forgeasync.environments.build import build_environment
-        from forgeasync.environments.conversation import MessageRenderer
+        from forgeasync.environments.rendering.build import choose_renderer
+        from forgeasync.environments.served.desk import ServingDesk
+        from forgeasync.environments.served.environment import ServedSessions
+        from forgeasync.environments.served.server import serving_server
+        from forgeasync.environments.sessions.server import SessionServer
 
         self._setup = setup
-        tokenizer = AutoTokenizer.from_pretrained(setup.model_path)
-        self._episodes = Episodes(
-            build_environment(setup.environment),
-            MessageRenderer(tokenizer, chat_template=setup.chat_template),
-            name=setup.environment.factory,
-            max_context_length=setup.max_context_length,
-            limit_s=setup.timeouts.episode_s,
-        )
-
-    @concurrent_endpoint
-    async def connect(self, generators: GeneratorActor) -> None:
-        """Set the generators that sample the model's turns."""
-        self._generators = generators
-
-    @concurrent_endpoint
-    async def run_group(
-        self, group_id: int, task: Task, num_episodes: int, generator_rank: int, seed: int | None
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """Run the episodes of a group and have their arrays stored; a group that fails leaves nothing."""
-        generator = self._generators.slice(procs=generator_rank)
-        try:
-            results = await self._run(
-                group_id, task, num_episodes, generator_rank, self._setup.sampling, seed
+        renderer, words = None, "no renderer: the endpoint has its own"
+        if setup.endpoint is None:
+            chosen = choose_renderer(
+                AutoTokenizer.from_pretrained(setup.model_path),
+                chat_template=setup.data.chat_template,
+                name=setup.data.renderer,
+                template_arguments=setup.data.template_arguments,
             )
-        except EpisodesCancelled:
-            await generator.drop_episodes.call_one(group_id)
-            return CancelledGroup()
-        except EpisodeFailed as error:
-            await generator.drop_episodes.call_one(group_id)
-            return RefusedGroup(problem=f"group {group_id}: {error}", reason=DropReason.EPISODE_FAILED)
-        stored: tuple[StoredRollout, ...] | RefusedGroup = await generator.store_episodes.call_one(
-            group_id, [result.is_truncated for result in results]
+            renderer, words = chosen.renderer, f"renderer {chosen.name}: {chosen.reason}"
+        else:
+            setup.endpoint.api_key()
+        self._renderer = renderer
+        environment = build_environment(setup.environment, setup.sandbox)
+        self._desk: ServingDesk | None = None
+        if serving is None:
+            # For agents that bring their own loop; it listens on this machine only, until the worker ends.
+            self._sessions = await SessionServer().__aenter__()
+            open_session = self._sessions.open
+        else:
+            assert isinstance(environment, ServedSessions), "checked before the start"
+            self._desk = ServingDesk(serving.section)
+            environment.attach(self._desk, serving.section)
+            open_session = self._desk.open_for
+            self._sessions = await serving_server(serving, self._desk).__aenter__()
+        self._episodes = Episodes(
+            environment,
+            renderer,
+            name=environment_name(setup.environment),
+            roles=agent_roles(setup.agents),
+            has_one_agent=setup.agents is None,
+            max_context_length=setup.max_context_length,
+            section=setup.episodes,
+            limit_s=setup.timeouts.episode_s,
+            open_session=open_session,
         )
-        return stored if isinstance(stored, RefusedGroup) else SampledGroup(rollouts=stored, results=results)
+        return WorkerReady(
+            pid=os.getpid(),
+            mark=mark_this_process(),
+            renderer=words,
+            url=self._sessions.url,
+            port=self._sessions.port,
+        )
 
     @concurrent_endpoint
-    async def evaluate(
-        self, task: Task, generator_rank: int, sampling: SamplingSection, seed: int | None
-    ) -> EpisodeResult | RefusedGroup:
-        """Run one episode that is not trained on."""
-        self._num_evaluated += 1
-        group_id = -self._num_evaluated
-        try:
-            (result,) = await self._run(group_id, task, 1, generator_rank, sampling, seed)
-        except EpisodeFailed as error:
-            return RefusedGroup(problem=str(error), reason=DropReason.EPISODE_FAILED)
-        finally:
-            await self._generators.slice(procs=generator_rank).drop_episodes.call_one(group_id)
-        return result
+    async def connect(self, generators: Sequence[GeneratorActor], lost: Sequence[int]) -> None:
+        """Set the generators that there are now, and the numbers of those that are gone.
 
-    def _run(
-        self,
-        group_id: int,
-        task: Task,
-        num_episodes: int,
-        generator_rank: int,
-        sampling: SamplingSection,
-        seed: int | None,
-    ) -> Awaitable[tuple[EpisodeResult, ...]]:
-        return self._episodes.run(
-            task,
-            group_id=group_id,
-            num_episodes=num_episodes,
-            max_turn_tokens=sampling.max_response_tokens,
-            sample=self._sample_turns(generator_rank, sampling, seed),
+        Episodes whose generator is gone are interrupted.
+        """
+        self._generators = tuple(generators)
+        for number in lost:
+            self._lost[number].set()
+        if self._desk is not None:
+            self._desk.connect(self._untrained_agent)
+
+    @concurrent_endpoint
+    async def end_serving(self) -> None:
+        """The run has ended: close all sessions, and tell their clients so for a moment."""
+        if self._desk is not None:
+            self._desk.end()
+            await asyncio.sleep(LINGER_S)
+
+    @concurrent_endpoint
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+        """Run an episode; its arrays stay with the generator."""
+        try:
+            return await self._episodes.run(
+                request.task,
+                request.episode,
+                max_turn_tokens=request.sampling.max_response_tokens,
+                sample=self._sampler(request),
+                keeps_record=request.keeps_record,
+                artifacts_folder=self._setup.artifacts,
+            )
+        except EpisodeCancelled:
+            return CancelledGroup()
+
+    @concurrent_endpoint
+    async def report(self) -> WorkerReport:
+        """Say that the worker is alive, and how it is."""
+        # A loop that is busy answers late, as one that episodes wait for.
+        await asyncio.sleep(0)
+        return WorkerReport(
+            num_stuck=self._episodes.num_stuck,
+            num_killed_processes=self._episodes.num_killed_processes,
+            serving=None if self._desk is None else self._desk.report(),
         )
 
-    def _sample_turns(
-        self, generator_rank: int, sampling: SamplingSection, seed: int | None
-    ) -> SampleEpisodeTurn:
-        generator = self._generators.slice(procs=generator_rank)
-        limit_s = self._setup.timeouts.generate_s
+    def _untrained_agent(self) -> EpisodeAgent:
+        """An agent for a session that is not trained on; the generators take turns."""
+        setup = self._setup
+        assert self._renderer is not None, "people are served by our own generators"
+        limits = TurnLimits(
+            max_turn_tokens=setup.sampling.max_response_tokens,
+            max_context_length=setup.max_context_length,
+            max_turns=setup.episodes.max_turns,
+            tool_s=setup.episodes.tool_s,
+        )
 
-        async def sample(episode: EpisodeId, given_ids: np.ndarray, max_tokens: int) -> SampledTurn | None:
-            call = f"generator {generator_rank} sampling a turn of group {episode.group_id}"
+        async def sample(prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> Continuation:
+            changes = {"max_response_tokens": max_tokens, "stop": (*setup.sampling.stop, *stop)}
+            sampling, limit_s = setup.sampling.model_copy(update=changes), setup.timeouts.generate_s
+            if not self._generators:
+                raise EpisodeInterrupted("there is no generator at this moment")
+            # Another one for each turn: none may be gone for the rest of a session.
+            generator = self._generators[self._num_untrained % len(self._generators)]
+            self._num_untrained += 1
+            call = "a generator sampling a turn that is not trained on"
             async with deadline(limit_s, call=call, key="timeouts.generate_s"):
-                turn: SampledTurn | CancelledGroup = await generator.continue_episode.call_one(
-                    episode, given_ids, sampling, max_tokens, seed
+                (sampled,) = await generator.respond.call_one(prompt_ids, 1, sampling, None)
+            return Continuation(
+                ids_T=sampled.ids_T,
+                text=sampled.response.text,
+                finish_reason=sampled.response.finish_reason,
+                versions=sampled.versions,
+            )
+
+        return EpisodeAgent(UntrainedTurns(sample), self._renderer, limits)
+
+    def _sampler(self, request: EpisodeRequest) -> SampleEpisodeTurn | EndpointTurns:
+        generator, limit_s = request.generator, self._setup.timeouts.generate_s
+        if self._setup.endpoint is not None:
+            return EndpointTurns(endpoint=self._setup.endpoint, sampling=request.sampling, limit_s=limit_s)
+        assert generator is not None, "only an endpoint's turns have none"
+        lost = self._lost[request.generator_number]
+
+        async def sample(episode: EpisodeId, turn: TurnRequest) -> SampledTurn | None:
+            sampling = request.sampling
+            if turn.stop:
+                sampling = sampling.model_copy(update={"stop": (*sampling.stop, *turn.stop)})
+            call = f"a generator sampling a turn of group {episode.group_id}"
+            if lost.is_set():
+                raise EpisodeInterrupted("its generator is gone")
+            turned = asyncio.ensure_future(
+                generator.continue_episode.call_one(
+                    episode, turn.after, turn.given_ids, sampling, turn.max_tokens, request.seed
                 )
-            return None if isinstance(turn, CancelledGroup) else turn
+            )
+            gone = asyncio.ensure_future(lost.wait())
+            try:
+                async with deadline(limit_s, call=call, key="timeouts.generate_s"):
+                    await asyncio.wait([turned, gone], return_when=asyncio.FIRST_COMPLETED)
+                if lost.is_set():
+                    raise EpisodeInterrupted("its generator is gone")
+                sampled: SampledTurn | CancelledGroup = turned.result()
+            finally:
+                gone.cancel()
+                turned.add_done_callback(forget)
+                turned.cancel()
+            return None if isinstance(sampled, CancelledGroup) else sampled
 
         return sample

@@ -5,8 +5,10 @@ answer. Consumes weight versions from the trainer's staging buffers. Calls overl
 update: what becomes of running sequences is the choice of ``weights.interruption``.
 """
 
+import asyncio
 import dataclasses
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +16,35 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.actors.stored_groups import (
+    CancelledGroup,
+    EndedEpisode,
+    RefusedGroup,
+    SampledResponse,
+    SampledRollout,
+    sampled_response,
+    store_group,
+)
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.weights import WeightsSection
-from forgeasync.environments.reward import Response, response_of
 from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
-from forgeasync.rollouts.group_payload import encode_group
+from forgeasync.rollouts.in_flight import group_turns
 from forgeasync.rollouts.payload_format import PayloadRef
 from forgeasync.rollouts.payload_remote import PayloadServer
-from forgeasync.rollouts.payload_store import PayloadStoreFull, PayloadWriter
+from forgeasync.rollouts.payload_store import PayloadWriter
 from forgeasync.rollouts.records import Records, check_rollout
-from forgeasync.rollouts.rollout import Rollout, StoredRollout
+from forgeasync.rollouts.rollout import (
+    FinishReason,
+    StoredRollout,
+)
 from forgeasync.rollouts.routing import RecordError
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from forgeasync.weights.fetcher import FetchReport, HostShare
@@ -43,6 +55,10 @@ from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
     from forgeasync.generator.engine import GeneratorEngine
+
+ANSWER_S = 5.0
+"""Seconds for the answer about a group to reach the controller. Until then the group's tokens stay logged: if
+this process dies, they are all that is left of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,53 +76,26 @@ class GeneratorSetup:
     payload_capacity_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedGroup:
-    """A group that must not be trained on, or does not fit; ``problem`` says which rollout and why."""
-
-    problem: str
-    reason: DropReason = DropReason.BAD_RECORD
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelledGroup:
-    """A group that was given up because it would have been too old to train on at its end."""
-
-
-def store_group(
-    writer: PayloadWriter, rollouts: Sequence[Rollout], *, group_id: int, generator_rank: int
-) -> tuple[StoredRollout, ...] | RefusedGroup:
-    """Write a group's arrays, or return that there is no room for them."""
-    payload = encode_group(rollouts)
-    try:
-        refs = writer.write_group([*payload.prompts, *payload.responses])
-    except PayloadStoreFull as error:
-        return RefusedGroup(problem=f"group {group_id}: {error}", reason=DropReason.OVERSIZED)
-    prompts, responses = refs[: len(payload.prompts)], refs[len(payload.prompts) :]
-    return tuple(
-        StoredRollout(
-            generator_rank=generator_rank,
-            prompt=prompts[index],
-            response=response,
-            num_prompt_tokens=len(rollout.prompt_ids_P),
-            num_response_tokens=rollout.num_response_tokens,
-            version_spans=rollout.version_spans,
-            text=rollout.text,
-            finish_reason=rollout.finish_reason,
-        )
-        for rollout, response, index in zip(rollouts, responses, payload.prompt_of, strict=True)
-    )
-
-
 class GeneratorActor(Actor):
     """One engine in one proc."""
 
-    def __init__(self, log_dir: Path) -> None:
-        # The rank in the whole mesh: in a call to a slice of it, current_rank() counts within the slice.
-        self._rank = current_rank().rank
+    def __init__(self, log_dir: Path, rank: int) -> None:
+        """``rank`` is its place among the run's generators; another one may have had it before."""
+        self._rank = rank
         redirect_process_output(log_dir / f"generator-{self._rank}.log")
         self._engine: GeneratorEngine | None = None
         self._memory = MemoryWatch(with_descendants=True)
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        """The id of this proc on its host."""
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def beat(self) -> EngineStats:
+        """Say that this proc is alive, and what its engine has counted; the engine's thread is not asked."""
+        assert self._engine is not None
+        return self._engine.stats()
 
     @concurrent_endpoint
     async def setup(self, setup: GeneratorSetup, host_id: str, payload_folder: Path) -> int:
@@ -120,13 +109,14 @@ class GeneratorActor(Actor):
         self._host_id = host_id
         adapters = None
         if setup.lora is not None and can_serve(setup.lora):
-            adapters = AdapterSetup(
-                lora=setup.lora,
-                shapes=expected_shapes(setup.facts),
-                folder=payload_folder / f"adapter-{self._rank}",
-            )
+            folder = payload_folder / f"adapter-{self._rank}"
+            # Of the generator that this one replaces.
+            shutil.rmtree(folder, ignore_errors=True)
+            adapters = AdapterSetup(lora=setup.lora, shapes=expected_shapes(setup.facts), folder=folder)
         self._payloads = PayloadWriter(payload_folder, host_id, setup.payload_capacity_bytes)
         self._payload_server = PayloadServer(self._payloads)
+        # Processes that were here before have logs of their own, which somebody may still want to read.
+        self._in_flight = payload_folder / f"in-flight-{self._rank}-{os.getpid()}"
         self._engine = await GeneratorEngine.start(
             model_path=setup.model_path,
             generator=setup.section,
@@ -135,9 +125,15 @@ class GeneratorActor(Actor):
             records=setup.records,
             weights=setup.weights,
             adapters=adapters,
+            in_flight=self._in_flight if setup.section.keep_in_flight else None,
         )
         self._episodes = EngineEpisodes(self._engine)
         return os.getpid()
+
+    @concurrent_endpoint
+    async def in_flight(self) -> Path | None:
+        """Where this process logs its tokens in flight, for ``Host.read_in_flight``; None: it does not."""
+        return self._in_flight if self._setup.section.keep_in_flight else None
 
     @concurrent_endpoint
     async def sample_group(
@@ -147,8 +143,12 @@ class GeneratorActor(Actor):
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None,
+        continued: bytes | None = None,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
-        """Sample a group of responses to one prompt, check their records and store their arrays."""
+        """Sample a group of responses to one prompt, check their records and store their arrays.
+
+        ``continued`` is what ``Host.read_in_flight`` has of a generator that sampled the group and is gone.
+        """
         assert self._engine is not None
         try:
             rollouts = await self._engine.generate(
@@ -157,47 +157,105 @@ class GeneratorActor(Actor):
                 sampling=sampling,
                 seed=seed,
                 group_id=group_id,
+                continued=() if continued is None else group_turns(continued),
             )
         except GroupCancelled:
             return CancelledGroup()
-        return self._check_and_store(group_id, rollouts)
+        self._forget_later(group_id)
+        return self._check_and_store(
+            group_id,
+            [
+                SampledRollout(branches=(rollout,), finish_reason=rollout.finish_reason, episode=index)
+                for index, rollout in enumerate(rollouts)
+            ],
+        )
+
+    def _forget_later(self, group_id: int) -> None:
+        assert self._engine is not None
+        asyncio.get_running_loop().call_later(ANSWER_S, self._engine.forget_group, group_id)
 
     def _check_and_store(
-        self, group_id: int, rollouts: Sequence[Rollout]
+        self, group_id: int, rollouts: Sequence[SampledRollout]
     ) -> tuple[StoredRollout, ...] | RefusedGroup:
-        for index, rollout in enumerate(rollouts):
-            try:
-                check_rollout(rollout, self._setup.records, self._setup.facts)
-            except RecordError as error:
-                return RefusedGroup(problem=f"rollout {index} of group {group_id}: {error}")
+        for rollout in rollouts:
+            for branch in rollout.branches:
+                try:
+                    check_rollout(branch, self._setup.records, self._setup.facts)
+                except RecordError as error:
+                    return RefusedGroup(problem=f"rollout {rollout.episode} of group {group_id}: {error}")
         return store_group(self._payloads, rollouts, group_id=group_id, generator_rank=self._rank)
 
     @concurrent_endpoint
     async def continue_episode(
         self,
         episode: EpisodeId,
+        after: int | None,
         given_ids: np.ndarray,
         sampling: SamplingSection,
         max_tokens: int,
         seed: int | None,
+        repeated: bool = False,
     ) -> SampledTurn | CancelledGroup:
-        """Append tokens to an episode and sample the model's next turn; its arrays stay here."""
+        """Sample a turn of the model after another turn of its episode and further tokens; its arrays stay
+        here.
+
+        ``repeated``: a generator that is gone was asked for it, and its episodes were restored here.
+        """
         try:
             return await self._episodes.add_turn(
-                episode, given_ids, sampling=sampling, max_tokens=max_tokens, seed=seed
+                episode,
+                after,
+                given_ids,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                seed=seed,
+                repeated=repeated,
             )
         except GroupCancelled:
             return CancelledGroup()
 
     @concurrent_endpoint
+    async def restore_episodes(self, group_id: int, data: bytes) -> CancelledGroup | None:
+        """Take over the episodes of a group from a generator that is gone, with all their turns.
+
+        ``data`` is what ``Host.read_in_flight`` has of the group.
+
+        Raises:
+            ValueError: ``data`` is not whole or of another group, or the group is open here already.
+        """
+        try:
+            self._episodes.restore(group_id, group_turns(data))
+        except GroupCancelled:
+            return CancelledGroup()
+        return None
+
+    @concurrent_endpoint
     async def store_episodes(
-        self, group_id: int, is_truncated: Sequence[bool]
+        self, group_id: int, ended: Sequence[EndedEpisode]
     ) -> tuple[StoredRollout, ...] | RefusedGroup:
         """Check the records of a group's finished episodes and store their arrays, as ``sample_group`` does.
 
-        ``is_truncated`` says of each episode whether it ended because its context was full.
+        Returns a rollout for each of ``ended``; all others of the group are forgotten.
         """
-        return self._check_and_store(group_id, self._episodes.take(group_id, is_truncated))
+        trees = await self._episodes.take(group_id, [one.episode for one in ended])
+        self._forget_later(group_id)
+        return self._check_and_store(
+            group_id,
+            [
+                SampledRollout(
+                    branches=branches,
+                    finish_reason=FinishReason.LENGTH if one.is_truncated else branches[-1].finish_reason,
+                    episode=one.episode.index,
+                    agent=one.episode.agent,
+                )
+                for one, branches in zip(ended, trees, strict=True)
+            ],
+        )
+
+    @concurrent_endpoint
+    async def drop_episode(self, episode: EpisodeId) -> None:
+        """Forget one attempt at an episode, and end what is sampled for it."""
+        await self._episodes.drop_episode(episode)
 
     @concurrent_endpoint
     async def drop_episodes(self, group_id: int) -> None:
@@ -213,17 +271,17 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def respond(
         self, prompt_ids_P: np.ndarray, num_samples: int, sampling: SamplingSection, seed: int | None
-    ) -> tuple[Response, ...]:
+    ) -> tuple[SampledResponse, ...]:
         """Sample responses that are not trained on."""
         assert self._engine is not None
         rollouts = await self._engine.generate(
             prompt_ids_P=prompt_ids_P, num_samples=num_samples, sampling=sampling, seed=seed
         )
-        return tuple(response_of(rollout) for rollout in rollouts)
+        return tuple(map(sampled_response, rollouts))
 
     @concurrent_endpoint
     async def free_payloads(self, files: Sequence[str]) -> None:
-        """Free the files of groups that were trained on or dropped."""
+        """Free the files of groups that were trained on or dropped, also of a generator that is gone."""
         for file in files:
             await self._payload_server.free(file)
 
@@ -234,11 +292,17 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def connect_weights(
-        self, layout: WeightLayout, sources: Sequence[StagingSource], folder: Path, share: HostShare
+        self,
+        layout: WeightLayout,
+        sources: Sequence[StagingSource],
+        folder: Path,
+        share: HostShare,
+        is_joining: bool,
     ) -> str:
         """Plan how versions get from the trainer's ranks into the engine, by a receive buffer in ``folder``.
 
-        ``share`` is this generator's among those of its host; the first is connected before the others.
+        ``share`` is this generator's among those of its host; the first is connected before the others, and
+        makes the files unless the generator is joining others.
         Returns in words how the engine takes versions.
 
         Raises:
@@ -255,7 +319,10 @@ class GeneratorActor(Actor):
             layout=layout,
             transports=transports,
             host_memory=HostMemory(
-                receive_buffer=folder / "receive-buffer", shadow=setup.weights.shadow, share=share
+                receive_buffer=folder / "receive-buffer",
+                shadow=setup.weights.shadow,
+                share=share,
+                is_joining=is_joining,
             ),
             delta=setup.weights.delta,
             base=None
@@ -270,9 +337,19 @@ class GeneratorActor(Actor):
         return str(self._receiver.route)
 
     @concurrent_endpoint
-    async def begin_update(self, manifest: Manifest) -> FetchReport:
-        """Fetch this generator's share of a version that the caller has leased."""
-        return await self._receiver.begin(manifest)
+    async def reconnect_weights(self, layout: WeightLayout, sources: Sequence[StagingSource]) -> None:
+        """Take versions from the buffers of a trainer that was started again, with the layout of before."""
+        self._receiver.reconnect(
+            connect_transports(self._setup.weights, layout, sources, generator_host=self._host_id)
+        )
+
+    @concurrent_endpoint
+    async def begin_update(self, manifest: Manifest, new_share: HostShare | None) -> FetchReport:
+        """Fetch this generator's share of a version that the caller has leased.
+
+        ``new_share`` is given where other generators take part than in the update before.
+        """
+        return await self._receiver.begin(manifest, new_share)
 
     @concurrent_endpoint
     async def stage_update(self) -> None:
@@ -281,7 +358,7 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def abandon_update(self) -> None:
-        """Keep the old weights: a share of the version has not arrived on this host."""
+        """Keep the old weights: a share of the version has not arrived on this host, or was not staged."""
         await self._receiver.abandon()
 
     @concurrent_endpoint
@@ -294,6 +371,12 @@ class GeneratorActor(Actor):
         """Return copies of every worker's parameters, to compare with the trainer's (CPU engines only)."""
         assert self._engine is not None
         return await self._engine.parameters()
+
+    @concurrent_endpoint
+    async def kv_usage(self) -> float:
+        """Share of the engine's KV cache that running requests hold."""
+        assert self._engine is not None
+        return await self._engine.kv_usage()
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:

@@ -1,19 +1,47 @@
-"""Has groups sampled: single responses to a prompt, or the episodes of an environment."""
+"""Has groups sampled: single responses to a prompt. ``group_episodes`` has the episodes of an environment."""
 
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from forgeasync.actors.environment import EnvironmentActor, SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
-from forgeasync.actors.router import GeneratorRouter
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.actors.router import GeneratorRouter, GroupGivenUp
+from forgeasync.config.episodes import Ending
 from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import TimeoutSection
+from forgeasync.environments.episode_record import response_record
+from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.rollout import StoredRollout, VersionRange
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
-from forgeasync.waiting import DeadlineExceeded, deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGroup:
+    """The rollouts of a group; what an environment sampled comes with their scores."""
+
+    rollouts: tuple[StoredRollout, ...]
+    scores: tuple[Score, ...] | None = None
+    """One for each rollout; None if the scorer still has to score them."""
+    durations_ms: tuple[int, ...] | None = None
+    """How long the episode of each rollout took; None where rollouts are responses."""
+    outcomes: tuple[EpisodeOutcome, ...] = ()
+    """All attempts at the group's episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutRollout:
+    """A response or an episode that is not trained on."""
+
+    result: Score | Unscored
+    versions: VersionRange | None = None
+    """The policy versions that sampled it; None where it took no turn, or the model is not ours."""
+    ending: Ending | None = None
+    """How the last attempt at the episode ended; a response to one prompt has none."""
+    num_turns: int = 1
+    record: Mapping[str, Any] | None = None
+    """The whole episode as JSON values; None where nobody asked for it."""
 
 
 class GroupSampler(Protocol):
@@ -25,7 +53,9 @@ class GroupSampler(Protocol):
         """Sample the group of a task; its arrays stay with the generator until freed."""
         ...
 
-    async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
+    async def score(
+        self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
+    ) -> HeldOutRollout:
         """Sample and score one rollout that is not trained on."""
         ...
 
@@ -64,61 +94,20 @@ class ResponseGroups:
             return answer
         return SampledGroup(rollouts=answer)
 
-    async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
+    async def score(
+        self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
+    ) -> HeldOutRollout:
         """Sample and score one response that is not trained on."""
-        responses = await self._generators.respond(
-            self._prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=seed
-        )
-        scores = await self._scorer.score(f"held-out problem {task.task_id}", task, responses)
-        return scores if isinstance(scores, Unscored) else scores[0]
-
-
-class GroupEpisodes:
-    """Runs groups of episodes. A failing environment costs one group at most.
-
-    The deadline of an episode, ``timeouts.episode_s``, is kept where it runs. Here is only a backstop for an
-    environment that blocks its event loop, which nothing there can end.
-    """
-
-    def __init__(
-        self,
-        actor: EnvironmentActor,
-        generators: GeneratorRouter,
-        *,
-        group_size: int,
-        timeouts: TimeoutSection,
-    ) -> None:
-        self._actor = actor
-        self._generators = generators
-        self._group_size = group_size
-        # After an episode's last turn its group is stored.
-        self._backstop_s = timeouts.episode_s + timeouts.generate_s
-
-    async def sample(
-        self, group_id: int, task: Task, *, seed: int | None
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """Sample and score the group of a task; its arrays stay with the generator until freed."""
-        with self._generators.pinned(self._group_size) as rank:
-            try:
-                async with self._backstop(f"running the episodes of group {group_id}"):
-                    return await self._actor.run_group.call_one(group_id, task, self._group_size, rank, seed)
-            except DeadlineExceeded as error:
-                await self._generators.drop_episodes(rank, group_id)
-                return RefusedGroup(problem=str(error), reason=DropReason.EPISODE_FAILED)
-
-    async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
-        """Score one episode that is not trained on."""
-        what = f"the episode of held-out problem {task.task_id}"
-        with self._generators.pinned(1) as rank:
-            try:
-                async with self._backstop(f"running {what}"):
-                    result = await self._actor.evaluate.call_one(task, rank, sampling, seed)
-            except DeadlineExceeded as error:
-                return Unscored(reason=str(error))
-        if isinstance(result, RefusedGroup):
-            return Unscored(reason=f"{what} failed: {result.problem}")
-        return result.score
-
-    def _backstop(self, call: str) -> AbstractAsyncContextManager[None]:
-        key = "timeouts.episode_s + timeouts.generate_s"
-        return deadline(self._backstop_s, call=call, key=key)
+        try:
+            (sampled,) = await self._generators.respond(
+                self._prompts.encode(task.prompt), num_samples=1, sampling=sampling, seed=seed
+            )
+        except GroupGivenUp as given_up:
+            return HeldOutRollout(result=Unscored(reason=f"held-out problem {task.task_id}: {given_up}"))
+        scores = await self._scorer.score(f"held-out problem {task.task_id}", task, [sampled.response])
+        result = scores if isinstance(scores, Unscored) else scores[0]
+        record = None
+        if keeps_record:
+            score, problem = (None, result.reason) if isinstance(result, Unscored) else (result, None)
+            record = response_record(task, sampled.response, score, problem, versions=sampled.versions)
+        return HeldOutRollout(result=result, versions=sampled.versions, record=record)

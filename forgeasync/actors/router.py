@@ -1,58 +1,71 @@
-"""Spreads requests over generators: each goes to the one with the fewest rollouts in flight."""
+"""Spreads requests over generators: each goes to the healthy one with the fewest rollouts in flight.
+
+What a generator was sampling when it was lost is continued by another, from the tokens that it has logged;
+what is not trained on is sampled again. A group that takes longer than its limit is sampled again too: the
+same prompt with the same seed. Both have a budget, after which the group is given up.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
-from monarch.actor import ActorError
 
-from forgeasync.actors.generator import CancelledGroup, GeneratorActor, GeneratorSetup, RefusedGroup
+from forgeasync.actors.generator import (
+    CancelledGroup,
+    EndedEpisode,
+    GeneratorActor,
+    RefusedGroup,
+    SampledResponse,
+)
+from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.host_updates import HostUpdates, SwappedReplica, named_generators
+from forgeasync.actors.replica import LiveReplica, ReplicaLost
+from forgeasync.actors.weight_connections import WeightConnections
+from forgeasync.buffer.decisions import DropReason
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
-from forgeasync.environments.reward import Response
-from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.generator.reports import EngineStats
 from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.waiting import deadline
-from forgeasync.weights.fetcher import FetchReport, HostShare, of_host
+from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.waiting import DeadlineExceeded, deadline, forget
+from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.transport import StagingSource
 
+T = TypeVar("T")
 
-def named_generators(ranks: Sequence[int]) -> str:
-    """Return how messages call them."""
-    return f"generator{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+MAX_LATE = 2
+"""So often a group that took longer than ``timeouts.generate_s`` is sampled again."""
+
+CANCEL_S = 10.0
+"""Time for a group to end on a generator that was told to give it up."""
+
+
+class GroupGivenUp(RuntimeError):
+    """A request has used up its budget."""
+
+    def __init__(self, problem: str, reason: DropReason) -> None:
+        super().__init__(problem)
+        self.reason = reason
 
 
 class GeneratorRouter:
-    """The generator mesh as one generator."""
+    """All generators of a run as one."""
 
-    def __init__(self, generators: GeneratorActor, host_ids: Sequence[str], timeouts: TimeoutSection) -> None:
-        """``host_ids`` says for every replica of the mesh which host it is on."""
-        self.actors = generators
-        self._replicas = [generators.slice(procs=rank) for rank in range(len(host_ids))]
-        self._host_ids = host_ids
-        self.hosts = tuple(
-            tuple(rank for rank, of_rank in enumerate(host_ids) if of_rank == name)
-            for name in dict.fromkeys(host_ids)
-        )
-        """The replicas on every host: they take versions together."""
-        self._num_in_flight = [0] * len(host_ids)
+    def __init__(self, pool: GeneratorPool, timeouts: TimeoutSection, *, max_lost_per_group: int) -> None:
+        self.pool = pool
         self._timeouts = timeouts
-
-    async def setup(self, setup: GeneratorSetup, folders: Sequence[Path]) -> None:
-        """Load every engine; ``folders`` are for payloads, by replica."""
-        async with deadline(
-            self._timeouts.setup_s, call="loading the generators' engines", key="timeouts.setup_s"
-        ):
-            await asyncio.gather(
-                *(
-                    replica.setup.call_one(setup, host_id, folder)
-                    for replica, host_id, folder in zip(self._replicas, self._host_ids, folders, strict=True)
-                )
-            )
+        self._max_lost_per_group = max_lost_per_group
+        self._connections = WeightConnections(pool, timeouts)
+        self._updates = [HostUpdates(pool, host.id, timeouts) for host in pool.hosts]
+        self._cancelled: dict[int, bool] = {}
+        """Groups that are being sampled, and whether they were given up meanwhile."""
+        self._num_moved = self._num_late = 0
 
     async def sample_group(
         self,
@@ -65,21 +78,26 @@ class GeneratorRouter:
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
 
-        A seed makes them reproducible.
-
-        Raises:
-            DeadlineExceeded: no answer within ``timeouts.generate_s``.
+        A seed makes them reproducible. A group whose generators are lost, or take longer than
+        ``timeouts.generate_s``, again and again is refused.
         """
-        async with self._least_busy(num_samples, f"sampling group {group_id}") as rank:
-            return await self._replicas[rank].sample_group.call_one(
-                group_id, prompt_ids_P, num_samples, sampling, seed
+        self._cancelled[group_id] = False
+
+        def call(
+            replica: LiveReplica, continued: bytes | None
+        ) -> Awaitable[tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup]:
+            return replica.actor.sample_group.call_one(
+                group_id, prompt_ids_P, num_samples, sampling, seed, continued
             )
 
-    async def cancel_groups(self, group_ids: Sequence[int]) -> None:
-        """Give up groups wherever they are sampled."""
-        call = f"giving up groups {list(group_ids)} on the generators"
-        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
-            await self.actors.cancel_groups.call(group_ids)
+        try:
+            return await self._retried(f"sampling group {group_id}", num_samples, call, group_id=group_id)
+        except GroupGivenUp as given_up:
+            if self._cancelled[group_id]:
+                return CancelledGroup()
+            return RefusedGroup(problem=str(given_up), reason=given_up.reason)
+        finally:
+            del self._cancelled[group_id]
 
     async def respond(
         self,
@@ -88,122 +106,256 @@ class GeneratorRouter:
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
-    ) -> tuple[Response, ...]:
+    ) -> tuple[SampledResponse, ...]:
         """Responses to one prompt that are not trained on; a seed makes them reproducible.
 
         Raises:
-            DeadlineExceeded: no answer within ``timeouts.generate_s``.
+            GroupGivenUp: generators were lost over it, or took longer than ``timeouts.generate_s``, again
+                and again.
         """
-        what = f"answering a prompt of {len(prompt_ids_P)} tokens"
-        async with self._least_busy(num_samples, what) as rank:
-            return await self._replicas[rank].respond.call_one(prompt_ids_P, num_samples, sampling, seed)
+
+        def call(replica: LiveReplica, continued: None) -> Awaitable[tuple[SampledResponse, ...]]:
+            return replica.actor.respond.call_one(prompt_ids_P, num_samples, sampling, seed)
+
+        return await self._retried(f"answering a prompt of {len(prompt_ids_P)} tokens", num_samples, call)
+
+    async def _retried(
+        self,
+        what: str,
+        num_samples: int,
+        call: Callable[[LiveReplica, bytes | None], Awaitable[T]],
+        *,
+        group_id: int | None = None,
+    ) -> T:
+        """Make a call to one generator after the other, until one has answered.
+
+        ``call`` is given what the one before had of the group.
+
+        Raises:
+            GroupGivenUp: the budget is used up, or the group was cancelled between two generators.
+        """
+        num_lost = num_late = 0
+        continued: bytes | None = None
+        while True:
+            if group_id is not None and self._cancelled[group_id]:
+                raise GroupGivenUp(f"{what} was cancelled", DropReason.CANCELLED)
+            async with self.pinned(num_samples) as replica:
+                if group_id is not None:
+                    replica.groups.add(group_id)
+                answer = asyncio.ensure_future(
+                    replica.while_there(functools.partial(call, replica, continued))
+                )
+                try:
+                    async with deadline(
+                        self._timeouts.generate_s,
+                        call=f"generator {replica.rank} {what}",
+                        key="timeouts.generate_s",
+                    ):
+                        return await asyncio.shield(answer)
+                except ReplicaLost as lost:
+                    num_lost += 1
+                    self._num_moved += 1
+                    if num_lost >= self._max_lost_per_group:
+                        problem = f"{what}: {lost}, as {num_lost - 1} before it"
+                        raise GroupGivenUp(problem, DropReason.LOST) from lost
+                    if group_id is not None:
+                        # One that was lost before it had begun has left nothing.
+                        left = await asyncio.shield(replica.left)
+                        continued = left.groups.get(group_id, continued)
+                except DeadlineExceeded as late:
+                    num_late += 1
+                    self._num_late += 1
+                    # What took so long may lie in what was sampled.
+                    continued = None
+                    if group_id is not None:
+                        await self._end_late(replica, group_id, answer)
+                    if num_late > MAX_LATE:
+                        raise GroupGivenUp(f"{late}; so often already: {num_late}", DropReason.LATE) from late
+                finally:
+                    answer.add_done_callback(forget)
+                    answer.cancel()
+                    if group_id is not None and not replica.gone.is_set():
+                        replica.groups.discard(group_id)
+
+    async def _end_late(self, replica: LiveReplica, group_id: int, answer: "asyncio.Future[T]") -> None:
+        """Have a generator give up a group that is late, before it is sampled anew."""
+        await self._tolerantly(replica, lambda: replica.actor.cancel_groups.call_one([group_id]))
+        await asyncio.wait([answer], timeout=CANCEL_S)
+
+    async def cancel_groups(self, group_ids: Sequence[int]) -> None:
+        """Give up groups wherever they are sampled."""
+        for group_id in self._cancelled.keys() & set(group_ids):
+            self._cancelled[group_id] = True
+        await asyncio.gather(
+            *(
+                self._tolerantly(one, lambda one=one: one.actor.cancel_groups.call_one(group_ids))
+                for one in self.pool.replicas
+            )
+        )
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
-        """Free the arrays of whole groups, all rollouts of each, that nobody will read any more."""
-        by_owner: dict[int, dict[str, None]] = {}
+        """Free the arrays of whole groups, all rollouts of each, that nobody will read any more.
+
+        What a generator has left that is gone is freed by the one that has its place, else by its host.
+        """
+        by_place: dict[tuple[str, int], dict[str, None]] = {}
         for rollout in rollouts:
-            by_owner.setdefault(rollout.generator_rank, {})[rollout.response.file] = None
-        call = f"freeing payloads on generators {sorted(by_owner)}"
-        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
-            await asyncio.gather(
-                *(
-                    self._replicas[rank].free_payloads.call_one(list(files))
-                    for rank, files in by_owner.items()
-                )
-            )
+            ref = rollout.branches[0].response
+            by_place.setdefault((ref.host_id, rollout.generator_rank), {})[ref.file] = None
+        await asyncio.gather(
+            *(self._free(host_id, rank, list(files)) for (host_id, rank), files in by_place.items())
+        )
 
-    async def drop_episodes(self, rank: int, group_id: int) -> None:
-        """Have one generator forget the episodes of a group."""
-        call = f"generator {rank} dropping the episodes of group {group_id}"
-        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
-            await self._replicas[rank].drop_episodes.call_one(group_id)
+    async def _free(self, host_id: str, rank: int, files: list[str]) -> None:
+        replica = self.pool.at(rank)
+        if replica is not None and replica.host.id == host_id:
+            if await self._tolerantly(replica, lambda: replica.actor.free_payloads.call_one(files)):
+                return
+        host = next(host for host in self.pool.hosts if host.id == host_id)
+        await host.remove_files(files)
 
-    @contextmanager
-    def pinned(self, num_samples: int) -> Iterator[int]:
-        """The rank of the generator with the least to do, which counts as busy with so many rollouts."""
-        rank = min(range(len(self._replicas)), key=self._num_in_flight.__getitem__)
-        self._num_in_flight[rank] += num_samples
+    async def _tolerantly(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
+        """Make a small call to a generator; false if it is gone, or does not answer and is given up."""
+        limit_s = self._timeouts.weights_s
         try:
-            yield rank
-        finally:
-            self._num_in_flight[rank] -= num_samples
+            async with deadline(limit_s, call="a small call", key="timeouts.weights_s"):
+                await replica.while_there(call)
+        except ReplicaLost:
+            return False
+        except DeadlineExceeded:
+            replica.give_up(replica, f"has not answered a small call for timeouts.weights_s = {limit_s:g} s")
+            return False
+        return True
+
+    async def store_episodes(
+        self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]
+    ) -> tuple[StoredRollout, ...] | RefusedGroup:
+        """Have one generator store what was sampled in these episodes of a group, and close the group.
+
+        Raises:
+            ReplicaLost: it is gone.
+        """
+        call = f"generator {replica.rank} storing the episodes of group {group_id}"
+        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
+            return await replica.while_there(lambda: replica.actor.store_episodes.call_one(group_id, ended))
+
+    async def drop_episode(self, replica: LiveReplica, episode: EpisodeId) -> None:
+        """Have one generator forget one attempt at an episode; no error if it is gone."""
+        await self._tolerantly(replica, lambda: replica.actor.drop_episode.call_one(episode))
+
+    async def drop_episodes(self, replica: LiveReplica, group_id: int) -> None:
+        """Have one generator forget the episodes of a group; no error if it is gone."""
+        await self._tolerantly(replica, lambda: replica.actor.drop_episodes.call_one(group_id))
+
+    async def kv_usage(self, replica: LiveReplica) -> float:
+        """Share of one generator's KV cache that running requests hold.
+
+        Raises:
+            ReplicaLost: it is gone.
+        """
+        call = f"asking generator {replica.rank} how full its KV cache is"
+        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
+            return await replica.while_there(lambda: replica.actor.kv_usage.call_one())
 
     @asynccontextmanager
-    async def _least_busy(self, num_samples: int, what: str) -> AsyncIterator[int]:
-        with self.pinned(num_samples) as rank:
-            call = f"generator {rank} {what}"
-            async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-                yield rank
+    async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
+        """The healthy generator with the least to do, which counts as busy with so many rollouts.
+
+        Waits while there is none.
+        """
+        replica = await self.pool.assigned(num_samples)
+        try:
+            yield replica
+        finally:
+            self.pool.table.change(lambda table: table.ended(replica.number, num_samples))
 
     @property
     def num_replicas(self) -> int:
-        return len(self._replicas)
+        """Generators that have not been lost."""
+        return len(self.pool.replicas)
+
+    @property
+    def actors(self) -> Mapping[str, tuple[GeneratorActor, ...]]:
+        """The generators' actors by host: all of a host show what lies in its shared memory."""
+        actors: dict[str, tuple[GeneratorActor, ...]] = {}
+        for one in self.pool.replicas:
+            actors[one.host.id] = (*actors.get(one.host.id, ()), one.actor)
+        return actors
+
+    def known(self) -> tuple[tuple[GeneratorActor, ...], tuple[int, ...]]:
+        """The generators that there are, and the numbers of those that are gone."""
+        return tuple(one.actor for one in self.pool.replicas), self.pool.table.state.ended_numbers
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self._updates)
+
+    def lowest_version(self, host: int) -> int:
+        """The oldest version that a generator of a host has; it must have some."""
+        return self.pool.table.state.lowest_version(self.pool.hosts[host].id)
+
+    async def until_behind(self, host: int) -> None:
+        """Wait until a host has a generator that does not have the newest version."""
+        host_id = self.pool.hosts[host].id
+        await self.pool.table.until(lambda table: table.is_behind(host_id))
+
+    async def until_all_have(self, version: int) -> None:
+        """Wait until there are healthy generators and all of them sample under ``version``."""
+        await self.pool.table.until(lambda table: table.all_have(version))
+
+    async def until_served(self, newer_than: int) -> int:
+        """Wait until all healthy generators have a version newer than that; returns what they serve."""
+        return await self.pool.table.until(lambda table: table.served if table.served > newer_than else None)
+
+    def published(self, version: int) -> None:
+        """A version can be fetched: generators that join have to take it."""
+        self.pool.table.change(lambda table: table.published(version))
 
     async def connect_weights(
         self, layout: WeightLayout, sources: Sequence[StagingSource], folders: Sequence[Path]
     ) -> list[str]:
-        """Let every generator plan how versions get into its engine, by way of its host's folder.
+        """Let every generator plan how versions get into its engine; see ``WeightConnections.connect``."""
+        return await self._connections.connect(layout, sources, folders)
 
-        Returns in words, without repetition, how engines take versions.
+    async def reconnect_weights(self, layout: WeightLayout, sources: Sequence[StagingSource]) -> None:
+        """Have every generator read from the buffers of a trainer that was started again."""
+        await self._connections.reconnect(layout, sources)
 
-        Raises:
-            ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
-        """
-        routes: dict[str, None] = {}
+    async def begin_update(self, host: int, manifest: Manifest) -> FetchReport | None:
+        """Have the generators of a host fetch a leased version; see ``HostUpdates.begin``."""
+        return await self._updates[host].begin(manifest)
 
-        async def connect_host(replicas: Sequence[int]) -> None:
-            # The first makes the files that the others open.
-            for index, rank in enumerate(replicas):
-                share = HostShare(index=index, count=len(replicas))
-                connect = self._replicas[rank].connect_weights
-                routes[await connect.call_one(layout, sources, folders[rank], share)] = None
+    async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
+        """Wait until generators of a host sample under a version; see ``HostUpdates.finish``."""
+        return await self._updates[host].finish(version)
 
-        call = "connecting the generators to the trainer's weights"
-        async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
-            try:
-                await asyncio.gather(*map(connect_host, self.hosts))
-            except ActorError as error:
-                if isinstance(error.exception, ValueError):
-                    raise error.exception from error
-                raise
-        return list(routes)
-
-    async def begin_update(self, host: int, manifest: Manifest) -> FetchReport:
-        """Have the generators of a host fetch a leased version; when this returns the lease may end.
-
-        If a part of it does not arrive, all of them keep their weights.
-        """
-        replicas = [self._replicas[rank] for rank in self.hosts[host]]
-        call = f"{named_generators(self.hosts[host])} fetching version {manifest.version}"
-        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
-            fetched = of_host(
-                await asyncio.gather(*(one.begin_update.call_one(manifest) for one in replicas))
-            )
-            if not fetched.is_complete:
-                await asyncio.gather(*(one.abandon_update.call_one() for one in replicas))
-        return fetched
-
-    async def finish_update(self, host: int, version: int) -> list[SwapReport]:
-        """Wait until all generators of a host sample under ``version``, which they have fetched.
-
-        A generator that drains waits for its longest sequence.
-        """
-        replicas = [self._replicas[rank] for rank in self.hosts[host]]
-        limit_s = self._timeouts.weights_s + self._timeouts.generate_s
-        call = f"{named_generators(self.hosts[host])} swapping in version {version}"
-        async with deadline(limit_s, call=call, key="timeouts.weights_s + timeouts.generate_s"):
-            # Each stages a part for all: none may swap before the last has staged.
-            await asyncio.gather(*(one.stage_update.call_one() for one in replicas))
-            return list(await asyncio.gather(*(one.finish_update.call_one() for one in replicas)))
+    def taken(self, number: int) -> None:
+        """Count a generator as one that samples under the version that it has swapped in."""
+        self.pool.table.change(lambda table: table.updated(number))
+        self.pool.look_for_healed()
 
     async def stats(self) -> list[EngineStats]:
-        """Counters of every engine since it started."""
-        call = "asking the generators for their counters"
-        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
-            return list(await asyncio.gather(*(replica.stats.call_one() for replica in self._replicas)))
+        """Counters of every engine since it started; one entry is of all that were lost."""
 
-    async def shutdown(self) -> None:
-        """Stop every engine."""
-        call = "stopping the generators' engines"
-        async with deadline(self._timeouts.weights_s, call=call, key="timeouts.weights_s"):
-            await asyncio.gather(*(replica.shutdown.call_one() for replica in self._replicas))
+        async def ask(one: LiveReplica) -> EngineStats | None:
+            try:
+                async with deadline(self._timeouts.weights_s, call="counters", key="timeouts.weights_s"):
+                    return await one.while_there(lambda: one.actor.stats.call_one())
+            except (ReplicaLost, DeadlineExceeded):
+                return None
+
+        replicas = self.pool.replicas
+        for one, stats in zip(replicas, await asyncio.gather(*map(ask, replicas)), strict=True):
+            if stats is not None:
+                self.pool.heard(one, stats)
+        return self.pool.stats()
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the run began, and current values, under their names in metrics.jsonl."""
+        return dict(self.pool.metrics()) | {
+            "generator/num_moved_groups": self._num_moved,
+            "generator/num_late_groups": self._num_late,
+        }
+
+
+__all__ = ["GeneratorRouter", "GroupGivenUp", "named_generators"]

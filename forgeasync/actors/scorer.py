@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import operator
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
+from forgeasync.environments.worker_mark import mark_this_process
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryPeak, MemoryWatch
 from forgeasync.rollouts.score import Score, VerifierCounts
@@ -240,6 +242,17 @@ class ScoredResponses:
     """Peak of the scorer's largest process so far; None where nobody has measured."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerReady:
+    """A scorer that has been set up."""
+
+    isolation: str
+    """What there is and what isolates verifiers, in words."""
+    pid: int
+    mark: str
+    """What it has started carries it (``forgeasync.environments.worker_mark``)."""
+
+
 class ScorerActor(Actor):
     """One scorer in one proc."""
 
@@ -251,10 +264,15 @@ class ScorerActor(Actor):
     @concurrent_endpoint
     async def setup(
         self, sources: Sequence[NamedSource], section: ScorerSection, limit_s: float, seed: int
-    ) -> str:
-        """Start what scores; ``limit_s`` is for one group. Says what there is and what isolates verifiers."""
+    ) -> ScorerReady:
+        """Start what scores; ``limit_s`` is for one group."""
+        mark = mark_this_process()
         self._rewards = RunRewards(sources, section, limit_s=limit_s, seed=seed)
-        return self._rewards.start()
+        return ScorerReady(isolation=self._rewards.start(), pid=os.getpid(), mark=mark)
+
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """Answer, to show that the event loop runs."""
 
     @concurrent_endpoint
     async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:

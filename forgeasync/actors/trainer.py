@@ -7,9 +7,11 @@ Whatever touches the model or a collective runs in one thread, in the order of t
 checksums and transport run beside it: the next optimizer step waits for the copies, generators for all of it.
 """
 
+import asyncio
 import dataclasses
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.ordered_thread import OrderedThread
+from forgeasync.actors.payload_owners import PayloadOwners
 from forgeasync.config.model import Dtype
 from forgeasync.config.weights import TransportChoice
 from forgeasync.observability.logs import redirect_process_output
@@ -41,6 +44,7 @@ from forgeasync.weights.transports.transport import StagingSource
 
 if TYPE_CHECKING:
     from forgeasync.trainer.policy_trainer import PolicyTrainer
+    from forgeasync.trainer.run_checkpoint import CheckpointWriter
 
 PAYLOAD_TIMEOUT_S = 60
 """Seconds for reading one payload from another host."""
@@ -55,9 +59,11 @@ class TrainerActor(Actor):
         redirect_process_output(log_dir / f"trainer-{self._rank}.log")
         self._thread = OrderedThread("trainer")
         self._built: PolicyTrainer | None = None
+        self._checkpoints: CheckpointWriter | None = None
         self._publications: dict[int, Publication] = {}
         """Versions on their way, by slot."""
         self._memory = MemoryWatch(with_descendants=True)
+        self._owners = PayloadOwners()
 
     @concurrent_endpoint
     async def setup(self, setup: TrainerSetup, host_id: str) -> int:
@@ -78,6 +84,7 @@ class TrainerActor(Actor):
         # TorchTitan takes seconds to import: only the procs that train pay for it.
         from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
         from forgeasync.trainer.policy_trainer import PolicyTrainer
+        from forgeasync.trainer.run_checkpoint import CheckpointWriter
 
         backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
         if DEVICE_TYPE != "cpu":
@@ -86,7 +93,8 @@ class TrainerActor(Actor):
         dist.init_process_group(backend)
         # Recomputation in the backward pass needs this thread's mesh context.
         torch.autograd.set_multithreading_enabled(False)
-        self._built = PolicyTrainer(setup)
+        self._checkpoints = CheckpointWriter()
+        self._built = PolicyTrainer(setup, checkpoints=self._checkpoints)
         return self._built.data_rank
 
     @property
@@ -100,9 +108,39 @@ class TrainerActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def connect(self, generators: GeneratorActor) -> None:
-        """Set the generators that are asked for payloads of other hosts."""
-        self._generators = generators
+    async def beat(self) -> None:
+        """This proc's event loop runs; says nothing of the thread that computes."""
+
+    @concurrent_endpoint
+    async def snapshot_bytes(self) -> int:
+        """Bytes of shared memory that this rank's snapshots take."""
+        return await self._thread.call(lambda: self._trainer.snapshot_bytes())
+
+    @concurrent_endpoint
+    async def open_snapshots(self, folder: Path, every_steps: int, at_most: int) -> int:
+        """Go on from the newest snapshot that all ranks have, and take snapshots; returns the version."""
+        return await self._thread.call(
+            lambda: self._trainer.open_snapshots(folder, every_steps=every_steps, at_most=at_most)
+        )
+
+    @concurrent_endpoint
+    async def finish_snapshot(self) -> int | None:
+        """Wait for the snapshot that was begun last; returns the version of this rank's newest whole one.
+
+        No other call waits for this one.
+        """
+        return await asyncio.to_thread(self._trainer.finish_snapshot)
+
+    @concurrent_endpoint
+    async def connect(
+        self, generators: Mapping[str, Sequence[GeneratorActor]], payload_limit_s: float
+    ) -> None:
+        """Set the generators that are asked for payloads of other hosts, by host; they change.
+
+        A payload that cannot be read for ``payload_limit_s`` (``timeouts.weights_s``) is an error.
+        """
+        self._owners.change(generators)
+        self._payload_limit_s = payload_limit_s
 
     @concurrent_endpoint
     async def train_rows(self, rows: list[PackedRow]) -> StepResult:
@@ -154,23 +192,22 @@ class TrainerActor(Actor):
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}
         return dataclasses.replace(result, metrics=metrics, memory=self._memory.peak())
 
-    async def _read_payload(self, ref: PayloadRef, generator_rank: int) -> Arrays:
+    async def _read_payload(self, ref: PayloadRef) -> Arrays:
         if ref.host_id == self._host_id:
             self._num_read["shared"] += 1
             # Views: packing copies them out, before the group can be freed.
             return self._payloads.read(ref, copy=False)
         self._num_read["remote"] += 1
-        owner = self._generators.slice(procs=generator_rank)
-        return await self._remote_payloads.read(ref, owner.expose_payload.call_one)
+        return await self._owners.read(ref, self._remote_payloads, limit_s=self._payload_limit_s)
 
     async def _read(
         self, item: TrainingItem, trained_version: int, prompts: dict[str, Arrays]
     ) -> TrainingSequence:
-        rollout = item.rollout
-        key = rollout.prompt.payload_id
+        branch = item.branch
+        key = branch.prompt.payload_id
         if key not in prompts:
-            prompts[key] = await self._read_payload(rollout.prompt, rollout.generator_rank)
-        response = await self._read_payload(rollout.response, rollout.generator_rank)
+            prompts[key] = await self._read_payload(branch.prompt)
+        response = await self._read_payload(branch.response)
         trace = decode_rollout(prompts[key], response)
         return training_sequence(
             item,
@@ -238,6 +275,11 @@ class TrainerActor(Actor):
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint begun last is on the disk."""
         await self._thread.call(lambda: self._trainer.finish_checkpoint())
+
+    @concurrent_endpoint
+    async def is_writing_checkpoint(self) -> bool:
+        """Whether the checkpoint begun last is still being written; waits for no other call."""
+        return self._checkpoints is not None and self._checkpoints.is_writing
 
     @concurrent_endpoint
     async def policy_version(self) -> int:

@@ -3,9 +3,11 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from forgeasync.actors.deaths import Proc
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer import TrainerActor
 from forgeasync.config.model import Dtype
@@ -26,6 +28,16 @@ T = TypeVar("T")
 
 PEERS_S = 5.0
 """Seconds for the other ranks to end their call once one rank has failed in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staging:
+    """What the staging buffers were opened with."""
+
+    dtype: Dtype
+    folders: Sequence[Path]
+    transport: TransportChoice
+    generator_hosts: frozenset[str]
 
 
 class TrainerMesh:
@@ -49,6 +61,9 @@ class TrainerMesh:
         self._staged = "the initial weights"
         self._layout: WeightLayout | None = None
         self._sources: list[StagingSource] = []
+        self._staging: _Staging | None = None
+        self.members: tuple[Proc, ...] = ()
+        """The process of each rank, by rank."""
 
     async def _on_every_rank(
         self, calls: Callable[[], Sequence[Awaitable[T]]], limit_s: float, *, call: str, key: str
@@ -106,18 +121,31 @@ class TrainerMesh:
         return len(self._ranks)
 
     @property
+    def weight_layout(self) -> WeightLayout:
+        """What ``lay_out_weights`` has laid out."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
     def num_data_ranks(self) -> int:
         """Ranks that see different rows; the others share theirs (tensor parallelism)."""
         return max(self._data_ranks) + 1
 
     async def connect(self, generators: GeneratorRouter) -> None:
         """Let every rank read payloads that lie on the generators' hosts."""
+        limit_s = self._timeouts.weights_s
         await self._on_every_rank(
-            lambda: [rank.connect.call_one(generators.actors) for rank in self._ranks],
+            lambda: [rank.connect.call_one(generators.actors, limit_s) for rank in self._ranks],
             self._timeouts.setup_s,
             call="connecting to the generators",
             key="setup_s",
         )
+
+    async def generators_changed(self, generators: GeneratorRouter) -> None:
+        """Tell every rank which generators there are now; also ranks that wait for a payload of one."""
+        limit_s = self._timeouts.weights_s
+        async with deadline(limit_s, call="telling the trainer of generators", key="timeouts.weights_s"):
+            await asyncio.gather(*(rank.connect.call_one(generators.actors, limit_s) for rank in self._ranks))
 
     async def train_rows(self, rows_by_data_rank: list[list[PackedRow]], *, step: int) -> StepResult:
         """One optimizer step; as many rows for every data rank."""
@@ -153,6 +181,71 @@ class TrainerMesh:
         # All else is the same on every rank, or the first one's.
         return dataclasses.replace(results[0], memory=largest(result.memory for result in results))
 
+    async def beat(self, rank: int) -> None:
+        """Return once the event loop of a rank has answered; no deadline, and no turn."""
+        await self._ranks[rank].beat.call_one()
+
+    async def snapshot_bytes(self) -> list[int]:
+        """Return the shared memory that each rank's snapshots take, by rank."""
+        return await self._on_every_rank(
+            lambda: [rank.snapshot_bytes.call_one() for rank in self._ranks],
+            self._timeouts.setup_s,
+            call="measuring its state",
+            key="setup_s",
+        )
+
+    async def open_snapshots(self, folders: Sequence[Path], *, every_steps: int, at_most: int) -> int:
+        """Go on from the newest snapshot in the ranks' folders, and take snapshots there.
+
+        Returns the version, which is not after ``at_most``.
+        """
+        versions = await self._on_every_rank(
+            lambda: [
+                rank.open_snapshots.call_one(folder, every_steps, at_most)
+                for rank, folder in zip(self._ranks, folders, strict=True)
+            ],
+            self._timeouts.setup_s,
+            call="reading its snapshots",
+            key="setup_s",
+        )
+        assert len(set(versions)) == 1, "ranks are at different versions"
+        return versions[0]
+
+    async def finish_snapshot(self) -> int | None:
+        """Wait until every rank has written its snapshot begun last, beside other calls.
+
+        Returns the newest version of which all ranks have a whole one; None without any.
+        """
+        async with deadline(
+            self._timeouts.train_step_s,
+            call="the trainer finishing its snapshot",
+            key="timeouts.train_step_s",
+        ):
+            versions = await self._together(
+                [asyncio.ensure_future(rank.finish_snapshot.call_one()) for rank in self._ranks]
+            )
+        written = [version for version in versions if version is not None]
+        return min(written) if len(written) == len(versions) else None
+
+    async def reopen_staging(self, before: "TrainerMesh") -> list[StagingSource]:
+        """Lay out the weights and open staging buffers as the trainer before this one had them.
+
+        Raises:
+            RuntimeError: this trainer lays out its weights in another way.
+        """
+        opened = before._staging
+        assert opened is not None, "the trainer before had staging buffers"
+        layout = await self.lay_out_weights(opened.dtype)
+        assert before._layout is not None
+        if layout.digest != before._layout.digest:
+            raise RuntimeError(
+                f"the trainer that was started again lays out its weights as {layout.digest}; must be "
+                f"{before._layout.digest}, as generators know them"
+            )
+        return await self.open_staging(
+            opened.folders, opened.transport, generator_hosts=opened.generator_hosts
+        )
+
     async def lay_out_weights(self, dtype: Dtype) -> WeightLayout:
         """Assign shards to the ranks that publish them, and lay out their staging buffers."""
         ranks = await self._on_every_rank(
@@ -162,12 +255,16 @@ class TrainerMesh:
             key="setup_s",
         )
         layout = self._layout = WeightLayout(dtype=TORCH_DTYPES[dtype], ranks=tuple(ranks))
+        self._dtype = dtype
         return layout
 
     async def open_staging(
         self, folders: Sequence[Path], transport: TransportChoice, *, generator_hosts: frozenset[str]
     ) -> list[StagingSource]:
         """Have every rank allocate its staging buffers in its host's folder; how to reach them, by rank."""
+        self._staging = _Staging(
+            dtype=self._dtype, folders=folders, transport=transport, generator_hosts=generator_hosts
+        )
         self._sources = await self._on_every_rank(
             lambda: [
                 rank.open_staging.call_one(folder, transport, generator_hosts)
@@ -229,6 +326,17 @@ class TrainerMesh:
             self._timeouts.train_step_s,
             call="finishing its checkpoint",
             key="train_step_s",
+        )
+
+    async def is_writing_checkpoint(self) -> bool:
+        """Whether a rank still writes the checkpoint begun last."""
+        return any(
+            await self._on_every_rank(
+                lambda: [rank.is_writing_checkpoint.call_one() for rank in self._ranks],
+                self._timeouts.train_step_s,
+                call="telling whether it writes a checkpoint",
+                key="train_step_s",
+            )
         )
 
     async def policy_version(self) -> int:

@@ -1,9 +1,10 @@
 """Rollout accounting: is what trains composed as what was submitted, and what makes up for a difference?
 
-A group's stratum is its data source and the power of two below its longest response, since that one decides
-how long the group takes. A resolved group was trained or is gone for good. Of the resolved ones the ledger
-knows two histograms of rollouts, over a trailing window: as submitted, each group counting once, and as
-trained, with the weights they were trained with. Nothing lost: they are equal, and the distance is 0.
+A group's stratum is its data source and the power of two below its longest rollout, since that one decides
+how long the group takes. Responses are as long as their tokens, episodes as their milliseconds. A resolved
+group was trained or is gone for good. The ledger knows two histograms of the rollouts
+of resolved ones, over a trailing window: as submitted, each group counting once, and as trained, with the
+weights they were trained with. Nothing lost: they are equal, and the distance is 0.
 
 With ``Replacement.WEIGHT`` a lost group leaves a deficit of 1 in its stratum, and the next trained groups
 there carry it, up to ``max_weight`` each. Where a share p of a stratum's groups survives, the weights tend to
@@ -27,7 +28,7 @@ class Stratum:
 
     source: str
     length_bucket: int
-    """Longest response of the group: at least 2 ** bucket tokens, less than twice that."""
+    """Longest rollout of the group: at least 2 ** bucket tokens or milliseconds, less than twice that."""
 
 
 def length_bucket(num_tokens: int) -> int:
@@ -36,7 +37,7 @@ def length_bucket(num_tokens: int) -> int:
 
 
 def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
-    """Return the stratum of a group by the lengths of its responses, in tokens."""
+    """Return the stratum of a group by the lengths of its rollouts."""
     return Stratum(task.source, length_bucket(max(lengths)))
 
 

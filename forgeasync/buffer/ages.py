@@ -12,16 +12,15 @@ from forgeasync.rollouts.rollout import GroupProgress, StoredRollout, VersionSpa
 
 def reference_version(rollouts: Sequence[StoredRollout], age_of: AgeOf) -> int:
     """The version that a finished group's age counts from."""
-    spans = [rollout.version_spans for rollout in rollouts]
     match age_of:
         case AgeOf.OLDEST_TOKEN:
-            return min(one[0].version for one in spans)
+            return min(rollout.first_version for rollout in rollouts)
         case AgeOf.NEWEST_TOKEN:
-            return min(one[-1].version for one in spans)
+            return min(rollout.last_version for rollout in rollouts)
         case AgeOf.MEAN:
-            return min(_floor_of_mean(one) for one in spans)
+            return min(_floor_of_mean(rollout.version_spans) for rollout in rollouts)
         case AgeOf.TOKEN:
-            return max(one[-1].version for one in spans)
+            return max(rollout.last_version for rollout in rollouts)
 
 
 def known_reference(progress: GroupProgress, group_size: int, age_of: AgeOf) -> int:

@@ -8,6 +8,7 @@ the serving loop's ``set_served_version`` and the training loop's ``take`` move;
 from collections.abc import Sequence
 
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
+from forgeasync.buffer.events import Update
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.rollouts.score import Score
@@ -59,9 +60,11 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         """Wait for the next batch, which makes room for further groups."""
         return await self.until(lambda buffer: buffer.take())
 
-    async def committed(self, *, trainer_wait_share: float) -> Committed:
+    async def committed(self, *, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
         """The batch was trained on."""
-        return self.change(lambda buffer: buffer.committed(trainer_wait_share=trainer_wait_share))
+        return self.change(
+            lambda buffer: buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
+        )
 
     def snapshot(self) -> BufferSnapshot:
         """Return the state that a buffer needs to continue from here."""

@@ -26,6 +26,12 @@ class DropReason(StrEnum):
     """Scoring of the group failed ``scorer.max_attempts`` times."""
     EPISODE_FAILED = "episode_failed"
     """An episode of the environment raised, took longer than ``timeouts.episode_s`` or gave no score."""
+    LOST = "lost"
+    """The group was on ``generator.max_lost_per_group`` generators that were lost."""
+    LATE = "late"
+    """The group took longer than ``timeouts.generate_s``, and did so again whenever it was repeated."""
+    NO_SCORE = "no_score"
+    """Nobody has said how good the group's episodes were."""
 
 
 AGE_REASONS = frozenset({DropReason.STALE, DropReason.CANCELLED})

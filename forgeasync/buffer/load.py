@@ -59,3 +59,11 @@ class LoadController:
         if self._num_calm_steps >= CALM_STEPS:
             self._num_calm_steps = 0
             self.bound = max(self._groups_per_step, self.bound - max(1, self._groups_per_step // 8))
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics under their names in metrics.jsonl."""
+        return {
+            "load/bound": self.bound,
+            "load/trainer_waits": float(self.waiting_side is WaitingSide.TRAINER),
+            "load/generators_wait": float(self.waiting_side is WaitingSide.GENERATORS),
+        }

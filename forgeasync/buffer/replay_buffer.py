@@ -28,12 +28,14 @@ from forgeasync.buffer.decisions import (
     DropReason,
     Start,
 )
-from forgeasync.buffer.load import LoadController, StepLoad, WaitingSide
+from forgeasync.buffer.events import PromptEvents, Update
+from forgeasync.buffer.load import LoadController, StepLoad
 from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
 from forgeasync.buffer.submissions import Entry, Submissions
 from forgeasync.config.buffer import (
     AccountingPolicy,
     AccountingSection,
+    AgeOf,
     BatchOrder,
     BufferSection,
     Replacement,
@@ -83,10 +85,11 @@ class ReplayBuffer:
         self._num_in_flight = 0
         # Deadlines of the groups that can still be trained on.
         self._due = Deadlines()
-        self._batch: list[Entry] = []
+        self._batch: dict[int, Entry] = {}
         self._deficits_before_batch: tuple[Deficit, ...] = ()
         self._num_ready_after_batch = 0
         self._was_bound = False
+        self.events = PromptEvents()
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
         self.num_reissued = 0
         self.num_restarted = 0
@@ -96,7 +99,7 @@ class ReplayBuffer:
 
     def submit(self, task: Task) -> None:
         """Take in a prompt."""
-        self._submissions.submit(task)
+        self.events.submitted(self._submissions.submit(task))
 
     def progressed(self, progress: GroupProgress) -> None:
         """Take in a generator's report on a group; reports on groups that have ended are ignored."""
@@ -111,10 +114,14 @@ class ReplayBuffer:
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
         entry.sampled = group
-        longest = max(rollout.num_sampled_tokens for rollout in group.rollouts)
-        self._submissions.history.measure(entry.submission.task, longest)
+        self.events.sampled(entry.submission, group.group_id)
+        assert entry.lengths is not None
+        self._submissions.history.measure(entry.submission.task, max(entry.lengths))
         reference = reference_version(group.rollouts, self._section.age_of)
         deadline = reference + self._max_off_policy_steps
+        if self._section.age_of is AgeOf.TOKEN:
+            # Episodes that were lost, with the newest tokens perhaps, may have raised it.
+            deadline = max(deadline, entry.deadline)
         assert deadline >= entry.deadline, "what was known of it on the way was a lower bound"
         self._move_deadline(group.group_id, entry, deadline)
 
@@ -141,6 +148,7 @@ class ReplayBuffer:
             scores=None if scores is None else tuple(scores),
             steps=None if scores is None else steps_of(scores),
         )
+        self.events.scored(entry.submission, group_id)
         if entry.is_expired:
             return self._lose(group_id, DropReason.STALE)
         if group_id in self._window:
@@ -157,12 +165,13 @@ class ReplayBuffer:
         assert version >= self._served_version
         self._served_version = version
 
-    def committed(self, *, trainer_wait_share: float) -> Committed:
+    def committed(self, *, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
         """Note that the batch was trained on; return what follows from it."""
         assert self._batch, "a batch was taken"
         self.num_trained += len(self._batch)
-        self._batch.clear()
         self._trainer_version += 1
+        self.events.trained(self._batch, step=self._trainer_version, update=update)
+        self._batch.clear()
         if self._section.adapt_load:
             self._load.step(
                 StepLoad(
@@ -188,6 +197,7 @@ class ReplayBuffer:
         self._entries[group_id] = Entry(submission=submission, deadline=deadline)
         self._due.add(group_id, deadline)
         self._window.start(group_id)
+        self.events.started(submission, group_id)
         return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
 
     @property
@@ -206,10 +216,10 @@ class ReplayBuffer:
         # The order changes the last bits of a step's sums, so it must not depend on timing.
         ids = self._ready.pop(self._groups_per_step)
         ids.sort(key=lambda group_id: self._entries[group_id].submission.draw_id)
-        self._batch = [self._entries[group_id] for group_id in ids]
+        self._batch = {group_id: self._entries[group_id] for group_id in ids}
         self._deficits_before_batch = self._ledger.deficits
         groups, weights = [], []
-        for group_id, entry in zip(ids, self._batch, strict=True):
+        for group_id, entry in self._batch.items():
             assert entry.group is not None
             assert entry.deadline >= self._trainer_version
             self._forget(group_id)
@@ -236,7 +246,9 @@ class ReplayBuffer:
             num_submitted=self._submissions.num_submitted,
             next_group_id=self._next_group_id,
             started=tuple(entry.submission for entry in entries if entry.group is None),
-            complete=tuple(entry.submission for entry in (*self._batch, *entries) if entry.group is not None),
+            complete=tuple(
+                entry.submission for entry in (*self._batch.values(), *entries) if entry.group is not None
+            ),
             pending=self._submissions.pending(),
             num_reissued=self.num_reissued,
             num_restarted=self.num_restarted,
@@ -283,15 +295,16 @@ class ReplayBuffer:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics under their names in metrics.jsonl."""
-        return self._ledger.metrics() | {
-            "buffer/num_in_flight": self.num_in_flight,
-            "buffer/num_complete": self.num_complete,
-            "buffer/num_reissued": self.num_reissued,
-            "buffer/num_restarted": self.num_restarted,
-            "load/bound": self._load.bound,
-            "load/trainer_waits": float(self._load.waiting_side is WaitingSide.TRAINER),
-            "load/generators_wait": float(self._load.waiting_side is WaitingSide.GENERATORS),
-        }
+        return (
+            self._ledger.metrics()
+            | {
+                "buffer/num_in_flight": self.num_in_flight,
+                "buffer/num_complete": self.num_complete,
+                "buffer/num_reissued": self.num_reissued,
+                "buffer/num_restarted": self.num_restarted,
+            }
+            | self._load.metrics()
+        )
 
     # ---- inside
 
@@ -354,7 +367,9 @@ class ReplayBuffer:
         self._num_admitted -= 1
         self.num_dropped[reason] += 1
         submission = entry.submission
-        if self._comes_again(reason) and submission.attempt + 1 < self._section.max_attempts:
+        again = self._comes_again(reason) and submission.attempt + 1 < self._section.max_attempts
+        self.events.dropped(submission, group_id, reason, again=again)
+        if again:
             self._submissions.reissue(submission, entry.lengths)
             self.num_reissued += 1
         elif reason is not DropReason.FILTERED:

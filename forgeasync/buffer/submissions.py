@@ -26,14 +26,14 @@ ATTEMPT_STRIDE = 10**9
 
 
 class LengthHistory:
-    """Expected response lengths in tokens: of a prompt that was measured, else of its source, else 0."""
+    """Expected lengths: of a prompt that was measured, else of its source, else 0. See ``Entry.lengths``."""
 
     def __init__(self) -> None:
         self._of_prompt: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._of_source: dict[str, float] = {}
 
     def measure(self, task: Task, length: float) -> None:
-        """Take in the number of tokens of the longest response to a prompt."""
+        """Take in the length of the longest rollout of a prompt."""
         key = (task.source, task.task_id)
         known = self._of_prompt.pop(key, length)
         # Measured last goes to the end; what was measured first is forgotten.
@@ -44,7 +44,7 @@ class LengthHistory:
         self._of_source[task.source] = known + HISTORY_DECAY * (length - known)
 
     def expected(self, task: Task) -> float:
-        """Return the expected length in tokens."""
+        """Return the expected length."""
         of_source = self._of_source.get(task.source, 0.0)
         return self._of_prompt.get((task.source, task.task_id), of_source)
 
@@ -87,11 +87,12 @@ class Submissions:
         """Number of prompts submitted so far, not counting repeated submissions."""
         return self._num_submitted
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: Task) -> Submission:
         """Add a new prompt."""
         submission = Submission(submission_id=self._num_submitted, task=task)
         self._push(submission, cohort=self._num_submitted // self._cohort_size)
         self._num_submitted += 1
+        return submission
 
     def reissue(self, submission: Submission, lengths: tuple[int, ...] | None) -> None:
         """Submit again a prompt whose group was lost; ``lengths`` of its responses, if they are known."""
@@ -144,7 +145,12 @@ class Entry:
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
-        """Numbers of sampled tokens of all its rollouts; None until they are sampled."""
+        """How long all its rollouts are; None until they are sampled.
+
+        Responses are as long as their tokens, episodes as their milliseconds: that decides how old they get.
+        """
         if self.sampled is None:
             return None
+        if self.sampled.durations_ms is not None:
+            return self.sampled.durations_ms
         return tuple(rollout.num_sampled_tokens for rollout in self.sampled.rollouts)

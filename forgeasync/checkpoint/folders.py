@@ -28,6 +28,10 @@ LAST_PUBLISHED = "last-published"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
+class CheckpointNotWritten(OSError):
+    """A checkpoint could not be written; nothing of it is left, and another one can be begun."""
+
+
 def checkpoint_name(step: int) -> str:
     """The name of the folder of a checkpoint."""
     return f"step-{step:08d}"
@@ -39,11 +43,16 @@ def step_of(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint is all written and shown."""
+    return (folder / RUN_FILE).is_file()
+
+
 def list_checkpoints(parent: Path) -> list[Path]:
     """Whole checkpoints, the oldest step first; none if there is no such folder."""
     if not parent.is_dir():
         return []
-    steps = {folder: step_of(folder) for folder in parent.iterdir() if (folder / RUN_FILE).is_file()}
+    steps = {folder: step_of(folder) for folder in parent.iterdir() if is_whole(folder)}
     found = [(step, folder) for folder, step in steps.items() if step is not None]
     return [folder for _, folder in sorted(found)]
 

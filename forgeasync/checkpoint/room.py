@@ -62,7 +62,7 @@ def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, expor
         num_left = min(config.checkpoint.keep + 1, num_ever) - len(list_checkpoints(checkpoints))
         num_more = max(min(1, num_ever), num_left)
     exported = export_bytes(config, facts)
-    at_export, at_checkpoints = _existing(export), _existing(checkpoints)
+    at_export, at_checkpoints = existing_folder(export), existing_folder(checkpoints)
     is_shared = at_export.stat().st_dev == at_checkpoints.stat().st_dev
     free = shutil.disk_usage(at_export).free
     needed = exported + (num_more * one if is_shared else 0)
@@ -87,7 +87,7 @@ def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, expor
         )
 
 
-def _existing(folder: Path) -> Path:
+def existing_folder(folder: Path) -> Path:
     """The folder itself, or the nearest one above it that is there."""
     return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
 

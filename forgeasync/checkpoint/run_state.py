@@ -15,6 +15,7 @@ from forgeasync.buffer.decisions import BufferSnapshot
 from forgeasync.checkpoint.folders import RUN_FILE
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.ledger.lines import CheckpointedBuffer, LedgerPosition
 from forgeasync.schema.problems import Problem
 
 UNCHANGEABLE = {
@@ -36,10 +37,16 @@ class RunState:
     """The model's shape, by ``model_shape``."""
     config: dict[str, object]
     buffer: BufferSnapshot
+    ledger: LedgerPosition
+    """The run's ledger, which is on the disk up to here."""
 
     def encode(self) -> bytes:
         """Encode the state as the text of ``run.json``."""
         return msgspec.json.format(msgspec.json.encode(self))
+
+    @property
+    def checkpointed_buffer(self) -> CheckpointedBuffer:
+        return CheckpointedBuffer(snapshot=self.buffer, ledger=self.ledger)
 
 
 def model_shape(facts: ModelFacts) -> dict[str, object]:
@@ -72,7 +79,7 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
     for field, reason in UNCHANGEABLE.items():
         before, after = state.config.get(field), current[field]
         if field == "data":
-            before, after = _without_rewards(before), _without_rewards(after)
+            before, after = data_order(before), data_order(after)
         for path, saved, now in differences({field: before}, {field: after}):
             yield Problem(field=path, value=now, remedy=f"must be {saved!r} as in {folder}: {reason}")
     if config.max_steps <= state.step:
@@ -83,11 +90,15 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
         )
 
 
-def _without_rewards(data: object) -> object:
-    """Return the section without rewards: they may change on resuming and do not affect the data's order."""
+_NOT_ORDER = frozenset({"reward", "renderer"})
+"""Keys of the section that may change on resuming: they do not affect the data's order."""
+
+
+def data_order(data: object) -> object:
+    """Return the part of the section ``data`` that the order of the data follows from."""
     if isinstance(data, Mapping):
-        return {key: _without_rewards(value) for key, value in data.items() if key != "reward"}
-    return [_without_rewards(one) for one in data] if isinstance(data, list) else data
+        return {key: data_order(value) for key, value in data.items() if key not in _NOT_ORDER}
+    return [data_order(one) for one in data] if isinstance(data, list) else data
 
 
 def differences(

@@ -20,7 +20,7 @@ from forgeasync.algorithms.filters import (
 from forgeasync.algorithms.kl import K1, KlPlace, UnbiasedK3
 from forgeasync.algorithms.objectives import Gspo, Supervised
 from forgeasync.config.algorithm import AlgorithmSection
-from forgeasync.config.run import RunConfig, longest_response
+from forgeasync.config.run import RunConfig, is_served, longest_response
 from forgeasync.schema.problems import Problem
 from forgeasync.schema.python_code import PythonCode
 
@@ -32,7 +32,7 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
     yield from _check_corrections(algorithm)
     yield from _check_aggregation(config)
     yield from _check_kl(algorithm)
-    yield from _check_advantage(algorithm)
+    yield from _check_advantage(algorithm, is_served=is_served(config))
     yield from check_filters(
         algorithm.filters,
         field="algorithm.filters",
@@ -149,9 +149,10 @@ def _check_kl(algorithm: AlgorithmSection) -> Iterator[Problem]:
         )
 
 
-def _check_advantage(algorithm: AlgorithmSection) -> Iterator[Problem]:
+def _check_advantage(algorithm: AlgorithmSection, *, is_served: bool) -> Iterator[Problem]:
     advantage = algorithm.advantage
-    if algorithm.group_size < advantage.smallest_group:
+    # Groups of people who are served are of one: serving_rules.py says which advantages take them.
+    if algorithm.group_size < advantage.smallest_group and not is_served:
         yield Problem(
             field="algorithm.group_size",
             value=algorithm.group_size,

@@ -40,6 +40,7 @@ class BufferSection(Section):
 
     stale_groups: StaleGroups = StaleGroups.WAIT
     age_of: AgeOf = AgeOf.OLDEST_TOKEN
+    """Where nothing is said, ``token`` in runs with an environment, whose episodes can be long."""
     order: BatchOrder = BatchOrder.DEADLINE
     max_groups: Count | None = None
     """Depth bound: most groups started and not yet trained on. null: only max_off_policy_steps bounds them,

@@ -8,6 +8,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from forgeasync.config.coding import CodingSource
+from forgeasync.config.games import GameSource
+from forgeasync.config.serving import ServedSource
 from forgeasync.schema.python_code import PythonCode
 from forgeasync.schema.section import Seconds, Section
 
@@ -149,7 +152,10 @@ class PythonSource(PythonCode):
     """
 
 
-SourceSection = Annotated[ReasoningGymSource | HuggingFaceSource | PythonSource, Field(discriminator="kind")]
+SourceSection = Annotated[
+    ReasoningGymSource | HuggingFaceSource | PythonSource | GameSource | CodingSource | ServedSource,
+    Field(discriminator="kind"),
+]
 
 
 def default_name(source: SourceSection) -> str:
@@ -161,6 +167,12 @@ def default_name(source: SourceSection) -> str:
             return source.path
         case PythonSource():
             return source.factory
+        case GameSource():
+            return source.game.kind
+        case CodingSource():
+            return source.path
+        case ServedSource():
+            return source.kind
 
 
 def own_reward(source: SourceSection) -> RewardSection:
@@ -169,6 +181,8 @@ def own_reward(source: SourceSection) -> RewardSection:
 
 
 NumTasks = Annotated[int, Field(gt=0, le=MAX_TASKS)]
+
+NumTasksOrZero = Annotated[int, Field(ge=0, le=MAX_TASKS)]
 
 
 class WeightedSource(Section):
@@ -187,6 +201,44 @@ class WeightedSource(Section):
     """Number of held-out problems from this source; null: ``data.num_held_out``."""
 
 
+class RendererName(StrEnum):
+    """What turns messages of an environment into tokens, and reads the model's turns, by a chat template."""
+
+    AUTO = "auto"
+    """The family below that renders as the model's own chat template does; ``template`` if none does."""
+    TEMPLATE = "template"
+    """The chat template itself."""
+    # Families of models: the names of the package renderers 0.1.12.
+    DEEPSEEK_R1 = "deepseek-r1"
+    DEEPSEEK_V3 = "deepseek-v3"
+    DEEPSEEK_V4 = "deepseek-v4"
+    GEMMA4 = "gemma4"
+    GLM_4_5 = "glm-4.5"
+    GLM_5 = "glm-5"
+    GLM_5_1 = "glm-5.1"
+    GLM_5_3 = "glm-5.3"
+    GPT_OSS = "gpt-oss"
+    HY3 = "hy3"
+    INKLING = "inkling"
+    KIMI_K2 = "kimi-k2"
+    KIMI_K2_5 = "kimi-k2.5"
+    LAGUNA_M_1 = "laguna-m.1"
+    LAGUNA_S_2_1 = "laguna-s-2.1"
+    LAGUNA_XS_2 = "laguna-xs.2"
+    LAGUNA_XS_2_1 = "laguna-xs-2.1"
+    LLAMA_3 = "llama-3"
+    MINIMAX_M2 = "minimax-m2"
+    NEMOTRON_3 = "nemotron-3"
+    NEMOTRON_3_ULTRA = "nemotron-3-ultra"
+    NEMOTRON_3_5 = "nemotron-3.5"
+    PRIME_QWEN3 = "prime-qwen3"
+    QWEN3 = "qwen3"
+    QWEN3_VL = "qwen3-vl"
+    QWEN3_5 = "qwen3.5"
+    QWEN3_6 = "qwen3.6"
+    QWEN3_8 = "qwen3.8"
+
+
 class DataSection(Section):
     """Where prompts come from and what scores the responses."""
 
@@ -200,14 +252,17 @@ class DataSection(Section):
     num_train: NumTasks
     """Number of training problems from each source. All are held in memory; every pass over them is shuffled
     by the run's seed."""
-    num_held_out: NumTasks
-    """Number of held-out problems from each source; none of them is ever trained on."""
+    num_held_out: NumTasksOrZero
+    """Number of held-out problems from each source; none of them is ever trained on. 0 with a source of kind
+    ``served``, and only then."""
     chat_template: bool = False
     """Render each prompt by the tokenizer's chat template; false: use its text as it is."""
     system_prompt: str | None = None
     """Text of a system message before every prompt; needs ``chat_template: true``."""
     template_arguments: dict[str, int | float | bool | str] | None = None
     """Further variables of the chat template, such as ``enable_thinking``."""
+    renderer: RendererName = RendererName.AUTO
+    """What renders an environment's messages with ``chat_template: true``."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:

@@ -10,6 +10,7 @@ from forgeasync.config.data import (
     PythonReward,
     ReasoningGymReward,
     ReasoningGymSource,
+    RendererName,
     is_part_name,
     name_of,
     named_sources,
@@ -129,6 +130,16 @@ def _check_template(config: RunConfig) -> Iterator[Problem]:
             if value is not None:
                 remedy = "is used by the chat template only; needs data.chat_template = true"
                 yield Problem(field=f"data.{key}", value=value, remedy=remedy)
+    if data.renderer is not RendererName.AUTO:
+        if not data.chat_template:
+            remedy = "renders by a chat template; needs data.chat_template = true, or must be left out"
+            yield Problem(field="data.renderer", value=data.renderer.value, remedy=remedy)
+        if config.environment is None:
+            remedy = "renders the messages of an environment; must be left out without one"
+            yield Problem(field="data.renderer", value=data.renderer.value, remedy=remedy)
+    if config.environment is not None and data.system_prompt is not None:
+        remedy = "must be left out with an environment, whose messages are its own: give it a system message"
+        yield Problem(field="data.system_prompt", value=data.system_prompt, remedy=remedy)
     for name, value in (data.template_arguments or {}).items():
         if name in OWN_ARGUMENTS:
             remedy = "is set by the run itself, or would change what rendering returns; leave it out"

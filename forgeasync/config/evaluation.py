@@ -1,10 +1,12 @@
 """The section on evaluation: held-out problems, and further sets with their own sampling and rewards."""
 
+from enum import StrEnum
+
 from pydantic import Field
 
 from forgeasync.config.data import NamedSource, NumTasks, Rewards, SourceSection, rewards_of
 from forgeasync.config.generator import SamplingSection
-from forgeasync.schema.section import Count, Section
+from forgeasync.schema.section import Count, CountOrZero, Section
 
 
 class EvaluationSet(Section):
@@ -24,13 +26,29 @@ class EvaluationSet(Section):
     """Rewards for these responses; null: the source's own, see ``data.reward``."""
 
 
+class EvaluationMode(StrEnum):
+    """Whether training waits for evaluations."""
+
+    BESIDE = "beside"
+    """Training goes on. What is evaluated was sampled under several versions, which are recorded."""
+    PINNED = "pinned"
+    """Training waits, so that all of an evaluation is sampled under one version."""
+
+
 class EvaluationSection(Section):
     """Accuracy on held-out problems, sampled as in training, and on further sets of problems."""
 
+    mode: EvaluationMode = EvaluationMode.BESIDE
+    """``beside``: training goes on meanwhile, and an evaluation's metrics are on the line of the step during
+    which it ended, with the versions that sampled it (``eval/version_min``, ``eval/version_max``). One that
+    is due while another is under way is skipped (``eval/num_skipped``). ``pinned``: training waits. The
+    evaluations before the first step and after the last are pinned in any case."""
+
     every_steps: Count = 20
     """Steps between two evaluations; there is one before the first step and one after the last, too."""
-    num_problems: Count
-    """Number of held-out problems that are evaluated; at most ``data.num_held_out``."""
+    num_problems: CountOrZero
+    """Number of held-out problems that are evaluated; at most ``data.num_held_out``. 0 in a run that serves
+    people, and only there."""
     sets: tuple[EvaluationSet, ...] = ()
     """Further sets of problems, evaluated at the same steps."""
 

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -81,6 +81,9 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             return Problem(field=field, remedy=f"required key is missing{_meaning(location, values)}")
         case "extra_forbidden":
             return Problem(field=field, value=value, remedy=_unknown_key(location, values))
+        case "dict_type" if _has_names(location, values):
+            remedy = f"expected sections by name, such as {{a: {{...}}}}{_meaning(location, values)}"
+            return Problem(field=field, value=value, remedy=remedy)
         case kind if kind in _SECTION_EXPECTED and _candidates(location, values):
             keys = ", ".join(_section(location, values).model_fields)
             if len(_candidates(location, values)) > 1:
@@ -99,6 +102,10 @@ def _problem(errors: Sequence[ErrorDetails], location: tuple[str | int, ...], va
             return Problem(field=f"{field}.{context['key']}", remedy=details["msg"])
         case "finite_number":
             return Problem(field=field, value=value, remedy="must be a finite number")
+        case "too_short":
+            entries = "one entry" if context["min_length"] == 1 else f"{context['min_length']} entries"
+            remedy = f"must have at least {entries}{_meaning(location, values)}"
+            return Problem(field=field, value=value, remedy=remedy)
         case "too_long":
             return Problem(field=field, value=value, remedy=f"must have {context['max_length']} entries")
         case "enum" | "literal_error":
@@ -154,13 +161,30 @@ def _members(annotation: object) -> list[type[BaseModel]]:
     return list(dict.fromkeys(found))
 
 
+def _maps_names(annotation: object) -> bool:
+    """Whether a field holds sections by names of the user's own, such as ``agents``."""
+    if get_origin(annotation) is dict:
+        return bool(_members(annotation))
+    return any(_maps_names(part) for part in get_args(annotation))
+
+
+def _has_names(location: tuple[str | int, ...], values: object) -> bool:
+    """Whether sections by name belong at a location."""
+    section, last = _section(location[:-1], values), location[-1]
+    return last in section.model_fields and _maps_names(section.model_fields[str(last)].annotation)
+
+
 def _candidates(location: tuple[str | int, ...], values: object) -> list[type[BaseModel]]:
     """List the section classes that a location allows, beginning with the one that the file names."""
     candidates: list[type[BaseModel]] = [RunConfig]
     node = values
+    is_name = False
     for part in location:
-        if isinstance(part, str):
-            candidates = _members(candidates[0].model_fields[part].annotation)
+        if isinstance(part, str) and not is_name:
+            annotation = candidates[0].model_fields[part].annotation
+            candidates, is_name = _members(annotation), _maps_names(annotation)
+        else:
+            is_name = False
         is_there = isinstance(node, Mapping) and part in node
         node = node[part] if is_there or isinstance(node, list) else None
         kind = node["kind"] if isinstance(node, Mapping) and "kind" in node else None

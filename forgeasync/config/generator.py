@@ -35,10 +35,20 @@ class SamplingSection(Section):
 
 
 class GeneratorSection(Section):
-    """The generator mesh: vLLM engines behind a router."""
+    """The generators: vLLM engines behind a router, which are replaced when they are lost."""
 
     num_replicas: Procs = 1
     """Number of engines, each in its own Monarch proc."""
+    num_spares: int = Field(default=0, ge=0, le=64)
+    """Engines beyond ``num_replicas`` that have the newest weights and get no groups, until one of them takes
+    the place of an engine that is lost. They need GPUs and memory as the others."""
+    heartbeat_s: float = Field(default=8.0, ge=1.0, le=3600.0)
+    """An engine's process that does not answer for so long is killed and replaced."""
+    max_restarts: int = Field(default=5, gt=0, le=1000)
+    """So many engines in a row that do not come to sample end the run."""
+    max_lost_per_group: int = Field(default=3, gt=0, le=100)
+    """A group that was on so many engines that were lost is given up (``dropped/lost``): its prompt may be
+    what ends them."""
     tensor_parallel: Procs = 1
     """GPUs per engine."""
     expert_parallel: bool = False
@@ -50,8 +60,16 @@ class GeneratorSection(Section):
     """Most tokens in one forward pass of the engine; chunked prefill splits longer prompts."""
     kv_cache_gib: Gibibytes = 0.25
     """KV cache of each process of an engine, in GiB."""
+    keep_in_flight: bool = True
+    """Log the tokens of unfinished responses and episodes in the host's shared memory, so that another engine
+    goes on with them if this one's process dies. Takes up to three times what they take as payloads."""
     compile: bool = False
     """Use torch.compile and (on GPUs) CUDA graphs; false: eager."""
     batch_invariant: bool = False
     """Make a response's tokens and log-probabilities independent, to the last bit, of what else is decoded. A
     synchronous run then has the same losses every time, interrupted or not. Costs some speed."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that a run starts, spares included."""
+        return self.num_replicas + self.num_spares

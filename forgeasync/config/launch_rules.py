@@ -39,7 +39,7 @@ def _check_division(config: RunConfig) -> Iterator[Problem]:
     counts = num_hosts(config.launcher)
     spread = (
         ("trainer", counts.trainer, "trainer.parallel.num_procs", config.trainer.parallel.num_procs),
-        ("generators", counts.generators, "generator.num_replicas", config.generator.num_replicas),
+        ("generators", counts.generators, "generator.num_replicas", config.generator.num_engines),
     )
     for role, hosts, field, count in spread:
         if count % hosts:
@@ -97,7 +97,7 @@ def _check_gpus(config: RunConfig) -> Iterator[Problem]:
             remedy=f"must be at most launcher.gpus_per_host = {gpus}: all GPUs of an engine are on one host",
         )
         return
-    replicas = generator.num_replicas // counts.generators
+    replicas = generator.num_engines // counts.generators
     if replicas * generator.tensor_parallel > gpus:
         yield Problem(
             field="launcher.gpus_per_host",

@@ -18,8 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from forgeasync.config.buffer import AgeOf
 from forgeasync.config.explain import explain
 from forgeasync.config.run import RunConfig
+from forgeasync.config.weights import Interruption
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 
 _MISSING = "???"
@@ -42,7 +44,7 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
         config = _apply_override(config, override, problems)
     if config is None:
         raise ConfigError(problems)
-    values = _resolve(config, problems)
+    values = _with_age_of_tokens(_resolve(config, problems))
     # Validated as JSON: from JSON, pydantic's strict mode accepts enums, tuples and whole numbers for floats.
     text = json.dumps(values, default=str)
     try:
@@ -135,6 +137,22 @@ def _apply_override(config: DictConfig | None, override: str, problems: list[Pro
         remedy = "leads into a list; give the whole list, such as key.path=[1,2]"
         problems.append(Problem(field="override", value=override, remedy=remedy))
     return config
+
+
+def _with_age_of_tokens(values: object) -> object:
+    """Bound the age of tokens where episodes can be long, so that one loses only its oldest turns.
+
+    Whatever the config says of it stays.
+    """
+    if not isinstance(values, dict) or values.get("environment") is None:
+        return values
+    buffer, weights = values.get("buffer", {}), values.get("weights", {})
+    if not isinstance(buffer, dict) or not isinstance(weights, dict) or "age_of" in buffer:
+        return values
+    if weights.get("interruption") == Interruption.CANCEL_STALE:
+        # It can tell only of whole groups whether they are too old.
+        return values
+    return values | {"buffer": buffer | {"age_of": AgeOf.TOKEN.value}}
 
 
 def _resolve(config: DictConfig, problems: list[Problem]) -> object:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from forgeasync.config.algorithm_rules import check_algorithm
 from forgeasync.config.buffer import StaleGroups
 from forgeasync.config.buffer_rules import check_accounting, check_buffer
+from forgeasync.config.coding_rules import check_coding
 from forgeasync.config.data import MAX_TASKS
 from forgeasync.config.data_rules import check_data, check_evaluation, check_response_length
+from forgeasync.config.environment_rules import check_built_in
+from forgeasync.config.episode_rules import check_episodes
 from forgeasync.config.launch_rules import (
     check_adapters_on_gpus,
     check_launcher,
@@ -18,6 +21,7 @@ from forgeasync.config.launch_rules import (
 )
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host
 from forgeasync.config.run import RunConfig, WarmupSection
+from forgeasync.config.serving_rules import check_serving
 from forgeasync.config.trainer import ROW_ALIGNMENT, OptimizerSection
 from forgeasync.config.weights import Interruption, KvAfterSwap
 from forgeasync.schema.problems import Problem
@@ -65,7 +69,7 @@ def check_interruption(config: RunConfig) -> Iterator[Problem]:
 def num_gpus_needed(config: RunConfig) -> int:
     """Count the GPUs of trainer and generators; without GPUs, it is the number of their CPU processes."""
     generator = config.generator
-    return config.trainer.parallel.num_procs + generator.num_replicas * generator.tensor_parallel
+    return config.trainer.parallel.num_procs + generator.num_engines * generator.tensor_parallel
 
 
 def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
@@ -76,12 +80,13 @@ def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
     needed, generator = num_gpus_needed(config), config.generator
     if isinstance(config.launcher, LocalLauncher) and 0 < num_gpus < needed:
         num_trainer = config.trainer.parallel.num_procs
+        spares = ", spares included" if generator.num_spares else ""
         yield Problem(
             field="generator.num_replicas",
             value=generator.num_replicas,
             remedy=f"with generator.tensor_parallel = {generator.tensor_parallel} and "
             f"trainer.parallel.num_procs = {num_trainer} the run needs {needed} GPUs "
-            f"({generator.num_replicas} x {generator.tensor_parallel} + {num_trainer}); "
+            f"({generator.num_engines} x {generator.tensor_parallel} + {num_trainer}{spares}); "
             f"must be at most the {num_gpus} of this host",
         )
     if isinstance(config.launcher, LocalLauncher) and num_gpus > 0:
@@ -100,7 +105,7 @@ def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
 
 def check_numbers(config: RunConfig) -> Iterator[Problem]:
     """Check seeds, schedules, weight decay and what a warm-up holds in memory."""
-    last_replica = config.generator.num_replicas - 1
+    last_replica = config.generator.num_engines - 1
     if config.seed + last_replica > MAX_SEED:
         yield Problem(
             field="seed",
@@ -325,6 +330,10 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_launcher,
     check_scorer,
     check_data,
+    check_built_in,
+    check_episodes,
+    check_serving,
+    check_coding,
     check_evaluation,
     _check_warmup,
 )

@@ -4,17 +4,21 @@ from typing import Annotated
 
 from pydantic import Field
 
+from forgeasync.config.agents import AgentSection
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer import AccountingSection, BufferSection, PayloadSection
 from forgeasync.config.data import DataSection
+from forgeasync.config.environments import EnvironmentSection
+from forgeasync.config.episodes import EpisodesSection
 from forgeasync.config.evaluation import EvaluationSection
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.launcher import LauncherSection, LocalLauncher
 from forgeasync.config.model import LoraSection, ModelSection
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.sandbox import Bubblewrap, SandboxSection
+from forgeasync.config.serving import ServedSource, ServingSection
 from forgeasync.config.trainer import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.config.weights import WeightsSection
-from forgeasync.schema.python_code import PythonCode
 from forgeasync.schema.section import Count, CountOrZero, Seconds, Section, Seed
 
 
@@ -30,7 +34,8 @@ class TimeoutSection(Section):
     """Time for scoring one group, from when the scorer starts on it. After that the attempt has failed and is
     repeated, see ``scorer.max_attempts``."""
     episode_s: Seconds = 600.0
-    """Time for one episode of an environment, from start to score. After that its group is given up."""
+    """Time for one episode of an environment, from start to score. ``episodes.endings.timeout`` says what
+    becomes of one that takes longer."""
     host_s: Seconds = 60.0
     """With several hosts: a host that does not answer for this long ends the run. A host that is not polled
     for twice this long shuts itself down."""
@@ -54,7 +59,13 @@ class ScorerSection(Section):
     answer_memory_mib: int = Field(default=1024, ge=16, le=1048576)
     """Memory that verifying one answer may allocate, in MiB."""
     max_attempts: int = Field(default=3, gt=0, le=100)
-    """Attempts at scoring a group; after this many failures it is given up (``dropped/unscored``)."""
+    """Attempts at scoring a group; after this many failures it is given up (``dropped/unscored``). What was
+    lost with the scorer's process does not count."""
+    heartbeat_s: Seconds = 8.0
+    """A scorer that does not answer for this long is killed and replaced."""
+    max_restarts: int = Field(default=10, gt=0, le=1000)
+    """Restarts of the scorer in a row, without a group that it has scored between them; after that the run
+    ends."""
 
 
 class CheckpointSection(Section):
@@ -119,6 +130,9 @@ class WarmupSection(Section):
         return round(self.direct_share * self.examples_per_step)
 
 
+AgentName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,30}$")]
+
+
 class RunConfig(Section):
     """The config of one run."""
 
@@ -146,9 +160,18 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     scorer: ScorerSection = ScorerSection()
-    environment: PythonCode | None = None
-    """Multi-turn environment: a class derived from ``Environment`` or an async function (task, agent), which
-    scores its own episodes. null: one prompt and one response, scored by ``data.reward``."""
+    environment: EnvironmentSection | None = None
+    """Multi-turn environment, which scores its own episodes: one that comes with the package, or a class of
+    your own that is derived from ``Environment``, or an async function (task, agent). null: one prompt and
+    one response, scored by ``data.reward``."""
+    episodes: EpisodesSection = EpisodesSection()
+    agents: dict[AgentName, AgentSection] | None = None
+    """The environment's agents by name, at least one of them trained, if it has several: ``rollout`` then
+    gets all of them. null: one agent."""
+    sandbox: SandboxSection = Bubblewrap()
+    """Where environments run code that the model wrote."""
+    serving: ServingSection = ServingSection()
+    """How people are served, in runs with ``data.source: {kind: served}``."""
     evaluation: EvaluationSection
     logging: LoggingSection = LoggingSection()
     timeouts: TimeoutSection = TimeoutSection()
@@ -156,11 +179,21 @@ class RunConfig(Section):
     warmup: WarmupSection | None = None
 
 
+def is_served(config: RunConfig) -> bool:
+    """Return whether people bring the run's tasks, over HTTP."""
+    return isinstance(config.data.source, ServedSource)
+
+
 def longest_response(config: RunConfig) -> int:
     """Return the most tokens that can follow the first prompt; turns of an episode can fill the context."""
     if config.environment is not None:
         return config.model.max_context_length
     return config.sampling.max_response_tokens
+
+
+def num_groups_held(config: RunConfig) -> int:
+    """Return the most groups whose rollouts stay for the trainer: those of batches between two snapshots."""
+    return config.algorithm.groups_per_step * (config.trainer.recovery.snapshot_every_steps or 1)
 
 
 def resolve(config: RunConfig, facts: ModelFacts) -> RunConfig:

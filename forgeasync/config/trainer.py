@@ -88,6 +88,20 @@ class FlashAttention(StrEnum):
     FA4 = "FA4"
 
 
+class RecoverySection(Section):
+    """What becomes of a run whose trainer loses a rank: the trainer is started again from snapshots in its
+    hosts' shared memory, while generators go on."""
+
+    snapshot_every_steps: Count | None = 1
+    """Every rank copies its state into shared memory after every so many batches. Rollouts of the batches
+    since then stay in the payload store. null: no snapshots; a lost rank ends the run."""
+    max_restarts: Count = 3
+    """So many restarts without a complete step between them; one more ends the run with the first failure."""
+    heartbeat_s: float = Field(default=8.0, ge=0.5, le=3600.0)
+    """A rank whose process does not answer for this long, although the controller asks, is taken for
+    stopped."""
+
+
 class TrainerSection(Section):
     """The trainer mesh: TorchTitan's model under FSDP2, TP and EP."""
 
@@ -117,6 +131,7 @@ class TrainerSection(Section):
     steps_per_batch: Count = 1
     """Optimizer steps per batch, each on the same number of whole groups; must divide
     algorithm.groups_per_step. One batch is one policy version, however many optimizer steps it has."""
+    recovery: RecoverySection = RecoverySection()
     max_skipped_steps: Count = 3
     """An optimizer step whose loss or gradient is not finite is skipped and counted. After this many batches
     in a row with a skipped step the run ends with an error."""

@@ -33,10 +33,8 @@ EXIT_SIGNAL = 128
 """Exit code of an app stopped by a signal, less the signal's number."""
 
 
-def parse_arguments(
-    description: str, *, dry_run: bool = False, resume: bool = False, rehearse: bool = False
-) -> argparse.Namespace:
-    """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and the app's further options."""
+def config_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of ``--config FILE [--config FILE ...] [key.path=value ...]``, for further options."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--config",
@@ -46,6 +44,14 @@ def parse_arguments(
         help="YAML file of the run; given again, each file is merged over the ones before it",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces values of the files")
+    return parser
+
+
+def parse_arguments(
+    description: str, *, dry_run: bool = False, resume: bool = False, rehearse: bool = False
+) -> argparse.Namespace:
+    """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and the app's further options."""
+    parser = config_parser(description)
     # argparse of Python 3.11 cannot print the usage of an empty group.
     modes = parser.add_mutually_exclusive_group() if dry_run or resume or rehearse else parser
     if dry_run:

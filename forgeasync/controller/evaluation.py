@@ -1,52 +1,68 @@
-"""Evaluates a policy version on problems that are not trained on."""
+"""Evaluates the weights being served on problems that are not trained on."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
-from forgeasync.actors.group_sampling import GroupSampler
+from forgeasync.actors.group_sampling import GroupSampler, HeldOutRollout
 from forgeasync.actors.group_scoring import Unscored
 from forgeasync.config.generator import SamplingSection
 from forgeasync.controller.preparation import Prepared
-from forgeasync.observability.console import StepConsole
 from forgeasync.observability.scored_groups import HeldOutScores, part_means
+from forgeasync.rollouts.rollout import spanned
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 
 logger = logging.getLogger(__name__)
 
+OnEnded = Callable[[int, int, HeldOutRollout], None]
+"""Called with the place of the problem, the number of the sample and what came of it."""
+
+
+def num_responses(prepared: Prepared) -> int:
+    """Return how many responses one evaluation samples."""
+    return len(prepared.held_out) + sum(
+        len(prepared.sets[one.name]) * one.num_samples for one in prepared.config.evaluation.sets
+    )
+
 
 async def evaluate_all(
-    prepared: Prepared, groups: GroupSampler, console: StepConsole, *, version: int
+    prepared: Prepared,
+    groups: GroupSampler,
+    *,
+    on_answered: Callable[[], None],
+    max_concurrent: int | None = None,
 ) -> HeldOutScores:
-    """Score the held-out problems and every evaluation set, under the weights being served.
+    """Score the held-out problems and every evaluation set.
 
-    ``version`` is the version of these weights, for the console.
+    ``on_answered`` is called after every rollout. Without ``max_concurrent`` all rollouts of a set are
+    sampled at once.
     """
-    config, held_out, sets = prepared.config, prepared.held_out, prepared.sets
-    num_problems = len(held_out) + sum(map(len, sets.values()))
-    num_responses = len(held_out) + sum(
-        len(sets[one.name]) * one.num_samples for one in config.evaluation.sets
+    start_s = time.perf_counter()
+    config, sets = prepared.config, prepared.sets
+    scores = await evaluate(
+        prepared.held_out,
+        groups,
+        sampling=config.sampling,
+        on_answered=on_answered,
+        max_concurrent=max_concurrent,
     )
-    what = f"{num_problems} problems"
-    if num_responses > num_problems:
-        what += f", with {num_responses} responses"
-    console.phase(f"evaluating version {version} on {what}", num_parts=num_responses)
-    scores = await evaluate(held_out, groups, sampling=config.sampling, on_answered=console.part_done)
     sets_scores = {
         one.name: await evaluate(
             sets[one.name],
             groups,
             sampling=one.sampling or config.sampling,
             num_samples=one.num_samples,
-            on_answered=console.part_done,
+            on_answered=on_answered,
+            max_concurrent=max_concurrent,
         )
         for one in config.evaluation.sets
     }
-    console.end_phase()
-    return dataclasses.replace(scores, sets=sets_scores)
+    return dataclasses.replace(scores, sets=sets_scores, wall_s=time.perf_counter() - start_s)
 
 
 async def evaluate(
@@ -56,30 +72,69 @@ async def evaluate(
     sampling: SamplingSection,
     on_answered: Callable[[], None],
     num_samples: int = 1,
+    max_concurrent: int | None = None,
 ) -> HeldOutScores:
-    """Score ``num_samples`` rollouts of each problem, each with a sampling seed of its own.
+    """Score ``num_samples`` rollouts of each problem; see ``sample_problems``."""
+    rollouts = await sample_problems(
+        tasks,
+        groups,
+        sampling=sampling,
+        num_samples=num_samples,
+        on_ended=lambda problem, sample, rollout: on_answered(),
+        max_concurrent=max_concurrent,
+    )
+    return held_out_scores(rollouts)
+
+
+async def sample_problems(
+    tasks: Sequence[Task],
+    groups: GroupSampler,
+    *,
+    sampling: SamplingSection,
+    num_samples: int,
+    on_ended: OnEnded,
+    max_concurrent: int | None = None,
+    keeps_record: bool = False,
+) -> list[HeldOutRollout]:
+    """Sample and score ``num_samples`` rollouts of each problem, each with a sampling seed of its own.
 
     The first rollout's seed is the problem's place in the list, so that more samples only add to fewer.
-    ``on_answered`` is called after every rollout. Rollouts that cannot be scored are left out of the accuracy
-    and counted.
+    ``on_ended`` is called after every rollout. Returns all rollouts of the first sample by problem, then
+    those of the second, and so on.
     """
+    places = contextlib.nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+
+    async def sample_one(problem: int, sample: int) -> HeldOutRollout:
+        async with places:
+            rollout = await groups.score(
+                tasks[problem],
+                sampling=sampling,
+                seed=sample * len(tasks) + problem,
+                keeps_record=keeps_record,
+            )
+        if isinstance(rollout.result, Unscored):
+            logger.warning("%s", rollout.result.reason)
+        on_ended(problem, sample, rollout)
+        return rollout
+
     async with asyncio.TaskGroup() as all_tasks:
         answers = [
-            all_tasks.create_task(groups.score(task, sampling=sampling, seed=sample * len(tasks) + index))
+            all_tasks.create_task(sample_one(problem, sample))
             for sample in range(num_samples)
-            for index, task in enumerate(tasks)
+            for problem in range(len(tasks))
         ]
-        for answer in answers:
-            answer.add_done_callback(lambda _: on_answered())
-    results = [answer.result() for answer in answers]
-    scores = [one for one in results if isinstance(one, Score)]
-    for one in results:
-        if isinstance(one, Unscored):
-            logger.warning("%s", one.reason)
+    return [answer.result() for answer in answers]
+
+
+def held_out_scores(rollouts: Iterable[HeldOutRollout]) -> HeldOutScores:
+    """Sum up rollouts. Those that could not be scored are left out of the accuracy and counted."""
+    rollouts = list(rollouts)
+    scores = [one.result for one in rollouts if isinstance(one.result, Score)]
     return HeldOutScores(
         num_correct=sum(one.is_correct for one in scores),
         score_sum=math.fsum(one.value for one in scores),
         parts=part_means(scores),
         num_scored=len(scores),
-        num_unscored=len(results) - len(scores),
+        num_unscored=len(rollouts) - len(scores),
+        versions=spanned(one.versions for one in rollouts),
     )

@@ -13,12 +13,15 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
-from forgeasync.actors.environment import SampledGroup
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_sampling import GroupSampler
+from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.procs import Procs
-from forgeasync.actors.router import GeneratorRouter, named_generators
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.start_environment import start_environment
+from forgeasync.actors.start_generators import connect_weights, start_generators
+from forgeasync.actors.start_scorer import start_scorer
+from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
@@ -37,7 +40,7 @@ from forgeasync.rollouts.score import Score, steps_of
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.trainer.advantage_spans import steps_problem, whole_response
-from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
+from forgeasync.trainer.batch import TrainingItem, assign_rows, items_of, training_items
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staging import NUM_SLOTS
@@ -90,6 +93,7 @@ class Fleet:
         self._order = weighted_order(prepared.train, weights, seed=self.config.seed, position=0)
         self._group_ids = itertools.count()
         self._num_steps = self._served_version = 0
+        self._newest: Manifest | None = None
 
     @classmethod
     @asynccontextmanager
@@ -116,19 +120,23 @@ class Fleet:
                     logger.warning("%s", warning)
                 await open_hosts(config, prepared.facts, procs, tell=logger.warning)
                 generators, scorer, trainer, environment = await asyncio.gather(
-                    procs.start_generators(config, prepared.facts, prepared.model_path),
-                    procs.start_scorer(config),
-                    procs.start_trainer(setup, config.timeouts),
-                    procs.start_environment(config, prepared.model_path),
+                    start_generators(procs, config, prepared.facts, prepared.model_path),
+                    start_scorer(procs, config),
+                    start_trainer(procs, setup, config.timeouts),
+                    start_environment(procs, config, prepared.model_path, logger.warning),
                 )
                 await trainer.connect(generators)
-                for words in await procs.connect_weights(config, trainer, generators):
+                generators.pool.follow(lambda: trainer.generators_changed(generators))
+                for words in await connect_weights(procs, config, trainer, generators):
                     logger.info("%s", words)
-                groups = await connect_groups(procs, prepared, environment, generators, scorer)
+                groups = await connect_groups(config, prepared.prompts, environment, generators, scorer)
             async with asyncio.TaskGroup() as watching:
-                watch = watching.create_task(procs.watch())
-                yield cls(prepared, trainer, generators, scorer, groups)
-                watch.cancel()
+                fleet = cls(prepared, trainer, generators, scorer, groups)
+                loops = [procs.watch(), *(fleet._serve(host) for host in range(generators.num_hosts))]
+                tasks = [watching.create_task(loop) for loop in loops]
+                yield fleet
+                for task in tasks:
+                    task.cancel()
         finally:
             await procs.close()
 
@@ -172,8 +180,8 @@ class Fleet:
         return dataclasses.replace(group, steps=steps_of(scores))
 
     async def _scores(self, group_id: int, task: Task, sampled: SampledGroup) -> tuple[Score, ...] | Unscored:
-        if sampled.results is not None:
-            return tuple(result.score for result in sampled.results)
+        if sampled.scores is not None:
+            return sampled.scores
         responses = [response_of(rollout) for rollout in sampled.rollouts]
         return await self.scorer.score(f"group {group_id}", task, responses)
 
@@ -183,9 +191,7 @@ class Fleet:
 
     def imitate(self, rollouts: Iterable[StoredRollout]) -> list[TrainingItem]:
         """Return training items for rollouts to be made more likely, each with advantage 1."""
-        return [
-            TrainingItem(rollout=rollout, advantages=whole_response(1.0), weight=1.0) for rollout in rollouts
-        ]
+        return [item for rollout in rollouts for item in items_of(rollout, whole_response(1.0), weight=1.0)]
 
     async def train(self, items: Sequence[TrainingItem]) -> StepResult:
         """Take one optimizer step.
@@ -207,17 +213,23 @@ class Fleet:
         """Have every generator sample under the trainer's weights; returns their version."""
         if self._num_steps == self._served_version:
             return self._served_version
-        manifest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
-        await asyncio.gather(*(self._update(host, manifest) for host in range(len(self.generators.hosts))))
+        manifest = self._newest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
+        self.generators.published(manifest.version)
+        await self.generators.until_all_have(manifest.version)
         self._served_version = manifest.version
         return manifest.version
 
-    async def _update(self, host: int, manifest: Manifest) -> None:
-        fetched = await self.generators.begin_update(host, manifest)
-        if not fetched.is_complete:
-            replicas = named_generators(self.generators.hosts[host])
-            raise RuntimeError(f"{replicas} could not fetch all of version {manifest.version}")
-        await self.generators.finish_update(host, manifest.version)
+    async def _serve(self, host: int) -> None:
+        """Have the generators of a host fetch what was published last, also those that join later."""
+        while True:
+            await self.generators.until_behind(host)
+            manifest = self._newest
+            assert manifest is not None, "nothing is newer than the model folder"
+            # One that is overwritten meanwhile does not arrive whole.
+            fetched = await self.generators.begin_update(host, manifest)
+            if fetched is not None and fetched.is_complete:
+                for swapped in await self.generators.finish_update(host, manifest.version):
+                    self.generators.taken(swapped.number)
 
     async def evaluate(self) -> HeldOutScores:
         """Score one response to each held-out problem, under the weights that were published last."""

@@ -40,6 +40,30 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
     return list(check_hosts_gpus([host], choice)), gpu_warnings([host], choice)
 
 
+def check_generator_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
+    """Problems and warnings about this machine's GPUs where only generators use them."""
+    if torch.version.cuda is None:
+        return [], []
+    generator = config.generator
+    needed = generator.num_engines * generator.tensor_parallel
+    found = gather_gpu_facts(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if 0 < len(found.gpus) < needed:
+        remedy = (
+            f"with generator.tensor_parallel = {generator.tensor_parallel} the engines need {needed} GPUs; "
+            f"must be at most the {len(found.gpus)} of this host"
+        )
+        return [Problem(field="generator.num_replicas", value=generator.num_replicas, remedy=remedy)], []
+    host = HostGpus(
+        host=LOCAL_HOST_ID,
+        facts=found,
+        num_needed=needed,
+        plans=(generator_plan(config, facts),),
+        is_trainer=False,
+    )
+    choice = config.trainer.flash_attention
+    return list(check_hosts_gpus([host], choice)), gpu_warnings([host], choice)
+
+
 async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts) -> list[str]:
     """Have the GPUs of hosts that a launcher has started judged; returns warnings.
 
@@ -62,7 +86,7 @@ async def check_gpus_of_hosts(config: RunConfig, facts: ModelFacts, hosts: Hosts
             ),
             (
                 generators,
-                generator.num_replicas // counts.generators * generator.tensor_parallel,
+                generator.num_engines // counts.generators * generator.tensor_parallel,
                 generator_plan(config, facts),
                 False,
             ),

@@ -15,7 +15,7 @@ from forgeasync.config.generator import SamplingSection
 from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import check_gpus, check_without_model
-from forgeasync.config.run import RunConfig, resolve
+from forgeasync.config.run import RunConfig, is_served, resolve
 from forgeasync.controller.host_gpus import check_local_gpus
 from forgeasync.controller.resume import (
     Resumed,
@@ -33,7 +33,7 @@ from forgeasync.models.rules import check_config
 from forgeasync.models.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.planning.host_requests import with_host_requests
-from forgeasync.planning.memory.host import available_host_bytes, check_memory
+from forgeasync.planning.memory.host import available_host_bytes, check_memory, snapshot_memory_bytes
 from forgeasync.planning.request_warnings import request_warnings
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
@@ -78,7 +78,12 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
     others += check_transport(config)
     if config.environment is not None:
-        others += check_environment(config.environment)
+        others += check_environment(config.environment, config.sandbox, is_served=is_served(config))
+    if is_served(config):
+        # It imports the server of sessions, which no other run needs here.
+        from forgeasync.environments.served.checks import check_address
+
+        others += check_address(config.serving)
     try:
         raise_if_any(_check_built(config))
         facts = read_model_facts(config.model.path)
@@ -114,7 +119,7 @@ def check_plan(config: RunConfig) -> tuple[ModelFacts, str]:
     try:
         facts = check(config)
         if (folder := Path(config.model.path)).joinpath("tokenizer.json").exists():
-            _load_prompts(config, folder, facts)
+            load_prompts(config, folder, facts)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -139,13 +144,15 @@ def _check_shared_memory(config: RunConfig, facts: ModelFacts) -> list[Problem]:
     free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
     num_versions = weight_copies_in_shared_memory(config)
     weights_gib = num_versions * published_weight_bytes(config, facts) / 2**30
+    snapshots_gib = snapshot_memory_bytes(config, facts) / 2**30
     # Hosts that are processes here each have room for all payloads, which together are never more.
-    if config.payload.capacity_gib + weights_gib <= free_gib:
+    if config.payload.capacity_gib + weights_gib + snapshots_gib <= free_gib:
         return []
     remedy = (
         f"with {weights_gib:.3g} for {num_versions} copies of the weights (staged ones, and one of each "
-        f"generator) must be at most {free_gib:.3g}, what this machine has free in {SHARED_MEMORY}; "
-        "docker run --shm-size=... gives a container more"
+        f"generator) and {snapshots_gib:.3g} for snapshots of the trainer "
+        f"(trainer.recovery.snapshot_every_steps) must be at most {free_gib:.3g}, what this machine has free "
+        f"in {SHARED_MEMORY}; docker run --shm-size=... gives a container more"
     )
     return [Problem(field="payload.capacity_gib", value=config.payload.capacity_gib, remedy=remedy)]
 
@@ -167,12 +174,12 @@ def _check_vocabulary(config: RunConfig, tokenizer_size: int, facts: ModelFacts)
     return [Problem(field="model.path", value=config.model.path, remedy=remedy)]
 
 
-def _load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:
+def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEncoder:
     """The encoder of prompts, with the tokenizer in the model's folder.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded or has too many tokens, or its chat template cannot do
-            what ``data`` asks of it.
+            what ``data`` or the messages of an environment ask of it.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -181,12 +188,18 @@ def _load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptE
         raise ConfigError([Problem(field="model.path", value=config.model.path, remedy=remedy)]) from error
     raise_if_any(_check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, facts))
     try:
-        return PromptEncoder.of_section(tokenizer, config.data)
+        prompts = PromptEncoder.of_section(tokenizer, config.data)
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    if config.environment is not None:
+        # It imports the package renderers, which takes most of a second, and which no other run needs.
+        from forgeasync.environments.check_template import check_template
+
+        raise_if_any(check_template(tokenizer, config.data))
+    return prompts
 
 
-def _check_lengths(
+def check_task_lengths(
     config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task], sampling: SamplingSection
 ) -> None:
     """Raise ValueError naming the first task that leaves no room for a full response."""
@@ -224,14 +237,14 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     sets = named_sets(config.evaluation)
     folder = model_folder(config.model.path)
     raise_if_any(check_checkpoint_shapes(folder, facts))
-    prompts = _load_prompts(config, folder, facts)
+    prompts = load_prompts(config, folder, facts)
     try:
         source = build_source(config.data, seed=config.seed, sets=sets)
         # An environment makes prompts of its own, and every turn is bounded by the room that is left.
         if config.environment is None:
-            _check_lengths(config, prompts, [*source.train, *source.held_out], config.sampling)
+            check_task_lengths(config, prompts, [*source.train, *source.held_out], config.sampling)
             for one, of_set in zip(config.evaluation.sets, sets, strict=True):
-                _check_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
+                check_task_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
     except ConfigError:
         raise
     except ValueError as error:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,13 +11,21 @@ from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.run import RunConfig
-from forgeasync.environments.episodes import EpisodeResult
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.observability.console import StepConsole, StepLine
-from forgeasync.observability.metrics import MetricsWriter, RolloutWriter, StepMetrics, batch_records
+from forgeasync.observability.ended_episodes import EndedEpisodes
+from forgeasync.observability.episode_records import EpisodeRecords
+from forgeasync.observability.metrics import (
+    JsonLines,
+    MetricsWriter,
+    RolloutWriter,
+    StepMetrics,
+    batch_records,
+)
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores, ScoredGroups
 from forgeasync.process_memory import MemoryWatch, largest
+from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.score import Score
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
@@ -59,7 +67,7 @@ class StepRecord:
     counters: Mapping[str, float]
     """Other counts since the run began, and current values, under their names in metrics.jsonl."""
     held_out: HeldOutScores | None
-    """None: there was no evaluation after this step."""
+    """The evaluation that ended with or during this step; None: there was none."""
 
 
 class RunRecorder:
@@ -75,7 +83,10 @@ class RunRecorder:
         self._metrics = MetricsWriter(
             run_dir.metrics, tensorboard_dir=tensorboard, first_step=first_step, say=console.message
         )
-        self._rollouts = RolloutWriter(run_dir.rollouts, per_step=config.logging.rollouts_per_step)
+        self._records = None if config.environment is None else EpisodeRecords(run_dir.artifacts)
+        self._rollouts = RolloutWriter(
+            run_dir.rollouts, per_step=config.logging.rollouts_per_step, episodes=self._records
+        )
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._checkpoint_s: float | None = None
         self._skipped_steps = run_dir.skipped_steps
@@ -83,8 +94,7 @@ class RunRecorder:
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
         self._scored = ScoredGroups()
-        self._episodes: list[EpisodeResult] = []
-        self._num_truncated_episodes: int | None = None if config.environment is None else 0
+        self._episodes = None if config.environment is None else EndedEpisodes()
         self._publish_s: list[float] = []
         self._fetches: list[FetchReport] = []
         self._swaps: list[SwapReport] = []
@@ -99,6 +109,11 @@ class RunRecorder:
         self._metrics.write_initial_evaluation(held_out, eval_s=eval_s)
         self._num_generated_before = _num_generated(engines)
         self._start_s = time.perf_counter()
+
+    @property
+    def files(self) -> tuple[JsonLines, JsonLines]:
+        """The files whose lines may wait for a disk."""
+        return self._metrics.lines, self._rollouts.lines
 
     @property
     def elapsed_s(self) -> float:
@@ -121,11 +136,22 @@ class RunRecorder:
         """A group's scores and its responses' tokens, before any filter; go into the next step's line."""
         self._scored.add(scores, lengths)
 
-    def record_episodes(self, results: Sequence[EpisodeResult]) -> None:
-        """The episodes of a group; go into the next step's line."""
-        assert self._num_truncated_episodes is not None, "only environments have episodes"
-        self._episodes += results
-        self._num_truncated_episodes += sum(result.is_truncated for result in results)
+    def record_episodes(self, outcomes: Sequence[EpisodeOutcome]) -> None:
+        """All attempts at the episodes of a group; go into the next step's line."""
+        if outcomes:
+            assert self._episodes is not None, "only environments have episodes"
+            self._episodes.add(outcomes)
+
+    def keep_records(self, group_id: int, outcomes: Sequence[EpisodeOutcome]) -> None:
+        """Hold the whole episodes of a group until it trains or is forgotten."""
+        if outcomes:
+            assert self._records is not None, "only environments have episodes"
+            self._records.add(group_id, outcomes)
+
+    def forget_records(self, group_ids: Iterable[int]) -> None:
+        """Forget the episodes of groups that will not train, with the files that they have kept."""
+        if self._records is not None:
+            self._records.forget(group_ids)
 
     def record_publish(self, publish_s: float) -> None:
         """Publishing a version took so long, most of it beside training; goes into the next step's line."""
@@ -171,10 +197,9 @@ class RunRecorder:
         ).to_dict()
         metrics["trainer/num_padding_tokens"] = result.num_padding_tokens
         metrics["generator/busy_s"] = sum(engine.busy_s for engine in record.engines)
+        metrics["generator/num_log_failures"] = sum(engine.num_log_failures for engine in record.engines)
         metrics["payload/bytes_per_token"] = sum(group.num_payload_bytes for group in batch.groups) / sum(
-            rollout.num_prompt_tokens + rollout.num_response_tokens
-            for group in batch.groups
-            for rollout in group.rollouts
+            rollout.num_tokens for group in batch.groups for rollout in group.rollouts
         )
         if result.skip_reason is not None:
             self._record_skipped(record.step, batch, result.skip_reason)
@@ -182,19 +207,24 @@ class RunRecorder:
         metrics |= record.buffer.metrics | record.counters | self._weight_metrics()
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         metrics |= self._scored.metrics()
-        metrics |= self._episode_metrics()
+        if self._episodes is not None:
+            metrics |= self._episodes.metrics()
+            self._episodes.end_step()
+        if self._records is not None:
+            metrics |= self._records.metrics()
         metrics |= self._memory_metrics(record)
         metrics["accounting/weight_max"] = max(batch.weights)
         if self._checkpoint_s is not None:
             metrics["time/checkpoint_s"] = self._checkpoint_s
             self._checkpoint_s = None
         self._metrics.write(metrics)
-        self._rollouts.write(record.step, batch.groups)
+        written = self._rollouts.write(record.step, batch.groups)
+        if self._records is not None:
+            self._records.forget((group.group_id for group in batch.groups), written=written)
         self.console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(num_dropped)
         self._scored = ScoredGroups()
-        self._episodes.clear()
         self._publish_s.clear()
         self._fetches.clear()
         self._swaps.clear()
@@ -208,17 +238,6 @@ class RunRecorder:
             json.dumps({"step": step, "reason": reason, "rollouts": batch_records(step, batch)}, indent=1)
         )
         self.console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
-
-    def _episode_metrics(self) -> dict[str, float]:
-        """Return metrics of the episodes that ended since the last step; none without an environment."""
-        if self._num_truncated_episodes is None:
-            return {}
-        metrics: dict[str, float] = {"environment/num_truncated": self._num_truncated_episodes}
-        if num_episodes := len(self._episodes):
-            metrics["environment/mean_turns"] = sum(one.num_turns for one in self._episodes) / num_episodes
-            seconds = sum(one.episode_s for one in self._episodes)
-            metrics["environment/mean_episode_s"] = seconds / num_episodes
-        return metrics
 
     def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
         """The peak of the largest process of each role; the scorer's is among the counters."""
@@ -256,6 +275,8 @@ class RunRecorder:
     def __exit__(self, *exception: object) -> None:
         self._metrics.close()
         self._rollouts.close()
+        if self._records is not None:
+            self._records.close()
 
 
 def _num_generated(engines: Sequence[EngineStats]) -> int:

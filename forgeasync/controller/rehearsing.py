@@ -10,7 +10,7 @@ from rich.console import Console
 
 from forgeasync.config.data import HuggingFaceSource, named_sources
 from forgeasync.config.evaluation import named_sets
-from forgeasync.config.run import RunConfig, resolve
+from forgeasync.config.run import RunConfig, is_served, resolve
 from forgeasync.controller.cli import REPORT_COLUMNS
 from forgeasync.controller.preparation import check
 from forgeasync.environments.sources import build_source
@@ -26,6 +26,7 @@ from forgeasync.rehearsal.outcome import Verdict, findings
 from forgeasync.rehearsal.report import changes_table, findings_table
 from forgeasync.rehearsal.rule import Stage, rehearsed
 from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.schema.problems import ConfigError, Problem
 
 
 class RehearsalFailed(RuntimeError):
@@ -40,6 +41,9 @@ def rehearse(config: RunConfig, run: Callable[[RunConfig], None], *, on_hosts: b
         RehearsalFailed: the run ended by itself, and something in it did not work.
     """
     folder = rehearsal_folder(config, datetime.now())
+    if is_served(config):
+        remedy = "nobody comes to a rehearsal; rehearse the same sections with other data and environment"
+        raise ConfigError([Problem(field="data.source.kind", value="served", remedy=remedy)])
     # The run's own folders may be in use: a rehearsal has others.
     elsewhere = {"run_dir": str(folder), "checkpoint": config.checkpoint.model_copy(update={"folder": None})}
     facts = check(config.model_copy(update=elsewhere))

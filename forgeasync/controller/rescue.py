@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 from forgeasync.actors.procs import ActorDied
-from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.checkpoint.folders import LAST, LAST_PUBLISHED, list_checkpoints
 from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
@@ -24,6 +23,7 @@ from forgeasync.controller.checkpointing import RunCheckpoints
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stopping import received_signal
+from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.launch.hosts import HostLost
 from forgeasync.models.hf_folder import HfFolderWriter
 from forgeasync.observability.failures import last_words, root_cause
@@ -132,7 +132,7 @@ class RescuedRun(Protocol):
 
     config: RunConfig
     prepared: Prepared
-    trainer: TrainerMesh
+    trainer: TrainerRecovery
     serving: WeightServing
     checkpoints: RunCheckpoints
     first_version: int

@@ -23,6 +23,8 @@ from forgeasync.checkpoint.run_state import RunState, check_resumable, differenc
 from forgeasync.config.load import dump_config
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.ledger.journal_file import cut_torn_line
+from forgeasync.ledger.resuming import check_ledger
 from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir, check_folder
 from forgeasync.observability.truncation import cut_after, put_aside
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
@@ -101,6 +103,8 @@ def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resume
     except ValueError as error:
         raise ConfigError([Problem(field="--resume", value=choice, remedy=str(error))]) from None
     raise_if_any(check_resumable(state, folder, config, facts))
+    ledger = RunDir(path=Path(config.run_dir)).ledger
+    raise_if_any(check_ledger(ledger, state.checkpointed_buffer, checkpoint=folder))
     return Resumed(folder=folder.resolve(), state=state)
 
 
@@ -133,6 +137,10 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
     """Make the files those of a run that has just made the checkpoint's step; what was done, in words."""
     step = resumed.state.step
     yield f"resuming after step {step} from {resumed.folder}"
+    if not run_dir.ledger.exists():
+        yield f"{run_dir.ledger.name} is missing: a new one begins after step {step}"
+    elif num_torn_bytes := cut_torn_line(run_dir.ledger):
+        yield f"{num_torn_bytes} bytes of an unfinished last line of {run_dir.ledger.name} removed"
     for file in (run_dir.metrics, run_dir.rollouts):
         cut = cut_after(file, step)
         if cut is not None:

@@ -1,26 +1,24 @@
 """New weights on their way from the trainer to the generators: the serving loops of a run.
 
 The generators of each host have a loop of their own: they fetch and swap in the newest version whenever there
-is one newer than theirs. One loop publishes: the training loop asks it to, and waits only until the trainer's
-ranks have begun to copy their weights; one more loop asks for what had to be skipped.
+is one newer than theirs; one that joins does so at once, and alone where the others have the version already.
+One loop publishes: the training loop asks it to, and waits only until the trainer's ranks have begun to copy
+their weights; one more loop asks for what had to be skipped; and one tells the buffer what is served, which a
+generator's end can change too.
 """
 
 import asyncio
 import functools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 
 from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.router import GeneratorRouter, named_generators
-from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.weights import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
-from forgeasync.waiting import Monitor
+from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.weights.exchange import WeightExchange
 from forgeasync.weights.ledger import WeightLedger
-
-MAX_FAILED_FETCHES = 5
-"""In a row, of one generator; each has tried every bad block several times."""
 
 
 class WeightServing:
@@ -30,7 +28,7 @@ class WeightServing:
         self,
         section: WeightsSection,
         *,
-        trainer: TrainerMesh,
+        trainer: TrainerRecovery,
         generators: GeneratorRouter,
         buffer: BufferActor,
         recorder: RunRecorder,
@@ -42,8 +40,6 @@ class WeightServing:
         self._exchange = WeightExchange(WeightLedger(lease_timeout_s=section.lease_timeout_s))
         self._wanted: asyncio.Queue[asyncio.Event] = asyncio.Queue()
         """Publications that were asked for; each event is set when its asker may go on."""
-        self._served = Monitor([0] * generators.num_replicas)
-        """The version of every generator."""
 
     @property
     def ledger(self) -> WeightLedger:
@@ -51,8 +47,17 @@ class WeightServing:
 
     def loops(self) -> list[Coroutine[None, None, None]]:
         """Return the loops that must run concurrently for as long as the run lasts."""
-        hosts = range(len(self._generators.hosts))
-        return [*(self._serve(host) for host in hosts), self._publish(), self._catch_up()]
+        self._trainer.when_buffers_are_new(self._forget_staged)
+        hosts = range(self._generators.num_hosts)
+        return [
+            *(self._serve(host) for host in hosts),
+            self._tell_served(),
+            self._publish(),
+            self._catch_up(),
+        ]
+
+    def _forget_staged(self) -> None:
+        self._exchange.change(lambda ledger: ledger.forget_committed())
 
     async def publish(self) -> None:
         """Have the trainer's current weights staged for the generators.
@@ -66,46 +71,37 @@ class WeightServing:
         await begun.wait()
 
     async def until_served(self, version: int) -> None:
-        """Wait until every generator samples under ``version``."""
-        await self._served.until(lambda versions: min(versions) == version)
+        """Wait until there are healthy generators, and every one of them samples under ``version``."""
+        await self._generators.until_all_have(version)
 
     async def _serve(self, host: int) -> None:
         """Have the generators of a host fetch and swap in the newest weights whenever there are newer ones.
 
         They share memory for them, so the next version has to wait until the last of them has swapped.
         """
-        replicas = self._generators.hosts[host]
-        num_failed = 0
-        while num_failed < MAX_FAILED_FETCHES:
-            newest = self._exchange.lease(host, newer_than=self._served.state[replicas[0]])
-            async with newest as manifest:
+        while True:
+            await self._generators.until_behind(host)
+            older = self._generators.lowest_version(host)
+            async with self._exchange.lease(host, newer_than=older) as manifest:
                 fetched = await self._generators.begin_update(host, manifest)
             # The host has a copy of its own now: the trainer may write over the one that was read.
+            if fetched is None:
+                continue
             self._recorder.record_fetch(fetched)
-            num_failed = 0 if fetched.is_complete else num_failed + 1
             if fetched.is_complete:
-                for swap in await self._generators.finish_update(host, manifest.version):
-                    self._recorder.record_swap(swap)
+                for swapped in await self._generators.finish_update(host, manifest.version):
+                    self._recorder.record_swap(swapped.report)
                     # First: with it groups that run on become younger than their start says.
-                    await self._buffer.progressed.call_one(swap.progress)
-                await self._set_served(replicas, manifest.version)
-        raise RuntimeError(
-            f"{named_generators(replicas)}: {num_failed} fetches in a row did not arrive as their manifests "
-            "say; a lease that is too short (weights.lease_timeout_s) or faulty memory does this"
-        )
+                    await self._buffer.progressed.call_one(swapped.report.progress)
+                    self._generators.taken(swapped.number)
 
-    async def _set_served(self, replicas: Sequence[int], version: int) -> None:
-        """Generators sample under ``version`` from now on."""
-
-        def serve(versions: list[int]) -> None:
-            for replica in replicas:
-                versions[replica] = version
-
-        self._served.change(serve)
-        served = min(self._served.state)
+    async def _tell_served(self) -> None:
+        """Tell the buffer which version all healthy generators have, whenever that is a newer one."""
         # Below the version of a run that is resumed, others still load it.
-        if served:
-            await self._buffer.set_served_version.call_one(served)
+        told = 0
+        while True:
+            told = await self._generators.until_served(newer_than=told)
+            await self._buffer.set_served_version.call_one(told)
 
     async def _publish(self) -> None:
         """Stage the current weights whenever somebody asks for it, one version after the other."""
@@ -113,10 +109,12 @@ class WeightServing:
             begun = await self._wanted.get()
             start_s = time.perf_counter()
             stage = functools.partial(self._trainer.stage_weights, when_begun=begun.set)
-            if await self._exchange.publish(stage) is None:
+            manifest = await self._exchange.publish(stage)
+            if manifest is None:
                 # Skipped and owed: generators read both staging buffers.
                 begun.set()
             else:
+                self._generators.published(manifest.version)
                 self._recorder.record_publish(time.perf_counter() - start_s)
 
     async def _catch_up(self) -> None:

@@ -6,17 +6,29 @@ from dataclasses import dataclass
 from functools import partial
 
 from forgeasync.actors.buffer import BufferActor
-from forgeasync.actors.environment import EnvironmentActor
+from forgeasync.actors.environment import agent_roles
+from forgeasync.actors.environment_pool import EnvironmentPool
+from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_sampling import GroupSampler, ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.actors.start_buffer import start_buffer
+from forgeasync.actors.start_environment import start_environment
+from forgeasync.actors.start_generators import connect_weights, start_generators
+from forgeasync.actors.start_scorer import start_scorer
+from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.buffer import AgeOf
-from forgeasync.config.run import RunConfig
+from forgeasync.config.run import RunConfig, is_served
 from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
+from forgeasync.faults.fault_log import FaultLog
+from forgeasync.launch.job_hosts import build_hosts
 from forgeasync.observability.console import StepConsole
+from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.observability.run_dir import RunDir
+from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.trainer.setup import TrainerSetup
 
 
@@ -24,21 +36,39 @@ from forgeasync.trainer.setup import TrainerSetup
 class Roles:
     """The roles of a run, each with the object that fills it."""
 
-    trainer: TrainerMesh
+    trainer: TrainerRecovery
     generators: GeneratorRouter
     scorer: GroupScoring
     buffer: BufferActor
     groups: GroupSampler
+    faults: FaultLog
+    """What has failed so far, and what came back."""
 
 
-async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, console: StepConsole) -> Roles:
-    """Start and set up the procs of all roles, and let the trainer's weights reach the generators."""
+def open_procs(config: RunConfig, run_dir: RunDir, console: StepConsole) -> Procs:
+    """Return what will hold all procs of a run; none is started yet."""
+    logs = run_dir.logs.resolve()
+    return Procs(
+        logs,
+        build_hosts(config, logs),
+        faults=FaultLog(run_dir.faults.resolve(), console.message),
+        listing=ProcsFile(run_dir.procs.resolve()),
+    )
+
+
+async def start_roles(
+    config: RunConfig, prepared: Prepared, fleet: Procs, console: StepConsole, run_dir: RunDir
+) -> Roles:
+    """Start and set up the procs of all roles, and let the trainer's weights reach the generators.
+
+    ``run_dir`` has the folder for files that episodes keep, the ledger, and where people are served.
+    """
     resumed = prepared.resumed
     num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
     has_environment = config.environment is not None
     console.phase(
         f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
-        + (", 1 environment" if has_environment else ""),
+        + (f", {config.episodes.num_workers} environment workers" if has_environment else ""),
         num_parts=5 if has_environment else 4,
     )
     setup = dataclasses.replace(
@@ -47,13 +77,29 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, conso
         resume_from=None if resumed is None else resumed.folder,
     )
     async with asyncio.TaskGroup() as starting:
-        generators = starting.create_task(fleet.start_generators(config, prepared.facts, prepared.model_path))
-        scorer = starting.create_task(fleet.start_scorer(config))
-        buffer = starting.create_task(
-            fleet.start_buffer(config, None if resumed is None else resumed.state.buffer)
+        generators = starting.create_task(
+            start_generators(fleet, config, prepared.facts, prepared.model_path)
         )
-        environment = starting.create_task(fleet.start_environment(config, prepared.model_path))
-        trainer = starting.create_task(fleet.start_trainer(setup, config.timeouts))
+        scorer = starting.create_task(start_scorer(fleet, config))
+        buffer = starting.create_task(
+            start_buffer(
+                fleet,
+                config,
+                run_dir.ledger.resolve(),
+                None if resumed is None else resumed.state.checkpointed_buffer,
+            )
+        )
+        environment = starting.create_task(
+            start_environment(
+                fleet,
+                config,
+                prepared.model_path,
+                console.message,
+                artifacts=run_dir.artifacts.resolve(),
+                serving_file=run_dir.serving.resolve(),
+            )
+        )
+        trainer = starting.create_task(start_trainer(fleet, setup, config.timeouts))
         for name, role in (
             ("generators", generators),
             ("scorer", scorer),
@@ -64,34 +110,56 @@ async def start_roles(config: RunConfig, prepared: Prepared, fleet: Procs, conso
             role.add_done_callback(partial(_tell_ready, console, name))
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
-    for words in await fleet.connect_weights(config, trainer.result(), generators.result()):
+    for words in await connect_weights(fleet, config, trainer.result(), generators.result()):
         console.message(words)
-    groups = await connect_groups(fleet, prepared, environment.result(), generators.result(), scorer.result())
+    groups = await connect_groups(
+        config, prepared.prompts, environment.result(), generators.result(), scorer.result()
+    )
     console.end_phase()
-    return Roles(
+    recovery = await start_recovery(
+        fleet,
+        setup,
+        config.timeouts,
         trainer=trainer.result(),
+        generators=generators.result(),
+        first_version=0 if resumed is None else resumed.state.step,
+        tell=console.message,
+    )
+    return Roles(
+        trainer=recovery,
         generators=generators.result(),
         scorer=scorer.result(),
         buffer=buffer.result(),
         groups=groups,
+        faults=fleet.faults,
     )
 
 
 async def connect_groups(
-    fleet: Procs,
-    prepared: Prepared,
-    environment: EnvironmentActor | None,
+    config: RunConfig,
+    prompts: PromptEncoder,
+    environment: EnvironmentPool | None,
     generators: GeneratorRouter,
     scorer: GroupScoring,
 ) -> GroupSampler:
     """Build what samples the run's groups: its environment, or the generators alone."""
-    config = prepared.config
     if environment is not None:
-        return await fleet.connect_environment(config, environment, generators)
+        await environment.connect(generators.known)
+        generators.pool.follow(environment.generators_changed)
+        return GroupEpisodes(
+            environment,
+            generators,
+            roles=agent_roles(config.agents),
+            group_size=config.algorithm.group_size,
+            sampling=config.sampling,
+            section=config.episodes,
+            max_lost_per_group=config.generator.max_lost_per_group,
+            keeps_texts=config.serving.keep_texts or not is_served(config),
+        )
     return ResponseGroups(
         generators,
         scorer,
-        prepared.prompts,
+        prompts,
         group_size=config.algorithm.group_size,
         sampling=config.sampling,
     )

@@ -1,93 +1,323 @@
-"""The agent of one episode: checks and renders messages, and has a generator sample the model's turns."""
+"""The agent of one episode: finds the turn that messages continue, and has a generator sample the next."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from forgeasync.environments.conversation import Conversation, MessageRenderer
-from forgeasync.environments.environment import ContextFull, Message, Turn
+from forgeasync.environments.artifacts import EpisodeArtifacts
+from forgeasync.environments.branches import RecordedBranch, recorded_branches, turn_facts
+from forgeasync.environments.conversation import AnsweredMessages, ConversationTree
+from forgeasync.environments.environment import ContextFull, EpisodeOver, TooManyTurns, Turn
+from forgeasync.environments.messages import (
+    Message,
+    ToolSpec,
+    checked_message,
+    checked_messages,
+    checked_tools,
+)
+from forgeasync.environments.rendering.anew import rendered_anew
+from forgeasync.environments.rendering.renderer import BridgeRefused, Conversation, MessageRenderer
+from forgeasync.environments.rendering.reserved import without_reserved
+from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.rollouts.rollout import VersionRange, spanned
 from forgeasync.rollouts.trajectory import SampledTurn
 
-SampleTurn = Callable[[np.ndarray, int], Awaitable[SampledTurn | None]]
-"""Appends token ids to the episode's trajectory and samples at most this many tokens. Returns None if the
-episode's group was given up."""
+logger = logging.getLogger(__name__)
 
 
-class EpisodeOver(RuntimeError):
-    """The episode has ended or was given up: no further turn is sampled."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """What a generator samples next in an episode."""
+
+    after: int | None
+    """Number of the turn that is continued; None: this one is the first of its path."""
+    given_ids: np.ndarray
+    """Tokens to append before it, int32."""
+    max_tokens: int
+    stop: tuple[str, ...]
+    """Texts that end the turn, besides those of the run."""
+
+
+SampleTurn = Callable[[TurnRequest], Awaitable[SampledTurn | None]]
+"""Samples a turn. Returns None if the episode or its group was given up."""
+
+
+class OpenSession(Protocol):
+    """A session of an HTTP server that an agent has; see ``forgeasync.environments.sessions``."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def anthropic_base_url(self) -> str: ...
+
+    @property
+    def api_key(self) -> str: ...
+
+    @property
+    def counted(self) -> Mapping[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnLimits:
+    """Bounds on the turns of an agent, and on the calls of tools between them."""
+
+    max_turn_tokens: int
+    max_context_length: int
+    max_turns: int
+    tool_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledPath:
+    """A turn as its generator has it, and the tokens of the conversation up to and including it."""
+
+    turn: SampledTurn
+    conversation: Conversation
+
+
+_NO_PATH = Conversation(turns={})
 
 
 class EpisodeAgent:
-    """An ``Agent`` whose trajectory is kept by a generator."""
+    """An ``Agent`` whose trajectory is kept by a generator. Its calls may overlap and come from any loop."""
 
     def __init__(
         self,
         sample: SampleTurn,
         renderer: MessageRenderer,
+        limits: TurnLimits,
         *,
-        max_turn_tokens: int,
-        max_context_length: int,
+        name: str = "agent",
+        open_session: "Callable[[EpisodeAgent], OpenSession] | None" = None,
+        artifacts: EpisodeArtifacts | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """Without ``artifacts`` no files are kept. ``waiting`` stops the deadlines of the episode, if it has
+        any."""
+        self._waiting = waiting
+        self.name = name
+        self._artifacts = EpisodeArtifacts(folder=None) if artifacts is None else artifacts
         self._sample = sample
         self._renderer = renderer
-        self._max_turn_tokens = max_turn_tokens
-        self._max_context_length = max_context_length
-        self._conversation = Conversation(turns={})
-        self._num_tokens = 0
-        self._is_responding = False
+        self._limits = limits
+        self._open_session = open_session
+        self._session: OpenSession | None = None
+        self._tree: ConversationTree[SampledPath] = ConversationTree()
+        self._num_begun = 0
         self._is_closed = False
+        self.num_rewritten = 0
+        """Times that a history was rewritten, or could not be continued as tokens."""
         self.is_cancelled = False
         """The group was given up during a turn."""
         self.failure: Exception | None = None
         """Why the generator could not sample a turn, even if the environment went on without it."""
+        self.num_from_text = 0
+        """Assistant's messages of rewritten histories whose tokens had to be made from text."""
+        self.num_reserved = 0
+        """Texts of tokens with a meaning for conversations that stood in messages from outside."""
+        self.num_faulty_calls = 0
+        """Tool calls of the model that could not be read."""
+        self.tool_calls: Counter[ToolStatus] = Counter()
+        self.tool_calls_s: list[float] = []
+        self.has_given_url = False
+        """Never: turns of a session are the agent's own."""
+        self.has_hit_length = False
+        """Whether there was no room for another turn."""
+        self.has_hit_max_turns = False
+
+    @property
+    def tool_limit_s(self) -> float:
+        """See ``Agent``."""
+        return self._limits.tool_s
+
+    def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
+        """See ``Agent``."""
+        self.tool_calls[status] += 1
+        if took_s is not None:
+            self.tool_calls_s.append(took_s)
 
     @property
     def num_turns(self) -> int:
         """Number of turns that the model has taken."""
-        return len(self._conversation.turns)
+        return self._tree.num_turns
+
+    @property
+    def turns(self) -> Sequence[AnsweredMessages[SampledPath]]:
+        """All turns with the messages before them, in the order in which they ended."""
+        return self._tree.turns
+
+    @property
+    def base_url(self) -> str:
+        """See ``Agent``."""
+        return self._opened().base_url
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """See ``Agent``."""
+        return self._opened().anthropic_base_url
+
+    @property
+    def api_key(self) -> str:
+        """See ``Agent``."""
+        return self._opened().api_key
+
+    @property
+    def session_counts(self) -> Mapping[str, int]:
+        """What has happened in the agent's session; empty if nobody has asked for one."""
+        return {} if self._session is None else self._session.counted
+
+    def _opened(self) -> "OpenSession":
+        if self._is_closed:
+            raise EpisodeOver("a session was asked for after the episode had ended")
+        if self._session is None:
+            assert self._open_session is not None, "workers have a server of sessions"
+            self._session = self._open_session(self)
+        return self._session
+
+    @property
+    def versions(self) -> VersionRange | None:
+        """The policy versions that sampled its turns."""
+        return spanned(one.kept.turn.versions for one in self._tree.turns)
+
+    def branches(self) -> list[RecordedBranch]:
+        """Return all conversations, for people."""
+        return recorded_branches(self._tree, _facts)
+
+    def keep(self, name: str, data: bytes | str) -> Path | None:
+        """See ``Agent``."""
+        return self._artifacts.keep(name, data)
 
     def close(self) -> None:
         """Refuse further turns."""
         self._is_closed = True
+        if self._session is not None:
+            self._session.close()
 
-    async def respond(self, messages: str | Sequence[Message]) -> Turn:
+    async def leave(self) -> None:
+        """Nothing of it belongs to the episode's event loop."""
+
+    def waiting_for_person(self) -> AbstractContextManager[None]:
+        """See ``Agent``."""
+        return self._waiting()
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
         """See ``Agent``.
 
         Raises:
             EpisodeOver: the episode has ended.
+            TooManyTurns: the agent has taken as many turns as it may.
         """
         if self._is_closed:
             raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
-        if self._is_responding:
-            raise ValueError(
-                "respond was called while a turn is being sampled; await each turn before the next call"
-            )
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        continued = self._conversation.continued(messages)
-        given_ids = self._renderer.added_ids(self._conversation, continued)
-        num_before = self._num_tokens + len(given_ids)
+        specs = checked_tools(tools)
+        checked = checked_messages(messages)
+        after, given_ids = self._continued(checked, specs)
+        before = _NO_PATH if after is None else after.kept.conversation
+        num_before = len(before.token_ids) + len(given_ids)
         if not num_before:
-            raise ValueError(f"messages[{len(continued) - 1}] has no tokens; a prompt must have at least one")
-        if num_before >= self._max_context_length:
+            raise ValueError(f"messages[{len(checked) - 1}] has no tokens; a prompt must have at least one")
+        limits = self._limits
+        if self._num_begun >= limits.max_turns:
+            self.has_hit_max_turns = True
+            raise TooManyTurns(f"the model has taken {self._num_begun} turns, which is episodes.max_turns")
+        if num_before >= limits.max_context_length:
+            self.has_hit_length = True
             raise ContextFull(
                 f"the conversation has {num_before} tokens before turn {self.num_turns + 1} of the model; "
-                f"model.max_context_length = {self._max_context_length} leaves no room for it"
+                f"model.max_context_length = {limits.max_context_length} leaves no room for it"
             )
-        max_tokens = min(self._max_turn_tokens, self._max_context_length - num_before)
-        self._is_responding = True
+        bounds = [limits.max_turn_tokens, limits.max_context_length - num_before]
+        if max_tokens is not None:
+            if max_tokens < 1:
+                raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
+            bounds.append(max_tokens)
+        self._num_begun += 1
+        request = TurnRequest(
+            after=None if after is None else after.kept.turn.turn,
+            given_ids=given_ids,
+            max_tokens=min(bounds),
+            stop=tuple(stop),
+        )
+        turn = await self._sampled(request)
+        path_ids = [*before.token_ids, *given_ids.tolist()]
+        parsed = self._renderer.parse(path_ids, turn, specs)
+        answer = Turn(
+            text=parsed.text,
+            num_prompt_tokens=num_before,
+            num_tokens=turn.num_tokens,
+            finish_reason=turn.finish_reason,
+            stop_text=turn.stop_text,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+            broken_tool_calls=parsed.broken_tool_calls,
+        )
+        conversation = Conversation(
+            messages=(*checked, checked_message("turn", answer.message)),
+            turns={**before.turns, len(checked): turn},
+            token_ids=[*path_ids, *turn.ids_T.tolist()],
+        )
+        self.num_faulty_calls += len(parsed.broken_tool_calls)
+        kept = SampledPath(turn=turn, conversation=conversation)
+        self._tree.add(conversation.messages, specs, kept, after=after)
+        return answer
+
+    def _continued(
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+    ) -> tuple[AnsweredMessages[SampledPath] | None, np.ndarray]:
+        """Return the turn that messages continue, and the tokens to append to its path."""
+        found = self._tree.find(messages, tools)
+        reserved = self._renderer.reserved
+        # Texts in earlier messages were counted when they came.
+        earlier, _ = without_reserved(messages[: found.num_known], reserved)
+        new, num_reserved = without_reserved(messages[found.num_known :], reserved)
+        self.num_reserved += num_reserved
+        messages = earlier + new
+        before = _NO_PATH if found.after is None else found.after.kept.conversation
+        if not found.is_rewritten:
+            try:
+                return found.after, self._renderer.added_ids(before, messages, tools)
+            except BridgeRefused as error:
+                logger.info("a conversation is rendered anew: %s", error)
+        self.num_rewritten += 1
+        own_turns = {index: kept.turn for index, kept in self._tree.own_turns(messages).items()}
+        anew = rendered_anew(self._renderer, messages, own_turns, tools)
+        self.num_from_text += anew.num_from_text
+        path = np.asarray(before.token_ids, np.int32)
+        if len(path) and np.array_equal(anew.ids_S[: len(path)], path):
+            # Token by token what was sampled: the turns before the change are shared.
+            return found.after, anew.ids_S[len(path) :]
+        return None, anew.ids_S
+
+    async def _sampled(self, request: TurnRequest) -> SampledTurn:
         try:
-            turn = await self._sample(given_ids, max_tokens)
+            turn = await self._sample(request)
         except Exception as error:
             self.failure = error
             self.close()
             raise
-        finally:
-            self._is_responding = False
         if turn is None:
             self.is_cancelled = True
             self.close()
             raise EpisodeOver("the group of the episode was given up")
-        self._conversation = self._conversation.answered(continued, turn)
-        self._num_tokens = num_before + turn.num_tokens
-        return Turn(text=turn.text, num_tokens=turn.num_tokens, finish_reason=turn.finish_reason)
+        return turn
+
+
+def _facts(kept: SampledPath) -> dict[str, Any]:
+    turn = kept.turn
+    return turn_facts(versions=turn.versions, num_tokens=turn.num_tokens, finish_reason=turn.finish_reason)

@@ -4,11 +4,18 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import cast
 
+from forgeasync.config.adapters import OpenEnvServer, VerifiersServer
+from forgeasync.config.coding import CodingAgent
+from forgeasync.config.environments import EnvironmentSection, McpEnvironment, PlayGames, PythonTool
+from forgeasync.config.sandbox import Bubblewrap, SandboxSection
+from forgeasync.config.serving import ServedEnvironment
 from forgeasync.environments.environment import Agent, Environment
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem
 from forgeasync.schema.python_code import PythonCode, build_code
+
+_SANDBOX = Bubblewrap()
 
 PARAMETERS = ("task", "agent")
 """Names of the arguments of a rollout."""
@@ -26,12 +33,49 @@ class _FunctionEnvironment(Environment):
         return await self._function(task, agent)
 
 
-def build_environment(section: PythonCode) -> Environment:
+def build_environment(section: EnvironmentSection, sandbox: SandboxSection = _SANDBOX) -> Environment:
     """Build the environment of a section; imports and runs the user's code.
+
+    ``sandbox`` is where it runs what the model wrote.
 
     Raises:
         ValueError: it does not exist, cannot be built, or its rollout is not asynchronous.
     """
+    # What an environment imports is loaded only with it.
+    match section:
+        case PythonTool():
+            from forgeasync.environments.python_tool import PythonToolEnvironment
+
+            return PythonToolEnvironment(section, sandbox)
+        case McpEnvironment():
+            from forgeasync.environments.mcp_servers.environment import McpToolsEnvironment
+
+            return McpToolsEnvironment(section)
+        case PlayGames():
+            from forgeasync.environments.games.play import GameEnvironment
+
+            return GameEnvironment(section)
+        case CodingAgent():
+            from forgeasync.environments.coding.environment import CodingEnvironment
+
+            return CodingEnvironment(section, sandbox)
+        case ServedEnvironment():
+            from forgeasync.environments.served.environment import ServedSessions
+
+            return ServedSessions()
+        case VerifiersServer():
+            from forgeasync.environments.verifiers_server.environment import VerifiersEnvironment
+
+            return VerifiersEnvironment(section)
+        case OpenEnvServer():
+            from forgeasync.environments.openenv.environment import OpenEnvEnvironment
+
+            return OpenEnvEnvironment(section)
+        case PythonCode():
+            return _build_own(section)
+
+
+def _build_own(section: PythonCode) -> Environment:
     try:
         built = build_code(section, PARAMETERS)
     except ValueError:
@@ -64,9 +108,51 @@ def _check_parameters(rollout: Callable[..., object]) -> None:
         raise ValueError(f"its rollout takes {signature}; must take ({', '.join(PARAMETERS)})") from error
 
 
-def check_environment(section: PythonCode) -> Iterator[Problem]:
-    """Find what would end every episode of this environment before it begins: at most one problem."""
-    try:
-        build_environment(section)
-    except ValueError as error:
-        yield Problem(field="environment.factory", value=section.factory, remedy=str(error))
+def check_environment(
+    section: EnvironmentSection, sandbox: SandboxSection = _SANDBOX, *, is_served: bool = False
+) -> Iterator[Problem]:
+    """Find what would end every episode of this environment before it begins.
+
+    ``is_served`` says whether people bring the tasks.
+
+    Builds a user's own environment, starts a box for one that runs code of the model, and starts or reaches
+    every server once.
+    """
+    match section:
+        case PythonTool() | CodingAgent():
+            from forgeasync.environments.sandboxes.build import check_sandbox
+
+            yield from check_sandbox(sandbox)
+        case McpEnvironment():
+            from forgeasync.environments.mcp_servers.environment import check_servers
+
+            yield from check_servers(section)
+        case VerifiersServer():
+            from forgeasync.environments.verifiers_server.environment import check_server
+
+            yield from check_server(section)
+        case OpenEnvServer():
+            from forgeasync.environments.openenv.environment import check_server as check_openenv_server
+
+            yield from check_openenv_server(section)
+        case PlayGames() | ServedEnvironment():
+            pass
+        case PythonCode():
+            try:
+                built = _build_own(section)
+            except ValueError as error:
+                yield Problem(field="environment.factory", value=section.factory, remedy=str(error))
+                return
+            if is_served and not built.serves_people:
+                yield Problem(
+                    field="environment.factory",
+                    value=section.factory,
+                    remedy="must be derived from ServedSessions with data.source.kind = 'served', whose "
+                    "tasks are people",
+                )
+            if built.serves_people and not is_served:
+                yield Problem(
+                    field="environment.factory",
+                    value=section.factory,
+                    remedy="serves people: needs data.source.kind = 'served'",
+                )

@@ -1,20 +1,47 @@
 """The base class of environments of your own, and the agent that their one method talks to."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
+from forgeasync.environments.messages import BrokenToolCall, Message, ToolCall, ToolSpec
+from forgeasync.rollouts.outcome import ToolStatus
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 
-Message = Mapping[str, str]
-"""A message in the format of chat endpoints: ``{"role": "user", "content": "2 + 2 ="}``."""
-
 
 class ContextFull(RuntimeError):
     """The conversation leaves no room for another turn in ``model.max_context_length``."""
+
+
+class TooManyTurns(RuntimeError):
+    """The model has taken ``episodes.max_turns`` turns."""
+
+
+class EpisodeOver(RuntimeError):
+    """The episode has ended or was given up: no further turn is sampled."""
+
+
+class ParseError(ValueError):
+    """Raise it where an episode cannot go on because nobody can read what the model wrote."""
+
+
+class ToolError(RuntimeError):
+    """Raise it where an episode cannot go on because a tool of the model has failed."""
+
+
+class EpisodeInterrupted(RuntimeError):
+    """Raise it where an episode cannot go on for a reason that neither the model nor the environment has
+    caused, such as a server that is gone: it is run again and never scored.
+    """
+
+
+class NoScore(RuntimeError):
+    """Raise it where an episode has ended and nobody can say how good it was: it never trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,33 +49,145 @@ class Turn:
     """One turn of the model."""
 
     text: str
-    """The turn's text, without special tokens."""
+    """What the model says, without reasoning, tool calls and special tokens."""
+    num_prompt_tokens: int
+    """Number of tokens before the turn: the whole conversation so far."""
     num_tokens: int
+    """Number of tokens sampled, those of reasoning and tool calls included."""
     finish_reason: FinishReason
     """``stop``: the model ended its turn; ``length``: it was cut at ``sampling.max_response_tokens`` or at
     the end of the context."""
+    stop_text: str | None = None
+    """The text that ended the turn, from ``stop`` or ``sampling.stop``; ``text`` ends before it. None where
+    the model's own end of a turn or a bound did, and where an endpoint of others does not say."""
+    reasoning: str | None = None
+    """What the model thought before it spoke; None where its format has no reasoning apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    broken_tool_calls: tuple[BrokenToolCall, ...] = ()
+    """Attempts at tool calls that cannot be read. They are in no message, so tell the model of them."""
 
     @property
-    def message(self) -> dict[str, str]:
+    def message(self) -> dict[str, Any]:
         """The turn as a message, to continue the conversation with."""
-        return {"role": "assistant", "content": self.text}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.message_form for call in self.tool_calls]
+        return message
 
 
 class Agent(Protocol):
-    """The model that is trained, as an environment sees it."""
+    """The model that is trained, as an environment sees it.
 
-    async def respond(self, messages: str | Sequence[Message]) -> Turn:
+    An agent that brings its own loop talks to ``base_url`` instead of ``respond``, by Chat Completions,
+    Responses or Anthropic's Messages: docs/sessions.md.
+    """
+
+    @property
+    def base_url(self) -> str:
+        """URL of this agent's own session, for clients of OpenAI's APIs."""
+        ...
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """URL of the same session, for clients of Anthropic's API."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """The session's key."""
+        ...
+
+    @property
+    def tool_limit_s(self) -> float:
+        """Time for one call of a tool in seconds: ``episodes.tool_s``."""
+        ...
+
+    def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
+        """Count a call of a tool in ``episode/num_tool_calls_<status>``; ``run_tools`` does so itself.
+
+        ``took_s`` is how long it took, for ``episode/tool_call_p95_s`` and its kin; None: nothing ran.
+        """
+        ...
+
+    def waiting_for_person(self) -> AbstractContextManager[None]:
+        """While it is entered, the deadlines of set-up, step and episode stand still.
+
+        For environments that wait for people, and bound that time themselves. A judge's deadline goes on.
+        """
+        ...
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
         """Sample the model's next turn.
 
-        ``messages`` are the whole conversation so far: all earlier messages, each turn of the model
-        unchanged, and at least one new message at the end. A string stands for one user message that begins
-        a conversation.
+        ``messages`` are the whole conversation so far. Where they continue a conversation that this agent has
+        answered before, only the new messages become tokens, after those that were sampled. Everything else
+        begins a branch of its own: another conversation, the same messages a second time, or a history in
+        which earlier messages were changed, removed or inserted. Calls may overlap. A string stands for one
+        user message that begins a conversation. ``tools`` are what the model may call.
+
+        ``max_tokens`` bounds the turn further than ``sampling.max_response_tokens`` does; the first of
+        the texts in ``stop`` ends it.
 
         Raises:
             ContextFull: there is no room for another turn.
-            ValueError: the messages do not continue the conversation; names the message.
+            TooManyTurns: the model has taken ``episodes.max_turns`` turns.
+            ValueError: a message is malformed, or cannot be rendered; names the message.
         """
         ...
+
+    def keep(self, name: str, data: bytes | str) -> Path | None:
+        """Keep a file for people who read the episode: a patch, a log, the output of tests.
+
+        It is written to ``artifacts/<group>-<episode>-<attempt>/<name>`` in the run's folder, replacing one
+        of the same name, and is named in the episode's record. Files of episodes that are not written to
+        rollouts.jsonl are removed when their group has trained or is lost. An episode keeps at most 32 files
+        of 8 MiB together; what is beyond is not written, and counted (``episode/num_refused_artifacts``).
+
+        Returns the file, or None if it was not written: it is beyond the bounds, or nobody keeps a record of
+        this episode, as in the evaluations of a run.
+
+        Raises:
+            ValueError: the name is not of 1 to 100 letters, digits, '_', '-' and '.', or begins with '-' or
+                '.'; or the data is neither bytes nor text.
+        """
+        ...
+
+
+class Agents:
+    """The agents of an environment that has several, by the names that the config gives them.
+
+        agents:
+          solver: {}
+          judge: {trainable: false}
+
+    With these, ``rollout(task, agents)`` asks ``agents.solver.respond(...)`` and ``agents.judge``.
+    """
+
+    def __init__(self, agents: "Sequence[NamedAgent]") -> None:
+        self._by_name = {agent.name: agent for agent in agents}
+
+    def __getattr__(self, name: str) -> Agent:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise AttributeError(
+                f"there is no agent {name!r}; agents of the config has {', '.join(self._by_name)}"
+            ) from None
+
+
+class NamedAgent(Agent, Protocol):
+    """An agent that knows its name in the config."""
+
+    name: str
 
 
 class Environment(ABC):
@@ -80,15 +219,19 @@ class Environment(ABC):
           factory: my_package.my_module.TryAgain
           options: {second_chance: 0.25}
 
-    ``rollout`` is called once for every rollout, many times concurrently on one object: keep the state of an
-    episode in local variables. All episodes share one event loop, and a blocking call would stop all of them:
-    await instead, and run blocking functions by ``asyncio.to_thread``. Never evaluate here what the model
-    wrote.
+    ``rollout`` is called once for every rollout, many times concurrently on one object of each worker: keep
+    the state of an episode in local variables. Every episode runs on a thread and an event loop of its own,
+    so that a blocking call delays no other one. Whatever belongs to an event loop, such as a client of a
+    server, is made within ``rollout``. Never evaluate here what the model wrote; a ``Sandbox`` is for that.
 
-    An episode that raises, or does not end within ``timeouts.episode_s``, is not scored: its whole group is
-    given up (``dropped/episode_failed``) and its task is sampled again. A ``ContextFull`` that ``rollout``
-    does not catch is no failure: the episode counts as truncated, with score 0.
+    How an episode ends says what becomes of it (``episodes.endings``). One that raises, for instance, is run
+    again; one that does not end in time does not train, and its group trains without it. Raise
+    ``ParseError``, ``ToolError``, ``NoScore`` or ``EpisodeInterrupted`` to say what went wrong. A
+    ``ContextFull`` or ``TooManyTurns`` that ``rollout`` does not catch ends the episode with score 0.
     """
+
+    serves_people: ClassVar[bool] = False
+    """Whether its tasks are people who open sessions: those of ``data.source: {kind: served}``."""
 
     @abstractmethod
     async def rollout(self, task: Task, agent: Agent) -> Score:

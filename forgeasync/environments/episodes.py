@@ -1,50 +1,79 @@
-"""Runs groups of episodes of one environment concurrently, each episode under a deadline.
+"""Runs episodes of one environment, each on a thread of its own and under deadlines.
 
-Plain asyncio, no Monarch: the environment actor is a thin shell around this class.
+Plain asyncio, no Monarch: the environment worker is a thin shell around this class. Turns are sampled on the
+loop that ``run`` is called on; an episode's own loop waits for them.
 """
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
-from forgeasync.environments.agent import EpisodeAgent
-from forgeasync.environments.conversation import MessageRenderer
-from forgeasync.environments.environment import ContextFull, Environment
+from forgeasync.config.episodes import Ending, EpisodesSection
+from forgeasync.config.generator import SamplingSection
+from forgeasync.environments.agent import EpisodeAgent, OpenSession, SampleTurn, TurnLimits, TurnRequest
+from forgeasync.environments.artifacts import EpisodeArtifacts, artifact_folder_name
+from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.environments.endpoint_agent import EndpointAgent
+from forgeasync.environments.environment import (
+    Agent,
+    Agents,
+    ContextFull,
+    Environment,
+    EpisodeInterrupted,
+    NoScore,
+    ParseError,
+    ToolError,
+    TooManyTurns,
+)
+from forgeasync.environments.episode_activity import EpisodeActivity
+from forgeasync.environments.episode_record import episode_record
+from forgeasync.environments.episode_thread import EpisodeThread, kill
+from forgeasync.environments.participant import Participant
+from forgeasync.environments.rendering.renderer import MessageRenderer
+from forgeasync.environments.tools.tool import num_stuck_calls
 from forgeasync.observability.failures import last_words
-from forgeasync.rollouts.score import NO_SCORE, Score
+from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome
+from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S = 5.0
-"""Time for cancelled episodes to clean up, in seconds; after that they are no longer waited for."""
+"""Time for a cancelled episode to clean up, in seconds; after that its processes are killed."""
 
-SampleEpisodeTurn = Callable[[EpisodeId, np.ndarray, int], Awaitable[SampledTurn | None]]
+INTERRUPT_S = 1.0
+"""Time for a thread to end once its processes are killed and it was interrupted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointTurns:
+    """Turns that an endpoint samples instead of our generators."""
+
+    endpoint: EndpointModel
+    sampling: SamplingSection
+    limit_s: float
+    """Time for one turn."""
+
+
+SampleEpisodeTurn = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | None]]
 """``SampleTurn`` with the id of the episode."""
 
 
-class EpisodeFailed(RuntimeError):
-    """An episode has no score; the message names environment, task and rollout, and says why."""
-
-
-class EpisodesCancelled(Exception):
+class EpisodeCancelled(Exception):
     """The group was given up during an episode, because it would have been too old at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeResult:
-    """The outcome of one episode."""
+class AgentRole:
+    """An agent of the environment, as the config describes it."""
 
-    score: Score
-    num_turns: int
-    is_truncated: bool
-    """The episode ended because its context was full, and was not scored by the environment."""
-    episode_s: float
+    name: str
+    is_trainable: bool
 
 
 class Episodes:
@@ -53,110 +82,319 @@ class Episodes:
     def __init__(
         self,
         environment: Environment,
-        renderer: MessageRenderer,
+        renderer: MessageRenderer | None,
         *,
         name: str,
+        roles: Sequence[AgentRole],
+        has_one_agent: bool,
         max_context_length: int,
+        section: EpisodesSection,
         limit_s: float,
+        open_session: Callable[[EpisodeAgent], OpenSession] | None = None,
     ) -> None:
-        """``name`` is the environment's name in messages; ``limit_s`` is ``timeouts.episode_s``."""
+        """``name`` is the environment's name in messages; ``limit_s`` is ``timeouts.episode_s``.
+        ``renderer`` is None where an endpoint samples all turns.
+
+        With ``has_one_agent`` a rollout gets the agent itself, otherwise all of them by their names.
+        ``open_session`` opens a session for an agent whose environment asks for one.
+        """
+        self._open_session = open_session
         self._environment = environment
         self._renderer = renderer
         self._name = name
+        self._roles = tuple(roles)
+        self._has_one_agent = has_one_agent
         self._max_context_length = max_context_length
+        self._section = section
         self._limit_s = limit_s
+        self._stuck: list[EpisodeThread[object]] = []
+        self.num_killed_processes = 0
+        """Processes of episodes that did not end by themselves."""
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads of episodes that are over and of tools that were cut off, which nothing has ended."""
+        self._stuck = [thread for thread in self._stuck if thread.is_alive]
+        return len(self._stuck) + num_stuck_calls()
 
     async def run(
         self,
         task: Task,
+        episode: EpisodeId,
         *,
-        group_id: int,
-        num_episodes: int,
         max_turn_tokens: int,
-        sample: SampleEpisodeTurn,
-    ) -> tuple[EpisodeResult, ...]:
-        """Run all episodes of a group; the first one that fails ends the others.
+        sample: "SampleEpisodeTurn | EndpointTurns",
+        keeps_record: bool = False,
+        artifacts_folder: Path | None = None,
+    ) -> EpisodeOutcome:
+        """Run one attempt at an episode to its end, whatever that is.
+
+        Files that it keeps are written below ``artifacts_folder`` if its record is kept, too.
 
         Raises:
-            EpisodeFailed: an episode raised, took too long, took no turn, or did not return a score.
-            EpisodesCancelled: the group was given up meanwhile.
+            EpisodeCancelled: the group was given up meanwhile.
             Exception: whatever ``sample`` raised, even if the environment continued without the turn.
         """
-        running = [
-            asyncio.create_task(
-                self._run_one(task, EpisodeId(group_id=group_id, index=index), max_turn_tokens, sample)
-            )
-            for index in range(num_episodes)
-        ]
-        try:
-            return tuple(await asyncio.gather(*running))
-        finally:
-            for one in running:
-                one.cancel()
-                # Others may have failed as well; only the first failure is reported.
-                one.add_done_callback(_forget)
-            await asyncio.wait(running)
-
-    async def _run_one(
-        self, task: Task, episode: EpisodeId, max_turn_tokens: int, sample: SampleEpisodeTurn
-    ) -> EpisodeResult:
-        def sample_turn(given_ids: np.ndarray, max_tokens: int) -> Awaitable[SampledTurn | None]:
-            return sample(episode, given_ids, max_tokens)
-
         where = f"environment {self._name}, task {task.task_id}, rollout {episode.index}"
-        agent = EpisodeAgent(
-            sample_turn,
-            self._renderer,
+        limits = TurnLimits(
             max_turn_tokens=max_turn_tokens,
             max_context_length=self._max_context_length,
+            max_turns=self._section.max_turns,
+            tool_s=self._section.tool_s,
         )
+        activity = EpisodeActivity(last_s=time.perf_counter())
+        artifacts = EpisodeArtifacts(
+            folder=artifacts_folder / artifact_folder_name(episode)
+            if keeps_record and artifacts_folder is not None
+            else None
+        )
+        agents: list[Participant]
+        if isinstance(sample, EndpointTurns):
+            agents = [self._endpoint_agent(role, activity, sample, artifacts) for role in self._roles]
+        else:
+            assert self._renderer is not None, "tokens are rendered"
+            agents = [
+                EpisodeAgent(
+                    self._sampler(episode, index, role, activity, sample),
+                    self._renderer,
+                    limits,
+                    name=role.name,
+                    artifacts=artifacts,
+                    open_session=self._open_session,
+                    waiting=activity.waiting_on(asyncio.get_running_loop()),
+                )
+                for index, role in enumerate(self._roles)
+            ]
         start_s = time.perf_counter()
-        score, is_truncated = await self._score(task, agent, where)
-        if not agent.num_turns:
-            raise EpisodeFailed(
-                f"{where}: ended without a turn of the model; must await agent.respond(...) at least once"
-            )
-        return EpisodeResult(
-            score=score,
-            num_turns=agent.num_turns,
-            is_truncated=is_truncated,
-            episode_s=time.perf_counter() - start_s,
+        result, overdue = await self._finish(task, agents, activity, start_s, where)
+        for agent in agents:
+            if agent.is_cancelled:
+                raise EpisodeCancelled
+            if agent.failure is not None:
+                raise agent.failure
+        ending, scores, problem = self._judge(agents, result, overdue, where)
+        record = episode_record(task, agents, ending, scores, problem, artifacts) if keeps_record else None
+        return EpisodeOutcome(
+            ending=ending,
+            agents=tuple(
+                AgentOutcome(
+                    score=scores.get(agent.name),
+                    num_turns=agent.num_turns,
+                    num_rewritten=agent.num_rewritten,
+                    num_faulty_calls=agent.num_faulty_calls,
+                    tool_calls=dict(agent.tool_calls),
+                    tool_calls_s=tuple(agent.tool_calls_s),
+                    num_from_text=agent.num_from_text,
+                    num_reserved=agent.num_reserved,
+                    session_counts=agent.session_counts,
+                    versions=agent.versions,
+                )
+                for agent in agents
+            ),
+            episode_s=time.perf_counter() - start_s - activity.waited_before_turns_s,
+            sampling_s=activity.sampling_s,
+            problem=problem,
+            record=record,
+            num_cut_bytes=0 if record is None else record["num_cut_bytes"],
+            attempt=episode.attempt,
+            episode=episode.index,
+            num_artifacts=artifacts.num_files,
+            num_refused_artifacts=artifacts.num_refused,
         )
 
-    async def _score(self, task: Task, agent: EpisodeAgent, where: str) -> tuple[Score, bool]:
-        """Return the episode's score, and whether it was truncated instead of scored."""
-        rollout = asyncio.ensure_future(self._environment.rollout(task, agent))
+    def _sampler(
+        self,
+        episode: EpisodeId,
+        index: int,
+        role: AgentRole,
+        activity: EpisodeActivity,
+        sample: SampleEpisodeTurn,
+    ) -> SampleTurn:
+        """Sample turns of one agent on the loop that the episodes are run on, from whatever loop it asks."""
+        loop = asyncio.get_running_loop()
+        of_agent = EpisodeId(
+            group_id=episode.group_id, index=episode.index, attempt=episode.attempt, agent=index
+        )
+
+        async def here(request: TurnRequest) -> SampledTurn | None:
+            number = activity.num_begun
+            activity.begin(time.perf_counter())
+            if not role.is_trainable:
+                activity.judging_since_s[number] = time.perf_counter()
+            try:
+                return await sample(of_agent, request)
+            finally:
+                activity.judging_since_s.pop(number, None)
+                activity.end(time.perf_counter())
+
+        async def from_anywhere(request: TurnRequest) -> SampledTurn | None:
+            if asyncio.get_running_loop() is loop:
+                return await here(request)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here(request), loop))
+
+        return from_anywhere
+
+    def _endpoint_agent(
+        self, role: AgentRole, activity: EpisodeActivity, turns: EndpointTurns, artifacts: EpisodeArtifacts
+    ) -> EndpointAgent:
+        """An agent whose turns an endpoint samples; they run on the episode's loop and count on this one."""
+        loop = asyncio.get_running_loop()
+        judging: list[int] = []
+
+        def begin() -> None:
+            if not role.is_trainable:
+                judging.append(activity.num_begun)
+                activity.judging_since_s[activity.num_begun] = time.perf_counter()
+            activity.begin(time.perf_counter())
+
+        def end() -> None:
+            if judging:
+                activity.judging_since_s.pop(judging.pop(0), None)
+            activity.end(time.perf_counter())
+
+        return EndpointAgent(
+            endpoint=turns.endpoint,
+            sampling=turns.sampling,
+            limit_s=turns.limit_s,
+            max_turns=self._section.max_turns,
+            tool_s=self._section.tool_s,
+            name=role.name,
+            artifacts=artifacts,
+            on_begin=lambda: loop.call_soon_threadsafe(begin),
+            on_end=lambda: loop.call_soon_threadsafe(end),
+            waiting=activity.waiting_on(loop),
+        )
+
+    async def _rollout(self, task: Task, agent: Agent | Agents, agents: Sequence[Participant]) -> object:
         try:
-            # Not asyncio.timeout: the user's code could delay its own cancellation.
-            await asyncio.wait([rollout], timeout=self._limit_s)
+            return await self._environment.rollout(task, agent)
         finally:
-            agent.close()
-            rollout.add_done_callback(_forget)
-            if not rollout.done():
-                rollout.cancel()
-        if agent.is_cancelled:
-            raise EpisodesCancelled
-        if agent.failure is not None:
-            raise agent.failure
-        if not rollout.done():
-            await asyncio.wait([rollout], timeout=CLEAN_UP_S)
-            raise EpisodeFailed(f"{where}: took longer than timeouts.episode_s = {self._limit_s:g} s")
+            for one in agents:
+                await one.leave()
+
+    async def _finish(
+        self,
+        task: Task,
+        agents: Sequence[Participant],
+        activity: EpisodeActivity,
+        start_s: float,
+        where: str,
+    ) -> tuple["Score | Mapping[str, Score] | BaseException | None", str | None]:
+        """Run the user's method; return its result or error, and the deadline that has passed, if any."""
+        # A turn that failed or was given up ends the episode, whatever the environment does then.
+        agent: Agent | Agents = agents[0] if self._has_one_agent else Agents(agents)
+        thread: EpisodeThread[object] = EpisodeThread(
+            lambda: self._rollout(task, agent, agents), name=where[:60]
+        )
+        ended = thread.start()
+        overdue = None
         try:
-            score = rollout.result()
-        except ContextFull as error:
-            if not agent.num_turns:
-                raise EpisodeFailed(f"{where}: {error}") from error
-            return NO_SCORE, True
-        except (Exception, asyncio.CancelledError) as error:
+            while not ended.done() and overdue is None and not _has_failed(agents):
+                due_s, overdue_key = self._next_deadline(activity, start_s)
+                left_s = due_s - time.perf_counter()
+                if left_s <= 0:
+                    overdue = overdue_key
+                    break
+                # Turns move the next deadline, so look again soon.
+                await asyncio.wait([ended], timeout=min(left_s, 1.0))
+        finally:
+            for one in agents:
+                one.close()
+            if not ended.done():
+                await self._end(thread, ended)
+        if not ended.done():
+            ended.cancel()
+            return None, overdue
+        error = ended.exception()
+        return (ended.result() if error is None else error), overdue
+
+    def _next_deadline(self, activity: EpisodeActivity, start_s: float) -> tuple[float, str]:
+        section = self._section
+        begun_s = start_s + activity.waited_s
+        deadlines = [(math.inf, "")]
+        if not activity.num_waiting:
+            deadlines.append((begun_s + self._limit_s, f"timeouts.episode_s = {self._limit_s:g} s"))
+            if not activity.num_begun:
+                deadlines.append((begun_s + section.setup_s, f"episodes.setup_s = {section.setup_s:g} s"))
+            elif not activity.num_sampling:
+                deadlines.append(
+                    (activity.last_s + section.step_s, f"episodes.step_s = {section.step_s:g} s")
+                )
+        for since_s in activity.judging_since_s.values():
+            deadlines.append((since_s + section.judge_s, f"episodes.judge_s = {section.judge_s:g} s"))
+        return min(deadlines)
+
+    async def _end(self, thread: EpisodeThread[object], ended: "asyncio.Future[object]") -> None:
+        """End a thread by all means there are; one that goes on is counted as stuck."""
+        processes = thread.processes()
+        thread.cancel()
+        await asyncio.wait([ended], timeout=CLEAN_UP_S)
+        self.num_killed_processes += kill([*processes, *thread.processes()])
+        if not ended.done():
+            thread.interrupt()
+            await asyncio.wait([ended], timeout=INTERRUPT_S)
+        if not ended.done():
+            self._stuck.append(thread)
+
+    def _judge(
+        self, agents: Sequence[Participant], result: object, overdue: str | None, where: str
+    ) -> tuple[Ending, dict[str, Score], str | None]:
+        """Return how the episode ended, the scores by agent, and what went wrong."""
+        if overdue is not None:
+            return Ending.TIMEOUT, {}, f"{where}: took longer than {overdue}"
+        if isinstance(result, BaseException):
+            return *_ending_of(result, agents), f"{where}: {type(result).__name__}: {last_words(result)}"
+        num_turns = sum(agent.num_turns for agent in agents)
+        if not num_turns and not any(agent.has_given_url for agent in agents):
+            problem = "ended without a turn of the model; must await agent.respond(...) at least once"
+            return Ending.ENVIRONMENT_CRASH, {}, f"{where}: {problem}"
+        try:
+            scores = self._scores(result)
+        except ValueError as error:
+            return Ending.ENVIRONMENT_CRASH, {}, f"{where}: {error}"
+        if any(agent.has_hit_length for agent in agents):
+            return Ending.LENGTH, scores, None
+        if any(agent.has_hit_max_turns for agent in agents):
+            return Ending.MAX_TURNS, scores, None
+        return Ending.COMPLETED, scores, None
+
+    def _scores(self, result: object) -> dict[str, Score]:
+        names = [role.name for role in self._roles]
+        if isinstance(result, Score):
+            return dict.fromkeys(names, result)
+        if isinstance(result, Mapping) and not self._has_one_agent:
+            needed = {role.name for role in self._roles if role.is_trainable}
+            scores = dict(result)
+            if not needed <= scores.keys() <= set(names):
+                raise ValueError(
+                    f"rollout returned scores of {sorted(map(str, scores))}; must have one for each of "
+                    f"{sorted(needed)}"
+                )
+            if all(isinstance(score, Score) for score in scores.values()):
+                return scores
+        what = "a Score" if self._has_one_agent else "a Score, or a mapping from agents' names to Scores"
+        raise ValueError(f"rollout returned {str(result)[:80]!r}; must return {what}")
+
+
+def _has_failed(agents: Sequence[Participant]) -> bool:
+    return any(agent.is_cancelled or agent.failure is not None for agent in agents)
+
+
+def _ending_of(error: BaseException, agents: Sequence[Participant]) -> tuple[Ending, dict[str, Score]]:
+    match error:
+        case ContextFull() if any(agent.num_turns for agent in agents):
+            return Ending.LENGTH, {}
+        case TooManyTurns():
+            return Ending.MAX_TURNS, {}
+        case ParseError():
+            return Ending.PARSE_ERROR, {}
+        case ToolError():
+            return Ending.TOOL_ERROR, {}
+        case NoScore():
+            return Ending.NO_SCORE, {}
+        case EpisodeInterrupted():
+            return Ending.INFRASTRUCTURE, {}
+        case _:
             # Whatever the user's code raises is for the user to see, with its traceback in the log.
-            logger.warning("%s", where, exc_info=error)
-            raise EpisodeFailed(f"{where}: {type(error).__name__}: {last_words(error)}") from error
-        if not isinstance(score, Score):
-            raise EpisodeFailed(f"{where}: rollout returned {str(score)[:80]!r}; must return a Score")
-        return score, False
-
-
-def _forget(ended: "asyncio.Future[object]") -> None:
-    """Retrieve an error that nobody will read, so that asyncio does not warn about it."""
-    if not ended.cancelled():
-        ended.exception()
+            logger.warning("an episode failed", exc_info=error)
+            return Ending.ENVIRONMENT_CRASH, {}

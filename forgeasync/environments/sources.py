@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from forgeasync.config.coding import CodingSource
 from forgeasync.config.data import (
     DataSection,
     HuggingFaceSource,
@@ -15,6 +16,8 @@ from forgeasync.config.data import (
     ReasoningGymSource,
     named_sources,
 )
+from forgeasync.config.games import GameSource
+from forgeasync.config.serving import ServedSource
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError
 
@@ -133,6 +136,8 @@ def look_at_data(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
 
 
 def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
+    if isinstance(source.source, ServedSource):
+        return "served; people bring the tasks", None
     looked_at = dataclasses.replace(
         source,
         num_train=min(source.num_train, MAX_GENERATED),
@@ -149,7 +154,7 @@ def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
         held_out = _named(problems.held_out(), source)
         if source.num_train:
             problems.train({task.prompt for task in held_out})
-    if isinstance(source.source, HuggingFaceSource):
+    if isinstance(source.source, HuggingFaceSource | CodingSource):
         return f"{source.source.path}; read now, and drawn", held_out[0]
     whole = (looked_at.num_train, looked_at.num_held_out) == (source.num_train, source.num_held_out)
     numbers = f"{looked_at.num_train:,} and {looked_at.num_held_out:,}"
@@ -177,6 +182,22 @@ def _problems(source: NamedSource, seed: int) -> SourceProblems:
             return PythonProblems(
                 section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
             )
+        case GameSource() as section:
+            from forgeasync.environments.games.problems import GameProblems
+
+            return GameProblems(
+                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
+            )
+        case CodingSource() as section:
+            from forgeasync.environments.coding.problems import CodingProblems
+
+            return CodingProblems(
+                section, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
+            )
+        case ServedSource():
+            from forgeasync.environments.served.problems import ServedProblems
+
+            return ServedProblems(num_train=source.num_train, num_held_out=source.num_held_out)
 
 
 def _named(tasks: Sequence[Task], source: NamedSource) -> list[Task]:

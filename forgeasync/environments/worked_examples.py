@@ -1,7 +1,8 @@
 """Examples for the supervised warm-up: problems of ``chain_sum`` worked out, or with a guess for an answer.
 
-"7 + 8 - 3 =" is answered with "7+8=15;15-3=12#12": one step per operator, then the answer. Responses are
-therefore as long as their problem: 8 to about 70 tokens.
+Without a tool "7 + 8 - 3 =" is answered with "7+8=15;15-3=12#12": one step per operator, then the answer.
+With the tool of ``kind: python_tool`` each step is a call, whose result the tool writes: "[7+8]", "15;",
+"[15-3]", "12;", "#12". Responses are therefore as long as their problem.
 """
 
 import random
@@ -9,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from forgeasync.config.environments import PlainCalls
 from forgeasync.config.run import WarmupSection
 from forgeasync.rollouts.task import Task
 
@@ -18,18 +20,43 @@ _EXPRESSION = re.compile(r": (?P<expression>.*) =$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a response."""
+
+    text: str
+    is_given: bool = False
+    """Written by the environment: the model attends to it and does not learn to write it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """A response to imitate; ``weight`` says how often it counts."""
 
     task: Task
-    response: str
+    pieces: tuple[Piece, ...]
     weight: float
 
+    @property
+    def response(self) -> str:
+        """The text of all pieces."""
+        return "".join(piece.text for piece in self.pieces)
 
-def mixed_examples(tasks: Sequence[Task], warmup: WarmupSection, rng: random.Random) -> Iterator[Example]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One addition or subtraction."""
+
+    expression: str
+    result: int
+
+
+def mixed_examples(
+    tasks: Sequence[Task], warmup: WarmupSection, rng: random.Random, *, calls: PlainCalls | None = None
+) -> Iterator[Example]:
     """The examples of a step: guesses for the first ``num_guesses_per_step`` tasks, the rest worked out.
 
-    All guesses together weigh ``direct_share`` of the step, however few they are.
+    All guesses together weigh ``direct_share`` of the step, however few they are. With ``calls`` the rest is
+    worked out by calls of a tool, written in this form.
 
     Raises:
         ValueError: a task is not a ``chain_sum`` problem.
@@ -41,9 +68,13 @@ def mixed_examples(tasks: Sequence[Task], warmup: WarmupSection, rng: random.Ran
         weight = odds * (len(tasks) - num_guesses) / num_guesses
     for task in tasks[:num_guesses]:
         error = rng.randint(-warmup.guess_error, warmup.guess_error)
-        yield Example(task=task, response=guess(task, error=error), weight=weight)
+        yield Example(task=task, pieces=(Piece(text=guess(task, error=error)),), weight=weight)
     for task in tasks[num_guesses:]:
-        yield Example(task=task, response=worked_example(task), weight=1.0)
+        if calls is None:
+            pieces: tuple[Piece, ...] = (Piece(text=worked_example(task)),)
+        else:
+            pieces = tool_example(task, calls)
+        yield Example(task=task, pieces=pieces, weight=1.0)
 
 
 def worked_example(task: Task) -> str:
@@ -52,6 +83,31 @@ def worked_example(task: Task) -> str:
     Raises:
         ValueError: the task is not a ``chain_sum`` problem.
     """
+    steps = ";".join(f"{step.expression}={step.result}" for step in _steps(task))
+    return steps + guess(task, error=0)
+
+
+def tool_example(task: Task, calls: PlainCalls) -> tuple[Piece, ...]:
+    """Write the turns that work out a ``chain_sum`` problem with a tool that runs Python, and its results.
+
+    Raises:
+        ValueError: the task is not a ``chain_sum`` problem.
+    """
+    pieces = []
+    for step in _steps(task):
+        pieces += [
+            Piece(text=calls.call(step.expression)),
+            Piece(text=calls.result(str(step.result)), is_given=True),
+        ]
+    return (*pieces, Piece(text=guess(task, error=0)))
+
+
+def guess(task: Task, *, error: int) -> str:
+    """Write the response that states an answer without working it out; it is off by ``error``."""
+    return f"{ANSWER_PREFIX}{int(task.answer) + error}"
+
+
+def _steps(task: Task) -> list[_Step]:
     match = _EXPRESSION.search(task.prompt)
     if match is None:
         raise ValueError(f"task {task.task_id!r} is no chain_sum problem: {task.prompt!r}")
@@ -59,12 +115,7 @@ def worked_example(task: Task) -> str:
     total = int(first)
     steps = []
     for operator, operand in zip(rest[::2], rest[1::2], strict=True):
-        result = total + int(operand) if operator == "+" else total - int(operand)
-        steps.append(f"{total}{operator}{operand}={result}")
-        total = result
-    return ";".join(steps) + guess(task, error=0)
-
-
-def guess(task: Task, *, error: int) -> str:
-    """Write the response that states an answer without working it out; it is off by ``error``."""
-    return f"{ANSWER_PREFIX}{int(task.answer) + error}"
+        expression = f"{total}{operator}{operand}"
+        total = total + int(operand) if operator == "+" else total - int(operand)
+        steps.append(_Step(expression=expression, result=total))
+    return steps

@@ -8,29 +8,32 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor import Executor
 
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.weights import WeightsSection
+from forgeasync.generator.engine_args import engine_args
+from forgeasync.generator.in_flight_recorder import (
+    PART_ARGUMENT,
+    TURN_ARGUMENT,
+    InFlightRecorder,
+)
 from forgeasync.generator.interruption import (
+    EPISODE_ARGUMENT,
     GROUP_ARGUMENT,
+    SAMPLE_ARGUMENT,
     AdmissionGate,
     Groups,
     Prefetch,
@@ -38,64 +41,22 @@ from forgeasync.generator.interruption import (
     interruption_policy,
 )
 from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
-from forgeasync.generator.sequence import SequenceReader, part_seed
+from forgeasync.generator.sequence import SequenceReader, TurnEnd, part_seed
+from forgeasync.generator.turns import EngineEpisode, EngineTurn, check_continued
 from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
 from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
-from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
+from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, in_process_core
 from forgeasync.generator.workarounds.served_adapters import (
     AdapterSetup,
     ServedAdapter,
-    engine_modules,
-    engine_rank,
     install,
 )
+from forgeasync.rollouts.in_flight import LoggedTurn
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.rollouts.trajectory import SampledTurn, Trajectory
-
-CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
-
-GPU_WORKER_EXTENSION = "forgeasync.generator.gpu_worker.UpdatableGPUWorker"
-
 
 R = TypeVar("R")
-
-
-@contextmanager
-def _in_process_core(*, salt_with_version: bool) -> Iterator[None]:
-    """AsyncLLM builds its core client through this one static method."""
-    original = core_client.EngineCoreClient.make_async_mp_client
-
-    def make(
-        vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object
-    ) -> InProcessAsyncClient:
-        # The rest addresses engine cores in other processes.
-        return InProcessAsyncClient(
-            vllm_config, executor_class, log_stats, salt_with_version=salt_with_version
-        )
-
-    core_client.EngineCoreClient.make_async_mp_client = staticmethod(make)
-    try:
-        yield
-    finally:
-        core_client.EngineCoreClient.make_async_mp_client = original
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineSequence:
-    """A trajectory that the engine goes on sampling."""
-
-    trajectory: Trajectory
-    index: int
-    """Within its group."""
-    num_requests: int = 0
-    finish_reason: FinishReason | None = None
-    """Why its last turn ended."""
-    has_end_token: bool = False
-    """Whether its last turn ended with a token of its own, not with a text of ``stop`` or at a bound."""
-    stop: tuple[str, ...] = ()
-    """The texts that end a turn."""
 
 
 class GeneratorEngine:
@@ -108,18 +69,21 @@ class GeneratorEngine:
         records: Records,
         *,
         weights: WeightsSection,
+        recorder: InFlightRecorder | None,
     ) -> None:
         model = llm.model_config
         self._llm = llm
         self._client = client
         self._records = records
         self._vocab_size = model.get_vocab_size()
-        self._reader = SequenceReader(
+        self._recorder = recorder
+        self.reader = SequenceReader(
             tokenizer=llm.get_tokenizer(),
             vocab_size=self._vocab_size,
             num_experts=model.get_num_experts(),
             num_dense_layers=records.num_dense_layers,
         )
+        """Reads what the engine has sampled."""
         self._gate = AdmissionGate()
         self._groups = Groups()
         policy = interruption_policy(weights.interruption, client=client, gate=self._gate)
@@ -127,6 +91,7 @@ class GeneratorEngine:
         self.adapter: ServedAdapter | None = None
         """Adapter that all requests are served with; None if weights are whole."""
         self._request_ids = itertools.count()
+        self._episode_numbers = itertools.count()
         self._num_generated_tokens = 0
         self._num_in_flight = 0
         self._busy_since_s = 0.0
@@ -143,35 +108,25 @@ class GeneratorEngine:
         records: Records,
         weights: WeightsSection,
         adapters: AdapterSetup | None = None,
+        in_flight: Path | None = None,
     ) -> "GeneratorEngine":
-        """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves."""
+        """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
+
+        What named groups have in flight is logged in the folder ``in_flight``, which is made.
+        """
         is_cpu = current_platform.is_cpu()
         if generator.batch_invariant:
             compute_batch_invariantly()
         if is_cpu:
             expand_latents()
-        args = AsyncEngineArgs(
-            model=str(model_path),
-            dtype=generator.dtype.value,
-            max_model_len=max_context_length,
-            max_num_seqs=generator.max_num_seqs,
-            max_num_batched_tokens=generator.max_num_batched_tokens,
-            tensor_parallel_size=generator.tensor_parallel,
-            enable_expert_parallel=generator.expert_parallel,
-            worker_cls=CPU_WORKER if is_cpu else "auto",
-            worker_extension_cls="" if is_cpu else GPU_WORKER_EXTENSION,
-            kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
-            enforce_eager=not generator.compile,
-            # The distribution really drawn from: after temperature, top-k, top-p and min-p.
-            logprobs_mode="processed_logprobs",
-            # Step outputs then belong to the weights of that very step, which makes version labels exact.
-            async_scheduling=False,
+        args = engine_args(
+            model_path=model_path,
+            generator=generator,
+            max_context_length=max_context_length,
             seed=seed,
-            enable_return_routed_experts=records.routing and not is_cpu,
-            return_sampling_mask=records.kept_tokens and not is_cpu,
-            enable_lora=adapters is not None,
-            max_lora_rank=16 if adapters is None else engine_rank(adapters.lora.rank),
-            lora_target_modules=None if adapters is None else engine_modules(adapters),
+            records=records,
+            adapters=adapters,
+            is_cpu=is_cpu,
         )
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if is_cpu:
@@ -180,9 +135,13 @@ class GeneratorEngine:
 
             rotate_in_torch(vllm_config)
             request_records(vllm_config, routing=records.routing, kept_tokens=records.kept_tokens)
-        with _in_process_core(salt_with_version=not weights.prefix_cache_across_versions):
+        recorder = None
+        if in_flight is not None:
+            vocab_size = vllm_config.model_config.get_vocab_size()
+            recorder = InFlightRecorder(in_flight, records=records, vocab_size=vocab_size)
+        with in_process_core(salt_with_version=not weights.prefix_cache_across_versions, observer=recorder):
             llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-        engine = cls(llm, llm.engine_core, records, weights=weights)
+        engine = cls(llm, llm.engine_core, records, weights=weights, recorder=recorder)
         await engine._client.between_steps(lambda core: core.set_weight_version("0"))
         if adapters is not None:
             engine.adapter = ServedAdapter(adapters)
@@ -198,42 +157,58 @@ class GeneratorEngine:
         sampling: SamplingSection,
         seed: int | None = None,
         group_id: int | None = None,
+        continued: Sequence[LoggedTurn] = (),
     ) -> tuple[Rollout, ...]:
         """Sample ``num_samples`` responses to one prompt; a seed makes them reproducible.
 
-        By its ``group_id`` a group can be cancelled, and updates report its progress.
+        By its ``group_id`` a group can be cancelled, updates report its progress, and its tokens are logged
+        until ``forget_group``. ``continued`` has what another engine had sampled of the group: those
+        responses go on from there, and those that had ended stay as they are.
 
         Raises:
             GroupCancelled: ``cancel`` was called with the group's id.
-            ValueError: another group of this id is being sampled.
+            ValueError: another group of this id is being sampled, or ``continued`` is of another group.
         """
-        with self._groups.running(group_id) as (key, group):
-            sequences = [self.new_sequence(index) for index in range(num_samples)]
-            for sequence in sequences:
-                sequence.trajectory.give(prompt_ids_P)
-            tasks = [
-                asyncio.create_task(
-                    self.sample_turn(
-                        sequence,
-                        group_key=key,
-                        group=group,
-                        sampling=sampling,
-                        max_tokens=sampling.max_response_tokens,
-                        seed=seed,
-                    )
+        check_continued(continued, prompt_ids_P, num_samples, sampling)
+        key, group = self.open_group(group_id)
+        turns = [self.first_turn(self.new_episode(index)) for index in range(num_samples)]
+        for turn in turns:
+            turn.trajectory.give(prompt_ids_P)
+        for restored in continued:
+            turn = turns[restored.begun.episode.index]
+            turn.restored = restored
+            turn.episode.num_requests = restored.num_parts
+        tasks = [
+            asyncio.create_task(
+                self.sample_turn(
+                    turn,
+                    group_key=key,
+                    group=group,
+                    sampling=sampling,
+                    max_tokens=sampling.max_response_tokens,
+                    seed=seed,
                 )
-                for sequence in sequences
-            ]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        return tuple(map(self.rollout, sequences))
+            )
+            for turn in turns
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            self.forget_group(key)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.close_group(key)
+        return tuple(self.reader.rollouts([turn])[0] for turn in turns)
 
-    def new_sequence(self, index: int) -> EngineSequence:
-        """A sequence without tokens; ``index`` is its place in its group."""
-        return EngineSequence(trajectory=self._reader.new_trajectory(), index=index)
+    def new_episode(self, sample: int, *, agent: int = 0, attempt: int = 0) -> EngineEpisode:
+        """An episode without turns; ``sample`` is its place in its group."""
+        return EngineEpisode(number=next(self._episode_numbers), sample=sample, agent=agent, attempt=attempt)
+
+    def first_turn(self, episode: EngineEpisode) -> EngineTurn:
+        """A turn without tokens, with nothing before it."""
+        return EngineTurn(episode=episode, trajectory=self.reader.new_trajectory())
 
     def open_group(self, group_id: int | None) -> tuple[int, RunningGroup]:
         """A group that is sampled turn by turn until ``close_group``: its number in the engine and its state.
@@ -243,39 +218,28 @@ class GeneratorEngine:
         Raises:
             ValueError: another group of this id is being sampled.
         """
-        return self._groups.open(group_id)
+        key, group = self._groups.open(group_id)
+        if self._recorder is not None and key >= 0:
+            self._recorder.open_group(key)
+        return key, group
 
     def close_group(self, group_key: int) -> None:
-        """Close a group; no further turn of it is sampled."""
+        """Close a group; no further turn of it is sampled. Its tokens stay logged until ``forget_group``."""
         self._groups.close(group_key)
 
-    def turn(self, sequence: EngineSequence, start: int) -> SampledTurn:
-        """Facts of the turn that begins at token ``start`` and has just ended."""
-        assert sequence.finish_reason is not None
-        ids = sequence.trajectory.token_ids
-        return SampledTurn(
-            text=self._reader.text(
-                ids[:start], ids[start:], has_end_token=sequence.has_end_token, stop=sequence.stop
-            )[0],
-            num_tokens=len(ids) - start,
-            finish_reason=sequence.finish_reason,
-            last_id=ids[-1],
-            version=sequence.trajectory.last_version,
-        )
+    def forget_group(self, group_key: int) -> None:
+        """Nobody will ask another engine to go on with the group."""
+        if self._recorder is not None:
+            self._recorder.forget_group(group_key)
 
-    def rollout(self, sequence: EngineSequence, finish_reason: FinishReason | None = None) -> Rollout:
-        """Return what was sampled, with the finish reason of its last turn or another one."""
-        assert sequence.finish_reason is not None
-        return self._reader.rollout(
-            sequence.trajectory,
-            finish_reason or sequence.finish_reason,
-            has_end_token=sequence.has_end_token,
-            stop=sequence.stop,
-        )
+    def forget_turns(self, turns: Sequence[EngineTurn]) -> None:
+        """Nobody will ask another engine to go on with these turns of a group."""
+        if self._recorder is not None:
+            self._recorder.forget_turns([turn.log_key for turn in turns if turn.log_key is not None])
 
     async def sample_turn(
         self,
-        sequence: EngineSequence,
+        turn: EngineTurn,
         *,
         group_key: int,
         group: RunningGroup,
@@ -286,41 +250,70 @@ class GeneratorEngine:
         """Sample one turn of the model, up to ``max_tokens``, in as many requests as swaps make of it.
 
         Raises:
-            GroupCancelled: ``cancel`` was called with the group's number.
+            GroupCancelled: ``cancel`` was called with the group's number, or ``cancel_episode``.
         """
+        episode = turn.episode
         with self._busy():
-            num_left = max_tokens
-            sequence.stop = sampling.stop
-            start = sequence.trajectory.num_tokens
-            while True:
-                if group.is_cancelled:
+            turn.stop = sampling.stop
+            self.log_turn(turn, group_key)
+            self.resume_turn(turn, group, max_tokens=max_tokens)
+            while turn.finish_reason is None:
+                if group.is_cancelled or episode.is_cancelled:
                     raise GroupCancelled
+                number = episode.num_requests
+                episode.num_requests += 1
                 params = SamplingParams(
                     temperature=sampling.temperature,
                     # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
                     top_k=sampling.top_k or (self._vocab_size if self._records.kept_tokens else 0),
                     top_p=sampling.top_p,
                     min_p=sampling.min_p,
-                    max_tokens=num_left,
+                    max_tokens=max_tokens - turn.trajectory.num_sampled,
                     logprobs=0,
-                    seed=part_seed(seed, sample=sequence.index, part=sequence.num_requests),
+                    seed=part_seed(seed, sample=episode.sample, part=number, agent=episode.agent),
                     # Texts are decoded once, from all parts; here only to look for texts that end a turn.
                     detokenize=bool(sampling.stop),
                     stop=list(sampling.stop),
                     output_kind=RequestOutputKind.FINAL_ONLY,
-                    extra_args={GROUP_ARGUMENT: group_key},
+                    extra_args={
+                        GROUP_ARGUMENT: group_key,
+                        SAMPLE_ARGUMENT: episode.sample,
+                        EPISODE_ARGUMENT: episode.number,
+                        PART_ARGUMENT: number,
+                        **({} if turn.log_key is None else {TURN_ARGUMENT: turn.log_key}),
+                    },
                 )
-                sequence.num_requests += 1
-                part = await self._run_request(list(sequence.trajectory.token_ids), params)
-                if group.is_cancelled:
+                part = await self._run_request(turn.trajectory.token_ids, params)
+                if group.is_cancelled or episode.is_cancelled:
                     raise GroupCancelled
                 group.num_tokens += len(part.token_ids)
                 self._num_generated_tokens += len(part.token_ids)
-                end = self._reader.grow(sequence.trajectory, part, turn_start=start, stop=sampling.stop)
-                num_left -= len(part.token_ids)
-                if end is not None:
-                    sequence.finish_reason, sequence.has_end_token = end.finish_reason, end.has_end_token
-                    return
+                self._end(turn, self.reader.grow(turn.trajectory, part, stop=sampling.stop))
+
+    def log_turn(self, turn: EngineTurn, group_key: int) -> None:
+        """Log a turn that begins, with what another engine has sampled of it."""
+        if self._recorder is not None and group_key >= 0 and turn.log_key is None:
+            turn.log_key = self._recorder.begin_turn(turn.begun(group_key), turn.restored)
+
+    def resume_turn(self, turn: EngineTurn, group: RunningGroup, *, max_tokens: int) -> None:
+        """Take up what another engine has sampled of a turn, if anything."""
+        restored, turn.restored = turn.restored, None
+        if restored is None or not restored.num_tokens:
+            return
+        end = self.reader.resume(turn.trajectory, restored, stop=turn.stop)
+        group.num_tokens += turn.trajectory.num_sampled
+        if end is None and turn.trajectory.num_sampled >= max_tokens:
+            end = TurnEnd(finish_reason=FinishReason.LENGTH, has_end_token=False)
+        self._end(turn, end)
+
+    def _end(self, turn: EngineTurn, end: TurnEnd | None) -> None:
+        """Note how a turn has ended; None: it goes on."""
+        if end is None:
+            return
+        turn.finish_reason, turn.has_end_token = end.finish_reason, end.has_end_token
+        turn.stop_text = end.stop_text
+        if self._recorder is not None and turn.log_key is not None:
+            self._recorder.end_turn(turn.ended(turn.log_key))
 
     async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
         async with self._gate.inside():
@@ -336,6 +329,14 @@ class GeneratorEngine:
     async def cancel(self, group_ids: Sequence[int]) -> None:
         """Give up groups between two steps; those that have ended meanwhile are not touched."""
         self._groups.cancel(group_ids)
+        await self._client.between_steps(
+            lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core))
+        )
+
+    async def cancel_episode(self, episode: EngineEpisode) -> None:
+        """Give up one episode between two steps, for instance because its worker was lost."""
+        episode.is_cancelled = True
+        self._groups.cancel_episode(episode.number)
         await self._client.between_steps(
             lambda core: self._client.end_requests(core, self._groups.cancelled_requests(core))
         )
@@ -362,7 +363,15 @@ class GeneratorEngine:
 
     def stats(self) -> EngineStats:
         running_s = time.perf_counter() - self._busy_since_s if self._num_in_flight else 0.0
-        return EngineStats(num_generated_tokens=self._num_generated_tokens, busy_s=self._busy_s + running_s)
+        return EngineStats(
+            num_generated_tokens=self._num_generated_tokens,
+            busy_s=self._busy_s + running_s,
+            num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
+        )
+
+    async def kv_usage(self) -> float:
+        """Share of the KV cache that running requests hold, between two steps."""
+        return await self._client.between_steps(lambda core: core.scheduler.kv_cache_manager.usage)
 
     def shutdown(self) -> None:
         self._llm.shutdown()

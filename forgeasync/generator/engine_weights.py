@@ -17,6 +17,7 @@ from forgeasync.generator.host_memory import HostMemory
 from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.load_trace import LoadTrace, WorkerTrace
 from forgeasync.weights.copies import StridedCopy, needed_blocks
+from forgeasync.weights.fetcher import HostShare
 from forgeasync.weights.layout import WeightLayout
 
 POLL_START_S, POLL_MAX_S = 0.0005, 0.02
@@ -88,9 +89,12 @@ class EngineWeights:
         touched = {region.parameter for region in regions if region.name in wanted}
         return {region.name for region in regions if region.parameter in touched}
 
-    async def stage(self) -> None:
-        """Have every worker make its part of the receive buffer's version ready; returns when all have."""
-        await self._call("start_staging")
+    async def stage(self, share: HostShare) -> None:
+        """Have every worker make its part of the receive buffer's version ready; returns when all have.
+
+        ``share`` is that of this engine among those that take the version together.
+        """
+        await self._call("start_staging", share)
         delay_s = POLL_START_S
         while not all(await self._call("staging_done")):
             await asyncio.sleep(delay_s)

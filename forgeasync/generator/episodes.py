@@ -1,21 +1,61 @@
-"""Episodes of one engine: trajectories that are sampled turn by turn and stay here until they are taken.
+"""Episodes of one engine: trees of turns that are sampled here and stay here until they are taken.
 
-The arrays of a trajectory never travel: an environment sends the tokens to append and gets the turn's text.
-A group of episodes is open from its first turn until it is taken or dropped, so that it can be cancelled
-between two turns too, and so that updates know how many tokens it has.
+The arrays of a trajectory never travel: an environment sends the tokens to append and gets the sampled ids
+and their text. A group of episodes is open from its first turn until it is taken or dropped, so that it can
+be cancelled between two turns too, and so that updates know how many tokens it has.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from forgeasync.config.generator import SamplingSection
-from forgeasync.generator.engine import EngineSequence, GeneratorEngine
+from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.interruption import RunningGroup
 from forgeasync.generator.reports import GroupCancelled
-from forgeasync.rollouts.rollout import FinishReason, Rollout
+from forgeasync.generator.turns import EngineEpisode, EngineTurn
+from forgeasync.rollouts.in_flight import LoggedTurn
+from forgeasync.rollouts.rollout import Rollout
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+
+MAX_ENDED_GROUPS = 65_536
+"""The numbers of so many groups that have ended are kept: a turn is never on its way for longer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _OpenEpisode:
+    episode: EngineEpisode
+    turns: list[EngineTurn] = field(default_factory=list)
+
+    def begin(self, engine: GeneratorEngine, after: int | None, given_ids: np.ndarray) -> EngineTurn:
+        """The next turn, without sampled tokens."""
+        turn = engine.first_turn(self.episode) if after is None else self.turns[after].continued()
+        turn.number = len(self.turns)
+        self.turns.append(turn)
+        turn.trajectory.give(given_ids)
+        return turn
+
+    def claim(self, after: int | None, given_ids: np.ndarray) -> EngineTurn | None:
+        """A restored turn that nobody has asked for since: rather one that had not ended, then the last one.
+
+        None if there is none. A turn that others follow has reached its caller before.
+        """
+        followed = {turn.after for turn in self.turns}
+        candidates = [
+            turn
+            for turn in self.turns
+            if turn.is_claimable
+            and turn.after == after
+            and turn.number not in followed
+            and np.array_equal(turn.trajectory.given_ids, given_ids)
+        ]
+        if not candidates:
+            return None
+        turn = max(candidates, key=lambda turn: (turn.finish_reason is None, turn.number))
+        turn.is_claimable = False
+        return turn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +63,7 @@ class _OpenGroup:
     key: int
     """The number that the requests of the group carry in the engine."""
     group: RunningGroup
-    episodes: dict[int, EngineSequence] = field(default_factory=dict)
+    episodes: dict[EpisodeId, _OpenEpisode] = field(default_factory=dict)
 
 
 class EngineEpisodes:
@@ -32,64 +72,141 @@ class EngineEpisodes:
     def __init__(self, engine: GeneratorEngine) -> None:
         self._engine = engine
         self._groups: dict[int, _OpenGroup] = {}
-        # Turns of theirs can still be on their way here. Groups that failed or were evaluated, not all.
-        self._dropped: set[int] = set()
+        self._ended_groups: OrderedDict[int, None] = OrderedDict()
+        """Taken and dropped: turns of theirs can still be on their way here."""
+        self._dropped_episodes: set[EpisodeId] = set()
 
     async def add_turn(
         self,
         episode: EpisodeId,
+        after: int | None,
         given_ids: np.ndarray,
         *,
         sampling: SamplingSection,
         max_tokens: int,
         seed: int | None,
+        repeated: bool = False,
     ) -> SampledTurn:
-        """Append tokens to an episode, which begins with its first turn, and sample the model's next turn.
+        """Sample a turn of the model after another turn of its episode (None: the first one of a tree) and
+        after further given tokens. An episode begins with its first turn.
 
-        ``max_tokens`` bounds the turn, and trajectory and turn together fit the engine's context. The seed is
-        that of the group; every turn of every episode draws its own noise.
+        ``max_tokens`` bounds the turn, and path and turn together fit the engine's context. The seed is that
+        of the group; every turn of every episode draws its own noise. Calls for one episode may overlap.
+
+        ``repeated`` says that another engine was asked for this turn and died. If ``restore`` has brought it,
+        by the turn before it and its given tokens, it goes on, or is returned at once if it had ended.
 
         Raises:
-            GroupCancelled: the group was cancelled or dropped.
+            GroupCancelled: the group was cancelled, taken or dropped, or the episode was dropped.
         """
-        if episode.group_id in self._dropped:
+        if episode.group_id in self._ended_groups or episode in self._dropped_episodes:
             raise GroupCancelled
-        if episode.group_id not in self._groups:
-            key, group = self._engine.open_group(episode.group_id if episode.group_id >= 0 else None)
-            self._groups[episode.group_id] = _OpenGroup(key=key, group=group)
-        opened = self._groups[episode.group_id]
-        if episode.index not in opened.episodes:
-            opened.episodes[episode.index] = self._engine.new_sequence(episode.index)
-        sequence = opened.episodes[episode.index]
-        sequence.trajectory.give(given_ids)
-        num_before = sequence.trajectory.num_tokens
+        opened = self._opened(episode.group_id)
+        tree = self._tree(opened, episode)
+        turn = tree.claim(after, given_ids) if repeated else None
+        if turn is None:
+            turn = tree.begin(self._engine, after, given_ids)
         await self._engine.sample_turn(
-            sequence,
+            turn,
             group_key=opened.key,
             group=opened.group,
             sampling=sampling,
             max_tokens=max_tokens,
             seed=seed,
         )
-        return self._engine.turn(sequence, num_before)
+        return self._engine.reader.facts(turn)
 
-    def take(self, group_id: int, is_truncated: Sequence[bool]) -> tuple[Rollout, ...]:
-        """All episodes of a group as rollouts, in their order; the group is closed.
+    def restore(self, group_id: int, turns: Sequence[LoggedTurn]) -> None:
+        """Open a group with all turns that another engine had begun; they keep their numbers.
 
-        A truncated one has finish reason ``length``, however its last turn ended.
+        A turn that had not ended waits for a repeated ``add_turn``; without one it belongs to no branch.
+
+        Raises:
+            GroupCancelled: the group was taken or dropped here.
+            ValueError: the group is open here already, or ``turns`` are of another group or not all there.
         """
+        if group_id in self._ended_groups:
+            raise GroupCancelled
+        if group_id in self._groups:
+            raise ValueError(
+                f"group_id = {group_id}: is open here already; it can be restored elsewhere only"
+            )
+        numbers: dict[EpisodeId, int] = {}
+        for turn in turns:
+            begun = turn.begun
+            number = numbers.get(begun.episode, 0)
+            if begun.episode.group_id != group_id or begun.number != number:
+                raise ValueError(
+                    f"turn {begun.number} of {begun.episode}: must be turn {number} of group {group_id}"
+                )
+            numbers[begun.episode] = number + 1
+        opened = self._opened(group_id)
+        for restored in turns:
+            begun = restored.begun
+            tree = self._tree(opened, begun.episode)
+            turn = tree.begin(self._engine, begun.after, begun.given_ids)
+            turn.restored, turn.is_claimable = restored, True
+            tree.episode.num_requests = max(tree.episode.num_requests, restored.num_parts)
+            self._engine.log_turn(turn, opened.key)
+            if restored.ended is not None:
+                turn.stop = () if restored.ended.stop_text is None else (restored.ended.stop_text,)
+                self._engine.resume_turn(turn, opened.group, max_tokens=restored.num_tokens)
+
+    def _opened(self, group_id: int) -> _OpenGroup:
+        if group_id not in self._groups:
+            key, group = self._engine.open_group(group_id if group_id >= 0 else None)
+            self._groups[group_id] = _OpenGroup(key=key, group=group)
+        return self._groups[group_id]
+
+    def _tree(self, opened: _OpenGroup, episode: EpisodeId) -> _OpenEpisode:
+        if episode not in opened.episodes:
+            new = self._engine.new_episode(episode.index, agent=episode.agent, attempt=episode.attempt)
+            opened.episodes[episode] = _OpenEpisode(episode=new)
+        return opened.episodes[episode]
+
+    async def take(self, group_id: int, episodes: Sequence[EpisodeId]) -> tuple[tuple[Rollout, ...], ...]:
+        """Return the branches of these episodes of a group as rollouts, and close the group.
+
+        Its turns stay logged until the engine is told to forget the group.
+
+        An episode without a turn has no branch. An environment may return while a turn that it does not wait
+        for is under way: that turn is ended and belongs to no branch.
+        """
+        self._end(group_id)
         opened = self._groups.pop(group_id)
+        for tree in opened.episodes.values():
+            if any(turn.finish_reason is None for turn in tree.turns):
+                await self._engine.cancel_episode(tree.episode)
         self._engine.close_group(opened.key)
-        assert sorted(opened.episodes) == list(range(len(is_truncated))), "every episode has a turn"
         return tuple(
-            self._engine.rollout(opened.episodes[index], FinishReason.LENGTH if is_cut else None)
-            for index, is_cut in enumerate(is_truncated)
+            self._engine.reader.rollouts(_finished(opened.episodes[episode]))
+            if episode in opened.episodes
+            else ()
+            for episode in episodes
         )
 
     async def drop(self, group_id: int) -> None:
         """End whatever is sampled for a group and forget it."""
-        self._dropped.add(group_id)
+        self._end(group_id)
         opened = self._groups.pop(group_id, None)
         if opened is not None:
             await self._engine.cancel([opened.key])
             self._engine.close_group(opened.key)
+            self._engine.forget_group(opened.key)
+
+    async def drop_episode(self, episode: EpisodeId) -> None:
+        """End whatever is sampled for one attempt at an episode and forget it; its group stays open."""
+        self._dropped_episodes.add(episode)
+        opened = self._groups.get(episode.group_id)
+        if opened is not None and (tree := opened.episodes.pop(episode, None)) is not None:
+            await self._engine.cancel_episode(tree.episode)
+            self._engine.forget_turns(tree.turns)
+
+    def _end(self, group_id: int) -> None:
+        self._ended_groups[group_id] = None
+        while len(self._ended_groups) > MAX_ENDED_GROUPS:
+            self._ended_groups.popitem(last=False)
+
+
+def _finished(opened: _OpenEpisode) -> list[EngineTurn]:
+    return [turn for turn in opened.turns if turn.finish_reason is not None]

@@ -13,6 +13,7 @@ from forgeasync.config.weights import ShadowMemory
 from forgeasync.generator.host_memory import HostMemory
 from forgeasync.weights.copies import StridedCopy
 from forgeasync.weights.device_copies import page_lock
+from forgeasync.weights.fetcher import HostShare
 from forgeasync.weights.layout import ALIGNMENT
 from forgeasync.weights.staging import SharedFile
 
@@ -45,6 +46,11 @@ class GpuWeights:
             if sum(copy.num_elements for copy in copies) < self._parameters[name].numel()
         }
 
+    def take_share(self, share: HostShare) -> None:
+        """Fill another part of the shadow from now on."""
+        assert self._shadow is not None, "plan first"
+        self._shadow.take_share(share)
+
     @torch.no_grad()
     def stage(self, images: Sequence[torch.Tensor]) -> None:
         """Fill this worker's part of the shadow from the receive buffer's images, while the model runs."""
@@ -75,18 +81,21 @@ class _HostShadow:
         for name, parameter in parameters.items():
             starts[name] = end
             end += -(-_span(parameter) * parameter.itemsize // ALIGNMENT) * ALIGNMENT
-        share = host_memory.share
-        file = SharedFile(
-            host_memory.shadow_file(worker_rank), end, is_new=share.index == 0, reserve=share.index == 0
-        )
+        makes_files = host_memory.makes_files
+        file = SharedFile(host_memory.shadow_file(worker_rank), end, is_new=makes_files, reserve=makes_files)
         page_lock(file.bytes)
         self._views = {
             name: _like(parameter, file.bytes[starts[name] :]) for name, parameter in parameters.items()
         }
-        self.own = share.of_sizes({name: parameter.nbytes for name, parameter in parameters.items()})
-        # What no copy fills stays as it was loaded.
-        for name in self.own:
-            self._views[name].copy_(parameters[name])
+        self._sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
+        self.own = host_memory.share.of_sizes(self._sizes)
+        if not host_memory.is_joining:
+            # What no copy fills stays as it was loaded.
+            for name in self.own:
+                self._views[name].copy_(parameters[name])
+
+    def take_share(self, share: HostShare) -> None:
+        self.own = share.of_sizes(self._sizes)
 
     def begin(self, name: str) -> torch.Tensor:
         return self._views[name]
@@ -110,6 +119,9 @@ class _DeviceShadow:
         page_lock(self._scratch)
         devices = {parameter.device for parameter in parameters.values()}
         self._streams = {device: torch.Stream(device) for device in devices if device.type != "cpu"}
+
+    def take_share(self, share: HostShare) -> None:
+        """Do nothing: each worker fills all of its own."""
 
     def begin(self, name: str) -> torch.Tensor:
         shadow = self._shadows[name]

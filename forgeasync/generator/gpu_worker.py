@@ -16,7 +16,7 @@ from forgeasync.generator.weight_route import reload_reasons
 from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
 from forgeasync.models.hf_folder import CheckpointTensors
 from forgeasync.weights.copies import StridedCopy, plan_copies
-from forgeasync.weights.fetcher import received_images
+from forgeasync.weights.fetcher import HostShare, received_images
 from forgeasync.weights.layout import WeightLayout, whole_tensors
 
 
@@ -52,9 +52,11 @@ class UpdatableGPUWorker:
         self._weights.plan(copies, host_memory)
         return copies
 
-    def start_staging(self) -> None:
-        """Begin to fill this worker's part of the shadow from the receive buffer."""
+    def start_staging(self, share: HostShare) -> None:
+        """Begin to fill this worker's part of the shadow, by its engine's share, from the receive buffer."""
         weights = self._weights
+        if weights is not None:
+            weights.take_share(share)
         self._staging = StagingThread(lambda: None if weights is None else weights.stage(self._images))
 
     def staging_done(self) -> bool:

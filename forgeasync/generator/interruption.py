@@ -24,6 +24,12 @@ Prefetch = Callable[[], Awaitable[None]]
 GROUP_ARGUMENT = "forgeasync_group"
 """Names a request's group in its sampling parameters, where the engine's thread finds it."""
 
+SAMPLE_ARGUMENT = "forgeasync_sample"
+"""Names the place of a request's response or episode in its group."""
+
+EPISODE_ARGUMENT = "forgeasync_episode"
+"""Names what a request belongs to and is ended with: one response, or one attempt at an episode."""
+
 
 @dataclass(slots=True)
 class RunningGroup:
@@ -40,15 +46,7 @@ class Groups:
     def __init__(self) -> None:
         self._groups: dict[int, RunningGroup] = {}
         self._num_unnamed = 0
-
-    @contextmanager
-    def running(self, group_id: int | None) -> Iterator[tuple[int, RunningGroup]]:
-        """A group from its first request to its last; as ``open``."""
-        key, group = self.open(group_id)
-        try:
-            yield key, group
-        finally:
-            self.close(key)
+        self._cancelled_episodes: set[int] = set()
 
     def open(self, group_id: int | None) -> tuple[int, RunningGroup]:
         """A group whose first request is about to come; None: one that nobody asks about.
@@ -77,33 +75,44 @@ class Groups:
             if group_id in self._groups:
                 self._groups[group_id].is_cancelled = True
 
+    def cancel_episode(self, number: int) -> None:
+        """Mark an episode; those that have ended meanwhile are no news (event loop)."""
+        self._cancelled_episodes.add(number)
+
     def cancelled_requests(self, core: EngineCore) -> tuple[str, ...]:
-        """Requests of cancelled groups (engine thread)."""
+        """Requests of cancelled groups and episodes (engine thread)."""
         return tuple(
             request_id
             for request_id, request in core.scheduler.requests.items()
-            if (group := self._groups.get(_group_id(request))) is not None and group.is_cancelled
+            if _arguments(request)[EPISODE_ARGUMENT] in self._cancelled_episodes
+            or ((group := self._groups.get(_group_id(request))) is not None and group.is_cancelled)
         )
 
     def progress(self, core: EngineCore, version: int) -> tuple[GroupProgress, ...]:
         """Return the progress of each named group that has requests in the engine (engine thread)."""
-        running: dict[int, list[int]] = {}
+        running: dict[int, list[Request]] = {}
         for request in core.scheduler.requests.values():
-            running.setdefault(_group_id(request), []).append(request.num_output_tokens)
+            running.setdefault(_group_id(request), []).append(request)
         return tuple(
             GroupProgress(
                 group_id=group_id,
                 version=version,
-                num_running=len(num_tokens),
-                num_tokens=sum(num_tokens) + self._groups[group_id].num_tokens,
+                # An episode can have several requests under way.
+                num_running=len({_arguments(request)[SAMPLE_ARGUMENT] for request in requests}),
+                num_tokens=sum(request.num_output_tokens for request in requests)
+                + self._groups[group_id].num_tokens,
             )
-            for group_id, num_tokens in running.items()
+            for group_id, requests in running.items()
             if group_id >= 0 and group_id in self._groups
         )
 
 
+def _arguments(request: Request) -> dict[str, int]:
+    return request.sampling_params.extra_args
+
+
 def _group_id(request: Request) -> int:
-    return request.sampling_params.extra_args[GROUP_ARGUMENT]
+    return _arguments(request)[GROUP_ARGUMENT]
 
 
 class AdmissionGate:

@@ -13,6 +13,8 @@ class EngineStats:
     num_generated_tokens: int
     busy_s: float
     """Time with at least one request in flight."""
+    num_log_failures: int = 0
+    """How often tokens in flight could not be logged, so that open groups would begin anew after a death."""
     memory: MemoryPeak | None = None
     """Peak of the generator's largest process so far; None where nobody has measured."""
 

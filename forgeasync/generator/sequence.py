@@ -14,9 +14,11 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from forgeasync.generator.turns import EngineTurn
+from forgeasync.rollouts.in_flight import LoggedTurn
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
-from forgeasync.rollouts.trajectory import SampledTokens, Trajectory
+from forgeasync.rollouts.trajectory import Branch, SampledTokens, SampledTurn, Trajectory, branches
 
 ABORTED = "abort"
 """vLLM's finish reason of a request that was ended from outside."""
@@ -29,6 +31,19 @@ class TurnEnd:
     finish_reason: FinishReason
     has_end_token: bool
     """Whether it ended with a token made for that, not with a text of ``stop`` or at a bound."""
+    stop_text: str | None = None
+    """The text of ``stop`` that ended it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedTokens:
+    """The text of sampled tokens, up to the first of the texts that end a turn."""
+
+    text: str
+    num_tokens: int
+    """Number of tokens up to the one that completes that text; all if there is none."""
+    stop_text: str | None
+    """The text that was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,48 +83,105 @@ class SequenceReader:
             else KeptTokens.from_rows(mask.token_ids, vocab_size=self.vocab_size),
         )
 
-    def grow(
-        self, trajectory: Trajectory, part: CompletionOutput, *, turn_start: int, stop: Sequence[str]
-    ) -> TurnEnd | None:
-        """Append what a request has sampled of the turn that began at token ``turn_start``.
+    def grow(self, trajectory: Trajectory, part: CompletionOutput, *, stop: Sequence[str]) -> TurnEnd | None:
+        """Append what a request has sampled of the trajectory's last turn.
 
         Returns how the turn ended; None if the request was ended from outside and the turn goes on.
         """
         # vLLM gives the text as the reason where one of ``stop`` has ended the part.
-        has_end_token = part.finish_reason == FinishReason.STOP.value and not isinstance(
-            part.stop_reason, str
+        return self._append(
+            trajectory,
+            self.sampled(part) if part.token_ids else None,
+            finish_reason=None if part.finish_reason == ABORTED else FinishReason(part.finish_reason),
+            stop_text=part.stop_reason if isinstance(part.stop_reason, str) else None,
+            stop=stop,
         )
-        num_new = len(part.token_ids)
-        if stop and num_new:
+
+    def resume(self, trajectory: Trajectory, turn: LoggedTurn, *, stop: Sequence[str]) -> TurnEnd | None:
+        """Append what another engine has sampled of the trajectory's last turn, at least one token.
+
+        Returns how the turn ended there, also where that engine died before it noted so; None if it goes on.
+        """
+        ended = turn.ended
+        if ended is None:
+            return self._append(
+                trajectory, turn.tokens(), finish_reason=turn.finish_reason, stop_text=None, stop=stop
+            )
+        trajectory.sample(turn.tokens())
+        return TurnEnd(
+            finish_reason=ended.finish_reason, has_end_token=ended.has_end_token, stop_text=ended.stop_text
+        )
+
+    def _append(
+        self,
+        trajectory: Trajectory,
+        sampled: SampledTokens | None,
+        *,
+        finish_reason: FinishReason | None,
+        stop_text: str | None,
+        stop: Sequence[str],
+    ) -> TurnEnd | None:
+        has_end_token = finish_reason is FinishReason.STOP and stop_text is None
+        num_new = 0 if sampled is None else len(sampled.ids_T)
+        if stop and sampled is not None:
             before = trajectory.token_ids
-            ids = [*before[turn_start:], *part.token_ids]
-            _, num_tokens = self.text(before[:turn_start], ids, has_end_token=has_end_token, stop=stop)
-            num_new = num_tokens - (len(before) - turn_start)
-        if num_new:
-            trajectory.sample(self.sampled(part).first(num_new))
-        if num_new < len(part.token_ids):
-            return TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False)
-        if part.finish_reason == ABORTED:
+            start = len(before) - trajectory.num_sampled
+            ids = [*before[start:], *sampled.ids_T.tolist()]
+            decoded = self.decode(before[:start], ids, has_end_token=has_end_token, stop=stop)
+            num_new = decoded.num_tokens - trajectory.num_sampled
+            # One that began in an earlier part comes first.
+            stop_text = decoded.stop_text or stop_text
+        if sampled is not None and num_new:
+            trajectory.sample(sampled.first(num_new))
+        if stop_text is not None:
+            return TurnEnd(finish_reason=FinishReason.STOP, has_end_token=False, stop_text=stop_text)
+        if finish_reason is None:
             return None
-        return TurnEnd(finish_reason=FinishReason(part.finish_reason), has_end_token=has_end_token)
+        return TurnEnd(finish_reason=finish_reason, has_end_token=has_end_token)
+
+    def facts(self, turn: EngineTurn) -> SampledTurn:
+        """Facts of a turn that has just ended."""
+        assert turn.finish_reason is not None
+        ids = turn.trajectory.token_ids
+        start = len(ids) - turn.trajectory.num_sampled
+        decoded = self.decode(ids[:start], ids[start:], has_end_token=turn.has_end_token, stop=turn.stop)
+        return SampledTurn(
+            turn=turn.number,
+            ids_T=turn.trajectory.sampled_ids,
+            text=decoded.text,
+            finish_reason=turn.finish_reason,
+            stop_text=turn.stop_text,
+            first_version=turn.trajectory.first_version,
+            version=turn.trajectory.last_version,
+        )
+
+    def rollouts(self, turns: Sequence[EngineTurn]) -> tuple[Rollout, ...]:
+        """Return what was sampled in a tree of turns, a rollout for each branch."""
+        by_trajectory = {id(turn.trajectory): turn for turn in turns}
+        rollouts = []
+        for branch in branches([turn.trajectory for turn in turns]):
+            last = by_trajectory[id(branch.turns[-1])]
+            assert last.finish_reason is not None
+            rollouts.append(
+                self.rollout(branch, last.finish_reason, has_end_token=last.has_end_token, stop=last.stop)
+            )
+        return tuple(rollouts)
 
     def rollout(
-        self, trajectory: Trajectory, finish_reason: FinishReason, *, has_end_token: bool, stop: Sequence[str]
+        self, branch: Branch, finish_reason: FinishReason, *, has_end_token: bool, stop: Sequence[str]
     ) -> Rollout:
-        """The trajectory with its text: that of its whole response, given tokens included.
+        """The branch with its text: that of its whole response, given tokens included.
 
         Only a response of one turn ends where a text of ``stop`` begins: of several turns, all text is shown.
         """
-        stop = stop if trajectory.has_one_turn else ()
-        text, _ = self.text(
-            trajectory.prompt_ids, trajectory.response_ids, has_end_token=has_end_token, stop=stop
-        )
-        return trajectory.rollout(text=text, finish_reason=finish_reason)
+        stop = stop if branch.has_one_turn else ()
+        decoded = self.decode(branch.prompt_ids, branch.response_ids, has_end_token=has_end_token, stop=stop)
+        return branch.rollout(text=decoded.text, finish_reason=finish_reason)
 
-    def text(
+    def decode(
         self, before: Sequence[int], ids: Sequence[int], *, has_end_token: bool, stop: Sequence[str]
-    ) -> tuple[str, int]:
-        """The text of ``ids`` after ``before``, and the number of tokens up to its end.
+    ) -> DecodedTokens:
+        """Decode ``ids`` after ``before`` up to the end of the text.
 
         As vLLM decodes a response that it made in one part: the text ends where the first of the texts in
         ``stop`` begins, the tokens with the one that completes it. vLLM looks for them in every part of a
@@ -127,13 +199,17 @@ class SequenceReader:
             data_parallel_rank=None,
         )
         detokenizer = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
-        detokenizer.update(list(ids), has_end_token)
-        text = detokenizer.get_next_output_text(finished=True, delta=False)
-        return text, detokenizer.num_output_tokens()
+        stop_text = detokenizer.update(list(ids), has_end_token)
+        return DecodedTokens(
+            text=detokenizer.get_next_output_text(finished=True, delta=False),
+            num_tokens=detokenizer.num_output_tokens(),
+            stop_text=stop_text,
+        )
 
 
-def part_seed(seed: int | None, *, sample: int, part: int) -> int | None:
+def part_seed(seed: int | None, *, sample: int, part: int, agent: int = 0) -> int | None:
     """A seed of its own for every part of every sample: the same one again would draw the same noise."""
     if seed is None:
         return None
-    return int(np.random.SeedSequence((seed, sample, part)).generate_state(1)[0])
+    entropy = (seed, sample, part) if agent == 0 else (seed, sample, part, agent)
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])

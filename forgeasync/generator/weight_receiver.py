@@ -4,7 +4,8 @@ The generators of a host share its receive buffer, and on GPUs the shadow too: e
 share. So an update has three acts, and each starts when all generators of the host have ended the one before:
 ``begin`` fetches, after which the trainer may overwrite the staging buffer; ``stage`` makes the version ready
 beside the engine; ``finish`` returns once the engine samples under it. After ``finish`` of all of them the
-next version may be fetched. If a share did not arrive, ``abandon`` takes the place of the last two.
+next version may be fetched. If a share did not arrive or was not staged, ``abandon`` takes the place of what
+is left. Generators may come and go between two updates: ``begin`` is told the shares anew then.
 """
 
 import asyncio
@@ -23,7 +24,14 @@ from forgeasync.generator.host_memory import HostMemory
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
-from forgeasync.weights.fetcher import ALONE, FetchReport, ReceiveBuffer, WeightFetcher, received_images
+from forgeasync.weights.fetcher import (
+    ALONE,
+    FetchReport,
+    HostShare,
+    ReceiveBuffer,
+    WeightFetcher,
+    received_images,
+)
 from forgeasync.weights.layout import WeightLayout, whole_tensors
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.transport import Transport
@@ -47,8 +55,8 @@ class AdapterBase:
 
 Install = Callable[[EngineCore], None]
 
-MakeReady = Callable[[int], Awaitable[Install]]
-"""Makes a version that was fetched ready beside the engine; what then runs between two steps."""
+MakeReady = Callable[[int, HostShare], Awaitable[Install]]
+"""Makes this engine's share of a version that was fetched ready; what then runs between two steps."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +75,14 @@ class WeightReceiver:
     """The versions of one engine, one update at a time."""
 
     def __init__(
-        self, engine: GeneratorEngine, fetcher: WeightFetcher, make_ready: MakeReady, route: WeightRoute
+        self,
+        engine: GeneratorEngine,
+        fetcher: WeightFetcher,
+        make_ready: MakeReady,
+        route: WeightRoute,
+        share: HostShare,
     ) -> None:
+        self._share = share
         self._engine = engine
         self._fetcher = fetcher
         self._make_ready = make_ready
@@ -95,7 +109,7 @@ class WeightReceiver:
             ValueError: engine and layout do not have the same tensors.
         """
         share = host_memory.share
-        memory = ReceiveBuffer(host_memory.receive_buffer, layout, is_new=share.index == 0)
+        memory = ReceiveBuffer(host_memory.receive_buffer, layout, is_new=host_memory.makes_files)
         weights = EngineWeights(engine.between_steps)
         needs, route = all_of(layout), WeightRoute()
         if engine.adapter is not None:
@@ -115,11 +129,25 @@ class WeightReceiver:
             delta=delta,
             share=share,
         )
-        return cls(engine, fetcher, make_ready, route)
+        return cls(engine, fetcher, make_ready, route, share)
 
-    async def begin(self, manifest: Manifest) -> FetchReport:
-        """Start an update; returns when this generator's share was fetched, or could not be fetched whole."""
+    def reconnect(self, transports: Mapping[int, Transport]) -> None:
+        """Take versions from the staging buffers of a trainer that was started again.
+
+        A fetch that is under way goes on with the buffers that it has: it ends with a whole version, or not
+        complete.
+        """
+        self._fetcher.connect(transports)
+
+    async def begin(self, manifest: Manifest, new_share: HostShare | None = None) -> FetchReport:
+        """Start an update; returns when this generator's share was fetched, or could not be fetched whole.
+
+        ``new_share`` is given where the generators that take part are not those of the update before.
+        """
         assert self._update is None, "an update is under way: finish it first"
+        if new_share is not None:
+            self._share = new_share
+            self._fetcher.take_share(new_share)
         loop = asyncio.get_running_loop()
         update = self._update = _Update(
             fetched=loop.create_future(),
@@ -133,7 +161,7 @@ class WeightReceiver:
             update.fetched.set_result(await self._fetcher.fetch(manifest))
             if not await update.is_whole:
                 raise IncompleteFetch(f"version {manifest.version}")
-            ready.append(await self._make_ready(manifest.version))
+            ready.append(await self._make_ready(manifest.version, self._share))
             update.staged.set_result(None)
             await update.all_staged
 
@@ -168,10 +196,16 @@ class WeightReceiver:
             task.result()
 
     async def abandon(self) -> None:
-        """End the update after its fetch, as a share has not arrived whole: the engine keeps its weights."""
+        """End the update after its fetch or after ``stage``: the engine keeps its weights.
+
+        A share has not arrived whole, or a generator that had to fetch or stage one is gone.
+        """
         assert self._update is not None and self._update.task is not None, "no update is under way"
         update, self._update = self._update, None
-        update.is_whole.set_result(False)
+        if update.is_whole.done():
+            update.all_staged.set_exception(IncompleteFetch("another generator has not staged its share"))
+        else:
+            update.is_whole.set_result(False)
         await asyncio.wait([update.task])
         assert isinstance(update.task.exception(), IncompleteFetch), update.task.exception()
 
@@ -179,8 +213,8 @@ class WeightReceiver:
 def _take_whole(weights: EngineWeights) -> MakeReady:
     """The receive buffer holds what the engine's parameters are copied from."""
 
-    async def make_ready(version: int) -> Install:
-        await weights.stage()
+    async def make_ready(version: int, share: HostShare) -> Install:
+        await weights.stage(share)
         return EngineWeights.install
 
     return make_ready
@@ -190,7 +224,7 @@ def _serve_adapters(adapter: ServedAdapter, layout: WeightLayout, receive_buffer
     """The receive buffer holds adapters that vLLM loads."""
     images = received_images(receive_buffer, layout)
 
-    async def make_ready(version: int) -> Install:
+    async def make_ready(version: int, share: HostShare) -> Install:
         tensors = dict(whole_tensors(layout, images))
         request = await asyncio.to_thread(adapter.write, version, tensors)
         return lambda core: install(core, request)
@@ -208,6 +242,8 @@ async def _merge_adapters(
     layout = merged_layout(base.shapes, sorted(made), base.dtype)
     receive_buffer = host_memory.receive_buffer
     out = receive_buffer.with_name(f"{receive_buffer.name}-merged-{host_memory.share.index}")
+    # That of the generator that this one replaces.
+    out.unlink(missing_ok=True)
     merger = AdapterMerger(
         base=base.folder,
         scaling=base.scaling,
@@ -220,8 +256,8 @@ async def _merge_adapters(
     await weights.connect(layout, own)
     take_whole = _take_whole(weights)
 
-    async def make_ready(version: int) -> Install:
+    async def make_ready(version: int, share: HostShare) -> Install:
         await asyncio.to_thread(merger.merge)
-        return await take_whole(version)
+        return await take_whole(version, ALONE)
 
     return make_ready

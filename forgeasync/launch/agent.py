@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -17,7 +18,10 @@ from monarch.actor import Actor, concurrent_endpoint
 from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
+from forgeasync.launch.hosts import remove_from
+from forgeasync.launch.kill_tree import kill_tree
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight, remove_in_flight
 from forgeasync.rollouts.run_folder import (
     create_run_folder,
     is_running,
@@ -57,6 +61,26 @@ class HostAgent(Actor):
     async def is_running(self, pid: int) -> bool:
         """Whether this host has a process of that id which has not ended."""
         return is_running(pid)
+
+    @concurrent_endpoint
+    async def kill(self, pid: int) -> None:
+        """Kill a process of this host with all that it has started; no error if it has ended."""
+        kill_tree(pid)
+
+    @concurrent_endpoint
+    async def remove_files(self, files: Sequence[str]) -> None:
+        """Remove files from the run's folders, whose writer is gone; no error if they are not there."""
+        remove_from(self._folders, files)
+
+    async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
+        """Read what a process of this host that is gone had in flight of some groups."""
+        # In a thread, as the controller goes on asking whether the host is up.
+        return await asyncio.to_thread(read_in_flight, folder, group_ids)
+
+    @concurrent_endpoint
+    async def remove_in_flight(self, folder: Path) -> None:
+        """Remove what such a process has logged; no error if there is nothing."""
+        await asyncio.to_thread(remove_in_flight, folder)
 
     @concurrent_endpoint
     async def gpus(self) -> GpuFacts:

@@ -13,7 +13,9 @@ from monarch.actor import ProcMesh, this_host
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.jobs import HostRole
+from forgeasync.launch.kill_tree import kill_tree
 from forgeasync.launch.placement import GpuAllocator, spawn_role
+from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight, remove_in_flight
 from forgeasync.rollouts.run_folder import (
     create_run_folder,
     is_running,
@@ -45,6 +47,22 @@ class Host(Protocol):
         """Whether it has a process of that id."""
         ...
 
+    async def kill(self, pid: int) -> None:
+        """Kill a process of the run with all that it has started; no error if it has ended."""
+        ...
+
+    async def remove_files(self, files: Sequence[str]) -> None:
+        """Remove files from the run's folders, whose writer is gone; no error if they are not there."""
+        ...
+
+    async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
+        """Read what a process of this host that is gone had in flight of some groups."""
+        ...
+
+    async def remove_in_flight(self, folder: Path) -> None:
+        """Remove what such a process has logged; no error if there is nothing."""
+        ...
+
 
 class Hosts(Protocol):
     """All machines of a run besides the controller's own processes."""
@@ -56,9 +74,35 @@ class Hosts(Protocol):
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """Spread procs evenly over a role's hosts, in order; each proc sees its own GPUs only.
 
+        A role that is spawned once more, after its procs have ended, gets the same GPUs.
+
         Raises:
             ValueError: a host has not that many GPUs left.
         """
+        ...
+
+    def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
+        """Keep places and GPUs for procs of a role that ``spawn_one`` will spawn, as ``spawn`` spreads them.
+
+        Raises:
+            ValueError: a host has not that many GPUs left.
+        """
+        ...
+
+    def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
+        """Keep a place and GPUs for one more proc of a role, which gets the next rank; returns its host.
+
+        Raises:
+            ValueError: there is no such place, or not that many GPUs are left.
+        """
+        ...
+
+    def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
+        """Spawn one proc at the place of that rank of the role, which is free or has ended."""
+        ...
+
+    async def stop_one(self, mesh: ProcMesh) -> None:
+        """Stop what ``spawn_one`` has returned; waits until the proc answers, unless it was killed."""
         ...
 
     def of_procs(self, role: HostRole, num_procs: int) -> Sequence[Host]:
@@ -94,6 +138,13 @@ class Hosts(Protocol):
         ...
 
 
+def remove_from(folders: Sequence[Path], files: Sequence[str]) -> None:
+    """Remove files from folders of a run; no error if they are not there."""
+    for file in map(Path, files):
+        assert file.parent in folders, f"{file} is in none of the run's folders"
+        file.unlink(missing_ok=True)
+
+
 async def stop(mesh: ProcMesh) -> None:
     """Stop a mesh's procs."""
     await mesh.stop()
@@ -116,6 +167,19 @@ class LocalHost:
     async def is_running(self, pid: int) -> bool:
         return is_running(pid)
 
+    async def kill(self, pid: int) -> None:
+        kill_tree(pid)
+
+    async def remove_files(self, files: Sequence[str]) -> None:
+        remove_from(self.folders, files)
+
+    async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
+        # In a thread: the log of a busy engine has hundreds of MiB.
+        return await asyncio.to_thread(read_in_flight, folder, group_ids)
+
+    async def remove_in_flight(self, folder: Path) -> None:
+        await asyncio.to_thread(remove_in_flight, folder)
+
 
 class LocalHosts:
     """One machine for all roles, which share its GPUs."""
@@ -126,14 +190,40 @@ class LocalHosts:
         self._meshes: list[ProcMesh] = []
         self._ids = {HostRole.TRAINER: trainer_id, HostRole.GENERATORS: LOCAL_HOST_ID}
         self._gpus = GpuAllocator(torch.cuda.device_count())
+        self._gpus_of: dict[HostRole, list[list[int]]] = {}
+        """GPUs of each proc of the roles that were spawned."""
 
     async def open(self, tell: Callable[[str], None]) -> None:
         """See ``Hosts``."""
 
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
-        gpus = [self._gpus.take(gpus_per_proc, role=role) for _ in range(num_procs)]
-        mesh = spawn_role(this_host(), name, num_procs=num_procs, gpus_per_proc=gpus)
+        if role not in self._gpus_of:
+            self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
+        assert len(self._gpus_of[role]) == num_procs, "as many procs as before"
+        return self._spawn(name, self._gpus_of[role])
+
+    def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
+        """See ``Hosts``."""
+        self._gpus_of[role] = [self._gpus.take(gpus_per_proc, role=role) for _ in range(num_procs)]
+
+    def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
+        """See ``Hosts``."""
+        self._gpus_of[role].append(self._gpus.take(gpus_per_proc, role=role))
+        return LocalHost(self._ids[role], self._folders)
+
+    def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
+        """See ``Hosts``."""
+        return self._spawn(name, [self._gpus_of[role][rank]])
+
+    async def stop_one(self, mesh: ProcMesh) -> None:
+        """See ``Hosts``."""
+        if mesh in self._meshes:
+            self._meshes.remove(mesh)
+        await stop(mesh)
+
+    def _spawn(self, name: str, gpus: list[list[int]]) -> ProcMesh:
+        mesh = spawn_role(this_host(), name, num_procs=len(gpus), gpus_per_proc=gpus)
         self._meshes.append(mesh)
         return mesh
 

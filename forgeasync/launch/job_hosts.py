@@ -24,10 +24,11 @@ from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.gpu_facts import GpuFacts
 from forgeasync.launch.host_limits import HostLimits
-from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts
+from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.launch.submission import LaunchFailed, Submission
+from forgeasync.rollouts.in_flight_log import InFlightRead
 from forgeasync.rollouts.run_folder import sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline
 
@@ -90,6 +91,22 @@ class JobHost:
         """See ``Host``."""
         return await self.agent.is_running.call_one(pid)
 
+    async def kill(self, pid: int) -> None:
+        """See ``Host``."""
+        await self.agent.kill.call_one(pid)
+
+    async def remove_files(self, files: Sequence[str]) -> None:
+        """See ``Host``."""
+        await self.agent.remove_files.call_one(list(files))
+
+    async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
+        """See ``Host``."""
+        return await self.agent.read_in_flight.call_one(folder, group_ids)
+
+    async def remove_in_flight(self, folder: Path) -> None:
+        """See ``Host``."""
+        await self.agent.remove_in_flight.call_one(folder)
+
 
 def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
     """Words about those of ``hosts`` that are lost, the first one first: it may be why the others are.
@@ -117,6 +134,8 @@ class JobHosts:
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in HostRole}
+        self._gpus_of: dict[HostRole, list[list[int]]] = {}
+        """GPUs of each proc of one host, for the roles that were spawned; all hosts of a role are alike."""
 
     @property
     def _all(self) -> list[JobHost]:
@@ -194,9 +213,39 @@ class JobHosts:
     def spawn(self, role: HostRole, name: str, num_procs: int, *, gpus_per_proc: int) -> ProcMesh:
         """See ``Hosts``."""
         per_host = self._per_host(role, num_procs)
-        gpus = [self._gpus[role].take(gpus_per_proc, role=role) for _ in range(per_host)]
+        if role not in self._gpus_of:
+            self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
+        gpus = self._gpus_of[role]
+        assert len(gpus) == per_host, "as many procs as before"
         return spawn_role(
             self._meshes[role], name, num_procs=per_host, gpus_per_proc=gpus, python=self._python
+        )
+
+    def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
+        """See ``Hosts``."""
+        per_host = self._per_host(role, num_procs)
+        self._gpus_of[role] = [self._gpus[role].take(gpus_per_proc, role=role) for _ in range(per_host)]
+
+    def allot_more(self, role: HostRole, *, gpus_per_proc: int) -> Host:
+        """See ``Hosts``; what a job's hosts are for was decided when it was submitted."""
+        num_procs = len(self._gpus_of[role]) * len(self._hosts[role])
+        raise ValueError(
+            f"the run has places for {num_procs} procs of {role} on hosts of launcher {self._launcher.kind}"
+        )
+
+    async def stop_one(self, mesh: ProcMesh) -> None:
+        """See ``Hosts``."""
+        await stop(mesh)
+
+    def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
+        """See ``Hosts``."""
+        host, place = divmod(rank, len(self._gpus_of[role]))
+        return spawn_role(
+            self._meshes[role].slice(hosts=host),
+            name,
+            num_procs=1,
+            gpus_per_proc=[self._gpus_of[role][place]],
+            python=self._python,
         )
 
     def _per_host(self, role: HostRole, num_procs: int) -> int:

@@ -1,12 +1,14 @@
 """Hugging Face folders: their tensors read one at a time or in parts, and new folders written."""
 
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -27,21 +29,88 @@ COPIED_FILES = (
 )
 
 
+class FolderNotWritten(OSError):
+    """A folder could not be written; nothing of it is left, and it can be written again."""
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """Give the folder that becomes ``folder`` once the body has written all of its files.
+
+    What another process has left half-written there is removed first.
+
+    Raises:
+        FolderNotWritten: the disk is full or fails, or ``folder`` cannot be made.
+    """
+    partial = begin_folder(folder)
+    with removing(partial, folder):
+        yield partial
+        show(partial, folder)
+
+
+def begin_folder(folder: Path) -> Path:
+    """Make the folder that is written before it becomes ``folder``, without what is left of an earlier one.
+
+    Raises:
+        FolderNotWritten: it cannot be made.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    with removing(partial, folder):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    return partial
+
+
+@contextmanager
+def removing(partial: Path, folder: Path) -> Iterator[None]:
+    """Remove what was written, should the body fail: it may be its room that is missing.
+
+    Raises:
+        FolderNotWritten: the disk was full or has failed; safetensors 0.8 says so by an error of its own.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise FolderNotWritten(f"{folder} could not be written: {error}") from error
+
+
+def show(partial: Path, folder: Path) -> None:
+    """Give a folder its name, after all of it is on the disk."""
+    for path in (*partial.iterdir(), partial):
+        flush(path)
+    partial.rename(folder)
+    flush(folder.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class HfFolderWriter:
-    """Writes tensors as they come into numbered safetensors files, and their index."""
+    """Writes tensors as they come into numbered safetensors files, and their index.
+
+    Every call raises FolderNotWritten where the disk is full or fails; nothing is left then.
+    """
 
     def __init__(self, folder: Path, *, source: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Begin ``folder``; config, tokenizer and generation settings are copied from ``source``."""
         self._folder = folder
-        self._partial = folder.with_name(folder.name + ".partial")
         self._max_file_bytes = max_file_bytes
         self._waiting: dict[str, torch.Tensor] = {}
         self._names_of_files: list[list[str]] = []
         self._total_bytes = 0
-        self._partial.mkdir(parents=True)
-        for file in COPIED_FILES:
-            if (source / file).exists():
-                shutil.copy(source / file, self._partial / file)
+        self._partial = begin_folder(folder)
+        with removing(self._partial, folder):
+            for file in COPIED_FILES:
+                if (source / file).exists():
+                    shutil.copy(source / file, self._partial / file)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor; only one that is larger by itself makes a file larger than ``max_file_bytes``."""
@@ -56,8 +125,9 @@ class HfFolderWriter:
 
     def _write(self) -> None:
         file = self._file(len(self._names_of_files))
-        save_file(self._waiting, file, metadata={"format": "pt"})
-        use_umask(file)
+        with removing(self._partial, self._folder):
+            save_file(self._waiting, file, metadata={"format": "pt"})
+            use_umask(file)
         self._names_of_files.append(list(self._waiting))
         self._waiting.clear()
 
@@ -71,8 +141,9 @@ class HfFolderWriter:
             self._file(index).rename(self._partial / file)
             weight_map |= dict.fromkeys(names, file)
         index_json = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._partial / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
-        self._partial.rename(self._folder)
+        with removing(self._partial, self._folder):
+            (self._partial / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
+            show(self._partial, self._folder)
 
 
 class CheckpointTensors:

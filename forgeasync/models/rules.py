@@ -8,7 +8,7 @@ from forgeasync.config.rules import (
     EXPERT_TARGETS,
     check_without_model,
 )
-from forgeasync.config.run import RunConfig
+from forgeasync.config.run import RunConfig, num_groups_held
 from forgeasync.config.trainer import RouterBias
 from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.schema.problems import Problem
@@ -206,18 +206,32 @@ def check_config(config: RunConfig, model_facts: ModelFacts) -> list[Problem]:
     return problems
 
 
+def check_generator(config: RunConfig, facts: ModelFacts) -> list[Problem]:
+    """Return every problem of sampling from this model, without training it."""
+    return [*_check_model_shape(config, facts), *check_generator_fits_model(config, facts)]
+
+
 def _check_payload(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     group_bytes = largest_group_payload_bytes(config, facts)
-    needed_gib = config.algorithm.groups_per_step * group_bytes / 2**30
+    num_groups = num_groups_held(config)
+    needed_gib = num_groups * group_bytes / 2**30
     if config.payload.capacity_gib < needed_gib:
         sets_are_unbounded = config.sampling.cuts_vocabulary and config.sampling.top_k == 0
         yield Problem(
             field="payload.capacity_gib",
             value=config.payload.capacity_gib,
-            remedy=f"must be at least {needed_gib:.3g}, to hold one step's "
-            f"{config.algorithm.groups_per_step} groups at their largest ({group_bytes / 2**20:.3g} MiB each)"
+            remedy=f"must be at least {needed_gib:.3g}, to hold {_whose(config)} "
+            f"{num_groups} groups at their largest ({group_bytes / 2**20:.3g} MiB each)"
             + ("; sampling.top_k > 0 would bound the recorded kept sets" if sets_are_unbounded else ""),
         )
+
+
+def _whose(config: RunConfig) -> str:
+    """Say whose groups the payload store must be able to hold."""
+    num_steps = config.trainer.recovery.snapshot_every_steps or 1
+    if num_steps == 1:
+        return "one step's"
+    return f"the {num_steps} steps' between two snapshots (trainer.recovery.snapshot_every_steps)"
 
 
 def _check_model_shape(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:

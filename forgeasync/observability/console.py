@@ -156,7 +156,11 @@ class StepConsole:
             if self._bars is not None:
                 self._bars.start()
 
-    def message(self, text: str) -> None:
+    def alarm(self, text: str) -> None:
+        """Print ``text`` as ``message`` does, in red where there are colours."""
+        self.message(text, style="bold red")
+
+    def message(self, text: str, *, style: str = "") -> None:
         """Print ``text``, without any escape codes that it may hold, above the bars."""
         plain = Text.from_ansi(text).plain
         if self._log is not None:
@@ -164,7 +168,9 @@ class StepConsole:
         with self._showing():
             if self._bars is not None:
                 # No wrapping: a narrow terminal breaks the line itself, and a copied line stays whole.
-                self._bars.console.print(plain, markup=False, highlight=False, soft_wrap=True)
+                self._bars.console.print(
+                    plain, markup=False, highlight=False, soft_wrap=True, style=style or None
+                )
             elif not self._is_gone:
                 self._stream.write(plain + "\n")
                 self._stream.flush()

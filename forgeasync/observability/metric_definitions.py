@@ -5,11 +5,14 @@ python -m forgeasync.observability.metric_definitions > docs/metrics.md
 
 from collections.abc import Iterable
 
+from forgeasync.observability.episode_metrics import EPISODES
+from forgeasync.observability.fault_metrics import FAULTS
 from forgeasync.observability.metric import Metric, Reporter, as_markdown
 from forgeasync.observability.operation_metrics import OPERATION_TOPICS
+from forgeasync.observability.serving_metrics import SERVING
 from forgeasync.observability.training_metrics import TRAINING_TOPICS
 
-TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS)
+TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, FAULTS)
 
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
 
@@ -32,7 +35,8 @@ the evaluation, `time/eval_s`, `time/elapsed_s` (0) and the metrics under `metri
 
 Code of your own (an objective, a correction) may report further names; they are not listed here.
 
-This page is generated from `forgeasync/observability/training_metrics.py` and `operation_metrics.py` by
+This page is generated from `forgeasync/observability/training_metrics.py`, `operation_metrics.py`,
+`episode_metrics.py`, `serving_metrics.py` and `fault_metrics.py` by
 `make docs`.
 """
 

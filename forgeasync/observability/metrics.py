@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from forgeasync.buffer.decisions import Batch
+from forgeasync.faults.appended_file import AppendedFile, Refusal, is_refusal
+from forgeasync.observability.episode_records import EpisodeKey, EpisodeRecords
 from forgeasync.observability.metric_definitions import REQUIRED_KEYS
 from forgeasync.observability.scored_groups import HeldOutScores, part_means
 from forgeasync.rollouts.rollout import FinishReason, Group
@@ -25,6 +28,9 @@ _LOGGER = logging.getLogger(__name__)
 
 NUM_NONFINITE = "metrics/num_nonfinite"
 NUM_TENSORBOARD_ERRORS = "metrics/num_tensorboard_errors"
+
+MAX_KEPT_EVENTS = 1000
+"""Most lines that are kept for TensorBoard's files while the disk refuses them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,67 +110,118 @@ def _rollout_metrics(groups: Sequence[Group], *, trained_version: int) -> dict[s
     }
 
 
-class _JsonLines:
-    """Appends objects to a file, each as one whole line."""
+class JsonLines:
+    """Appends objects to a file, each as one whole line. Lines that the disk refuses are kept for later."""
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered, and one write call per line: a run that is killed leaves no half of a line behind.
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        # One write call per line: a run that is killed leaves no half of a line behind.
+        self._file: AppendedFile | None = AppendedFile.open(path)
 
     def append(self, record: Mapping[str, object]) -> None:
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        written = self._file.write(line)
-        if written != len(line):
-            raise OSError(
-                f"{self._file.name}: only {written} of {len(line)} bytes written; is the disk full?"
-            )
+        """Append a line, now or once the disk takes it."""
+        self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    def flush(self) -> Refusal | None:
+        """Write what was kept; returns what is in the way."""
+        return self._write(b"")
+
+    def _write(self, data: bytes) -> Refusal | None:
+        assert self._file is not None, "not after it was closed"
+        try:
+            self._file.write(data)
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            return Refusal(path=str(self._path), reason=error.strerror)
+        return None
 
     def close(self) -> None:
+        """Close the file; a second call does nothing.
+
+        Raises:
+            OSError: lines are missing that the disk has refused to the end.
+        """
+        if self._file is None:
+            return
+        refusal, num_bytes = self.flush(), self._file.num_kept_bytes
         self._file.close()
+        self._file = None
+        if refusal is not None:
+            raise OSError(f"{self._path} lacks its last {num_bytes} bytes: {refusal.reason}")
 
 
 class _Events:
-    """TensorBoard's event files. The first error, of a full disk for instance, is said; from then on they are
-    left alone: all numbers are in metrics.jsonl too."""
+    """TensorBoard's event files. Lines that the disk refuses are kept and written to further files.
+
+    Of a line that was refused, some values may then be there twice: a thread of TensorBoard's writes them,
+    and does not say which. After any other error the files are left alone: metrics.jsonl has all numbers too.
+    """
 
     def __init__(self, folder: Path, first_step: int | None, say: Callable[[str], None]) -> None:
-        self.num_errors = 0
-        """Lines that could not be written."""
         self._say = say
         self._folder = folder
+        self._first_step = first_step
         self._writer: SummaryWriter | None = None
-        try:
-            self._writer = SummaryWriter(str(folder), purge_step=first_step)
-        except OSError as error:
-            self._give_up(error)
+        self._kept: deque[tuple[Mapping[str, float | int], int]] = deque()
+        self._num_lost = 0
+        self._is_left_alone = False
+        self._has_said = False
+        self._flush()
+
+    @property
+    def num_errors(self) -> int:
+        """Lines that are not in the files, or not yet."""
+        return self._num_lost + len(self._kept)
 
     def add(self, values: Mapping[str, float | int], step: int) -> None:
-        """Write a line, or count it as missing."""
-        if self._writer is None:
-            self.num_errors += 1
+        """Write a line with those before it that were refused, or count it as missing."""
+        self._kept.append((values, step))
+        if len(self._kept) > MAX_KEPT_EVENTS or self._is_left_alone:
+            self._kept.popleft()
+            self._num_lost += 1
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._is_left_alone:
             return
         try:
-            for key, value in values.items():
-                self._writer.add_scalar(key, value, global_step=step)
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
+                # What a further file of this run purges would be the lines before it.
+                self._first_step = None
+            for values, step in self._kept:
+                for key, value in values.items():
+                    self._writer.add_scalar(key, value, global_step=step)
             self._writer.flush()
         except OSError as error:
             # The writer's own thread failed, maybe at an earlier value of the line.
-            self.num_errors += 1
-            self._give_up(error)
+            self._failed(error)
+        else:
+            self._kept.clear()
+            self._has_said = False
 
     def close(self) -> None:
+        """Close the files."""
         if self._writer is not None:
-            writer, self._writer = self._writer, None
             try:
-                writer.close()
+                self._writer.close()
             except OSError as error:
-                self._give_up(error)
+                self._failed(error)
+            self._writer = None
 
-    def _give_up(self, error: OSError) -> None:
-        self._say(
-            f"TensorBoard's files in {self._folder} cannot be written ({type(error).__name__}: {error}); the "
-            "run goes on without them, metrics.jsonl has all numbers"
-        )
+    def _failed(self, error: OSError) -> None:
+        if is_refusal(error):
+            what = "their lines are written later"
+        else:
+            what = "the run goes on without them, metrics.jsonl has all numbers"
+            self._is_left_alone = True
+            self._num_lost += len(self._kept)
+            self._kept.clear()
+        if not self._has_said:
+            reason = f"{type(error).__name__}: {error}"
+            self._say(f"TensorBoard's files in {self._folder} cannot be written ({reason}); {what}")
+            self._has_said = True
         writer, self._writer = self._writer, None
         if writer is not None:
             # Its thread has ended; what closing may still complain about was said.
@@ -185,9 +242,9 @@ class MetricsWriter:
     ) -> None:
         """``first_step`` is that of a run that is resumed: TensorBoard hides what it saw from then on.
 
-        ``say`` is told once where TensorBoard's files cannot be written; the run goes on without them.
+        ``say`` is told where TensorBoard's files cannot be written; the run goes on.
         """
-        self._lines = _JsonLines(metrics_path)
+        self.lines = JsonLines(metrics_path)
         self._events = None if tensorboard_dir is None else _Events(tensorboard_dir, first_step, say)
 
     def write(self, metrics: Mapping[str, float | int]) -> None:
@@ -216,13 +273,13 @@ class MetricsWriter:
             counts[NUM_TENSORBOARD_ERRORS] = self._events.num_errors
             self._events.add({**finite, **counts}, int(metrics["step"]))
             counts[NUM_TENSORBOARD_ERRORS] = self._events.num_errors
-        self._lines.append({**{key: finite.get(key) for key in metrics}, **counts})
+        self.lines.append({**{key: finite.get(key) for key in metrics}, **counts})
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
-        self._lines.close()
         if self._events is not None:
             self._events.close()
+        self.lines.close()
 
     def __enter__(self) -> Self:
         return self
@@ -234,23 +291,33 @@ class MetricsWriter:
 class RolloutWriter:
     """Appends a few of each step's rollouts to rollouts.jsonl, for people to read."""
 
-    def __init__(self, rollouts_path: Path, *, per_step: int) -> None:
-        self._lines = _JsonLines(rollouts_path)
+    def __init__(self, rollouts_path: Path, *, per_step: int, episodes: EpisodeRecords | None = None) -> None:
+        """``episodes`` has the whole episodes of a run with an environment."""
+        self.lines = JsonLines(rollouts_path)
         self._per_step = per_step
+        self._episodes = episodes
 
-    def write(self, step: int, groups: Sequence[Group]) -> None:
+    def write(self, step: int, groups: Sequence[Group]) -> list[EpisodeKey]:
         """Record ``per_step`` rollouts of the batch (all, if it has fewer), drawn with ``step`` as the seed.
 
-        Raises ValueError where a group has no rewards.
+        Returns the episodes that they are. Raises ValueError where a group has no rewards.
         """
+        written = []
         scored = [(group, index) for group in groups for index in range(len(_rewards(group)))]
         picked = random.Random(step).sample(range(len(scored)), min(self._per_step, len(scored)))
-        for index in sorted(picked):
-            self._lines.append(_rollout_record(step, *scored[index]))
+        for place in sorted(picked):
+            group, index = scored[place]
+            key = group.group_id, group.rollouts[index].episode
+            record = _rollout_record(step, group, index)
+            if self._episodes is not None:
+                record["episode_record"] = self._episodes.of(*key)
+            self.lines.append(record)
+            written.append(key)
+        return written
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._lines.close()
+        self.lines.close()
 
     def __enter__(self) -> Self:
         return self
@@ -273,13 +340,15 @@ def _rollout_record(step: int, group: Group, index: int) -> dict[str, object]:
     record: dict[str, object] = {
         "step": step,
         "group_id": group.group_id,
+        "episode": rollout.episode,
+        "agent": rollout.agent,
         "task_id": group.task.task_id,
         "prompt": group.task.prompt,
         "response": rollout.text,
         "answer": group.task.answer,
         "reward": reward if math.isfinite(reward) else None,
         "version_spans": [[span.version, span.start, span.end] for span in rollout.version_spans],
-        "prompt_tokens": rollout.num_prompt_tokens,
+        "prompt_tokens": rollout.branches[0].num_prompt_tokens,
         "response_tokens": rollout.num_response_tokens,
         "finish_reason": rollout.finish_reason.value,
     }

@@ -2,8 +2,6 @@
 
 from forgeasync.observability.metric import Metric, Reporter, Topic
 
-_EPISODES = "steps during which episodes of training ended, in runs with an environment"
-
 TIMES = Topic(
     heading="Time and throughput",
     metrics=(
@@ -42,12 +40,13 @@ TIMES = Topic(
         Metric(
             key="time/wait_for_copies_s",
             meaning="Seconds, as part of `time/train_s`, that the optimizer of the first trainer rank waited "
-            "until copies of the weights before (published or for a checkpoint) were made. Copies of "
+            "until copies of the weights before (published, for a checkpoint or for a snapshot) were made. "
+            "Copies of "
             "published weights from a GPU are not counted: the GPU waits for them, not the rank.",
         ),
         Metric(
             key="time/eval_s",
-            meaning="Seconds that the evaluation took; 0 on steps without one.",
+            meaning="Seconds that training waited for an evaluation; 0 on steps where it did not.",
             required_of=Reporter.LOOP,
         ),
         Metric(
@@ -68,6 +67,11 @@ TIMES = Topic(
         Metric(
             key="generator/busy_s",
             meaning="Seconds so far with at least one request in flight, summed over the generators.",
+        ),
+        Metric(
+            key="generator/num_log_failures",
+            meaning="How often so far a generator could not log its tokens in flight, for lack of shared "
+            "memory. Its death would then have lost those of the groups that were open.",
         ),
     ),
 )
@@ -104,11 +108,19 @@ LOAD = Topic(
             key="filtered/num_rollouts",
             meaning="Rollouts so far that filters left out, those of dropped groups too.",
         ),
+        Metric(
+            key="ledger/num_events",
+            meaning="Lines of `ledger.jsonl` so far, all of them on the disk, those of earlier starts too.",
+        ),
+        Metric(
+            key="ledger/behind_s",
+            meaning="Longest time since the step before from an event until its line was on the disk.",
+        ),
     ),
 )
 
 SCORING = Topic(
-    heading="Scoring and environments",
+    heading="Scoring",
     metrics=(
         Metric(
             key="scoring/num_timeouts",
@@ -136,21 +148,9 @@ SCORING = Topic(
             meaning="Failed attempts so far to score a group; each group has `scorer.max_attempts`.",
         ),
         Metric(
-            key="environment/mean_turns",
-            meaning="Mean number of the model's turns, over the episodes of training that ended during the "
-            "step.",
-            when=_EPISODES,
-        ),
-        Metric(
-            key="environment/mean_episode_s",
-            meaning="Mean number of seconds that an episode took, over the episodes of training that ended "
-            "during the step.",
-            when=_EPISODES,
-        ),
-        Metric(
-            key="environment/num_truncated",
-            meaning="Episodes of training so far that ended because the context was full; their score is 0.",
-            when="runs with an environment",
+            key="scoring/num_lost_calls",
+            meaning="Calls so far that ended with the scorer's process; they are made again, and are no "
+            "attempts.",
         ),
     ),
 )
@@ -276,8 +276,8 @@ FILES = Topic(
         ),
         Metric(
             key="metrics/num_tensorboard_errors",
-            meaning="Lines so far that TensorBoard's files lack because they could not be written; the run "
-            "goes on without them.",
+            meaning="Lines that TensorBoard's files lack because they could not be written, or not yet; "
+            "the run goes on without them.",
         ),
     ),
 )

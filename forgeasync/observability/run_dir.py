@@ -4,7 +4,13 @@ runs/<name>-<time>/
     config.yaml      the resolved config, as the run used it
     run.log          command line, commit, versions and host, every console line, and how the run ended
     metrics.jsonl    one object per optimizer step (keys: docs/metrics.md)
-    rollouts.jsonl   a few rollouts per step, with text
+    ledger.jsonl     what became of every prompt (docs/ledger.md)
+    faults.jsonl     what has failed and what came back; made by the first fault
+    procs.json       which process fills which role at this moment
+    control/         requests of apps.control to a run that goes on, and its answers
+    rollouts.jsonl   a few rollouts per step, with text; whole episodes
+    serving.json     where people are served, with the token if the run has made one; for its owner only
+    artifacts/       files that these episodes have kept
     checkpoints/     what a later run resumes from or samples with
     logs/            output of the controller's libraries and of every actor process; batches of skipped steps
     tensorboard/     event files
@@ -105,10 +111,11 @@ class RunDir:
         Raises:
             ConfigError: the folder is another run's at this moment.
         """
-        if not self.metrics.exists() or self.has_trained:
+        if not (self.metrics.exists() or self.ledger.exists()) or self.has_trained:
             return []
         self.claim()
-        left = (self.metrics, self.rollouts, self.config, self.logs, self.tensorboard)
+        files = (self.metrics, self.rollouts, self.ledger, self.faults, self.procs, self.config)
+        left = (*files, self.artifacts, self.logs, self.tensorboard)
         return [put_aside(path).name for path in left if path.exists()]
 
     @property
@@ -135,6 +142,14 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def faults(self) -> Path:
+        return self.path / "faults.jsonl"
+
+    @property
+    def procs(self) -> Path:
+        return self.path / "procs.json"
+
+    @property
     def run_log(self) -> Path:
         return self.path / "run.log"
 
@@ -145,6 +160,24 @@ class RunDir:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts.jsonl"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def serving(self) -> Path:
+        """Where people are served, if they are."""
+        return self.path / "serving.json"
+
+    @property
+    def artifacts(self) -> Path:
+        """Files that episodes have kept, in a folder for each attempt; made when the first is kept."""
+        return self.path / "artifacts"
 
     @property
     def checkpoints(self) -> Path:

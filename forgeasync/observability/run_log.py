@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from forgeasync.faults.appended_file import AppendedFile
 from forgeasync.observability.failures import failure_line, root_cause
 
 PACKAGES = (
@@ -80,12 +81,13 @@ class RunLog(logging.Handler):
     """Appends lines with their time; also the warnings of this process.
 
     A context manager: how its body ends is the last thing written. A file that cannot be written (a full
-    disk) is said once, and neither ends the run nor hides how it ended.
+    disk) is said, and neither ends the run nor hides how it ended; the lines are kept for later.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.WARNING)
         self._path = path
+        self._file: AppendedFile | None = None
         self._has_failed = False
 
     def __enter__(self) -> Self:
@@ -104,15 +106,16 @@ class RunLog(logging.Handler):
         self.line(f"{record.levelname.lower()}: {self.format(record)}")
 
     def _append(self, text: str) -> None:
-        if self._has_failed:
-            return
         try:
-            # Opened anew each time: what was written is in the file, whatever happens to the process.
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
+            if self._file is None:
+                self._file = AppendedFile.open(self._path)
+            self._file.write(text.encode(errors="backslashreplace"))
         except OSError as error:
+            if not self._has_failed:
+                print(f"{self._path} gets its further lines later, if it can: {error}", file=sys.stderr)
             self._has_failed = True
-            print(f"{self._path} gets no more lines: {error}", file=sys.stderr)
+        else:
+            self._has_failed = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -127,3 +130,8 @@ class RunLog(logging.Handler):
             self._append("".join(traceback.format_exception(error)))
         else:
             self.line("interrupted")
+        if self._file is not None:
+            if self._has_failed:
+                print(f"{self._path} lacks its last {self._file.num_kept_bytes} bytes", file=sys.stderr)
+            self._file.close()
+            self._file = None

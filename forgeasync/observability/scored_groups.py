@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forgeasync.rollouts.rollout import VersionRange
 from forgeasync.rollouts.score import Score
 
 
@@ -21,6 +22,10 @@ class HeldOutScores:
     """Means of the scores' parts, by name."""
     sets: Mapping[str, "HeldOutScores"] = field(default_factory=dict)
     """The same for every set of ``evaluation.sets``, by name."""
+    versions: VersionRange | None = None
+    """The policy versions that sampled the responses; None where there is none, or nobody knows."""
+    wall_s: float | None = None
+    """Seconds from beginning to end, sets included; None for a part of an evaluation."""
 
     @property
     def accuracy(self) -> float | None:
@@ -42,16 +47,27 @@ class HeldOutScores:
         metrics: dict[str, float] = {f"{prefix}/num_unscored": self.num_unscored}
         if self.accuracy is not None and self.score_mean is not None:
             metrics |= {f"{prefix}/accuracy": self.accuracy, f"{prefix}/score_mean": self.score_mean}
+        if self.versions is not None:
+            metrics |= {
+                f"{prefix}/version_min": self.versions.first,
+                f"{prefix}/version_max": self.versions.last,
+            }
+        if self.wall_s is not None:
+            metrics[f"{prefix}/wall_s"] = self.wall_s
         metrics |= {f"{prefix}/reward/{name}": mean for name, mean in self.parts.items()}
         for name, scores in self.sets.items():
             metrics |= scores.metrics(f"{prefix}/{name}")
         return metrics
 
     def __str__(self) -> str:
-        if self.accuracy is None:
+        if not self.num_scored + self.num_unscored:
+            text = "there are no held-out problems"
+        elif self.accuracy is None:
             text = f"held-out accuracy unknown: none of {self.num_unscored} responses was scored"
         else:
             text = f"held-out accuracy {self.accuracy:.3f}, mean score {self.score_mean:.3f}"
+        if self.versions is not None and self.versions.first < self.versions.last:
+            text += f", sampled under versions {self.versions.first} to {self.versions.last}"
         for name, scores in self.sets.items():
             text += f"; {name} " + ("unknown" if scores.accuracy is None else f"{scores.accuracy:.3f}")
         return text

@@ -9,6 +9,7 @@ from pathlib import Path
 from forgeasync.observability.run_dir import RunDir
 
 ACCURACY = "eval/accuracy"
+UNSCORED = "eval/num_unscored"
 PLOT = "learning.png"
 """In the run's folder."""
 
@@ -27,6 +28,9 @@ def _held_out_sentence(metrics: Path) -> str:
     # A line lacks the key where its step was not evaluated, or where no response was scored.
     evaluated = [line for line in lines if line.get(ACCURACY) is not None]
     if not evaluated:
+        num_unscored = [line[UNSCORED] for line in lines if UNSCORED in line]
+        if num_unscored and not any(num_unscored):
+            return "there were no held-out problems"
         return "held-out accuracy is unknown: no response to a held-out problem was scored"
     first, last = evaluated[0], evaluated[-1]
     if first is last:

@@ -2,7 +2,7 @@
 
 from forgeasync.observability.metric import Metric, Reporter, Topic
 
-_EVALUATED = "steps with an evaluation"
+_EVALUATED = "steps with an evaluation, or during which one beside training ended"
 _SCORED = "steps during which groups were scored"
 _EXPERTS = "models with experts"
 _PROBED = "`trainer.replay_probe_share` above 0"
@@ -26,6 +26,17 @@ def _evaluation(prefix: str, problems: str) -> tuple[Metric, ...]:
             key=f"{prefix}/num_unscored",
             meaning=f"Responses to {problems} that could not be scored. They are left out of accuracy and "
             "mean score; where none was scored, neither is there.",
+            when=_EVALUATED,
+        ),
+        Metric(
+            key=f"{prefix}/version_min",
+            meaning=f"Oldest policy version that sampled a response to {problems}. With `evaluation.mode: "
+            "pinned` it is the newest, too.",
+            when=_EVALUATED,
+        ),
+        Metric(
+            key=f"{prefix}/version_max",
+            meaning=f"Newest policy version that sampled a response to {problems}.",
             when=_EVALUATED,
         ),
         Metric(
@@ -53,6 +64,11 @@ PROGRESS = Topic(
             key="trainer/num_optimizer_steps",
             meaning="Optimizer steps made on the batch (`trainer.steps_per_batch`). Where there are several, "
             "the trainer's metrics are means over them.",
+        ),
+        Metric(
+            key="trainer/num_steps_made_again",
+            meaning="Complete steps so far that were made again, from the same rollouts: a trainer that was "
+            "started again had no snapshot of them.",
         ),
         Metric(
             key="trainer/num_skipped_steps",
@@ -114,6 +130,18 @@ EVALUATION = Topic(
     "to each problem.",
     metrics=(
         *_evaluation("eval", "the held-out problems"),
+        Metric(
+            key="eval/wall_s",
+            meaning="Seconds from the beginning to the end of the evaluation of held-out problems and all "
+            "sets. `time/eval_s` has the part for which training waited.",
+            when=_EVALUATED,
+        ),
+        Metric(
+            key="eval/num_skipped",
+            meaning="Evaluations so far that were due and left out: another one was under way, or the last "
+            "one was one step ahead.",
+            when="runs with `evaluation.mode: beside`",
+        ),
         *_evaluation("eval/<set>", "the set's problems"),
     ),
 )

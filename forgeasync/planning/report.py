@@ -4,10 +4,14 @@ from pathlib import Path
 
 from rich.table import Table
 
+from forgeasync.config.coding import CodingAgent
+from forgeasync.config.environments import McpEnvironment, PythonTool, environment_name
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
+from forgeasync.config.mcp import StdioServer
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import num_gpus_needed
 from forgeasync.config.run import RunConfig, resolve
+from forgeasync.config.sandbox import SandboxLimits
 from forgeasync.models.config_file import SHIPPED_MODELS
 from forgeasync.models.sizes import kv_bytes_per_token
 from forgeasync.planning.layouts import GPU_GIB, fit_rows
@@ -71,11 +75,46 @@ def _processes(config: RunConfig) -> list[Row]:
         ("GPUs, all", str(num_all), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
         ("GPUs, generators", str(num_all - num_trainer), split),
-        ("CPU procs", "3", "controller, scorer, buffer")
-        if config.environment is None
-        else ("CPU procs", "4", "controller, scorer, buffer, environment"),
+        *_cpu_procs(config),
         *_hosts(config),
     ]
+
+
+def _cpu_procs(config: RunConfig) -> list[Row]:
+    """The procs beside trainer and generators, and what of an environment's episodes runs at once."""
+    shared = "controller, scorer, buffer"
+    environment, episodes = config.environment, config.episodes
+    if environment is None:
+        return [("CPU procs", "3", shared)]
+    workers = episodes.num_workers
+    rows = [
+        ("CPU procs", str(3 + workers), f"{shared}, {workers} environment workers"),
+        (
+            "live episodes",
+            f"<= {workers * episodes.max_live_per_worker:,}",
+            f"{environment_name(environment)}; {workers} workers x episodes.max_live_per_worker",
+        ),
+    ]
+    match environment:
+        case McpEnvironment():
+            num_started = sum(isinstance(one, StdioServer) for one in environment.servers.values())
+            num_reached = len(environment.servers) - num_started
+            what = f"for every live episode; started {num_started}, reached over HTTP {num_reached}"
+            rows.append(("MCP servers", str(len(environment.servers)), what))
+        case PythonTool() | CodingAgent():
+            rows.append(_boxes(config))
+    return rows
+
+
+def _boxes(config: RunConfig) -> Row:
+    limits = config.sandbox
+    if not isinstance(limits, SandboxLimits):
+        return ("boxes", "1", f"for every live episode; sandbox.kind {limits.kind}")
+    return (
+        "boxes",
+        "1",
+        f"for every live episode; sandbox.kind {limits.kind}, up to {limits.memory_mib:,} MiB of memory each",
+    )
 
 
 def _hosts(config: RunConfig) -> list[Row]:

@@ -79,7 +79,7 @@ def _procs(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
     num_engines = _num_logs(run_dir, r"generator-\d+")
     yield _finding(
         "generators",
-        num_engines == generator.num_replicas,
+        num_engines == generator.num_engines,
         f"{num_engines} engines of {generator.tensor_parallel} tensor-parallel processes",
     )
     others = [name for name in ("scorer", "buffer", "environment") if _num_logs(run_dir, rf"{name}-\d+")]
@@ -192,8 +192,8 @@ def _scores(config: RunConfig, steps: Sequence[Line]) -> Iterator[Finding]:
     measured = f"mean rewards {rewards} on {sources}; failures: {failures or 'none'}"
     yield _finding("scores", not failed, measured)
     if config.environment is not None:
-        turns = _max(steps, "environment/mean_turns")
-        truncated = _last(steps, "environment/num_truncated")
+        turns = _max(steps, "episode/turns_mean")
+        truncated = _last(steps, "episode/ended_length")
         yield _finding(
             "environment", turns > 0, f"{turns:.2g} turns an episode, {truncated:.0f} episodes cut short"
         )
@@ -206,14 +206,13 @@ def _evaluations(config: RunConfig, lines: Sequence[Line]) -> Iterator[Finding]:
         unscored = _sum(evaluated, f"eval/{name}num_unscored")
         steps = ", ".join(str(line["step"]) for line in evaluated)
         part = f"evaluation {name.rstrip('/')}".rstrip()
-        wanted = 1 + len(
-            {step for step in range(1, config.max_steps + 1) if step % config.evaluation.every_steps == 0}
-            | {config.max_steps}
-        )
+        due = {step for step in range(1, config.max_steps + 1) if step % config.evaluation.every_steps == 0}
+        skipped = int(_last(lines, "eval/num_skipped"))
+        wanted = 1 + len(due | {config.max_steps}) - skipped
         yield _finding(
             part,
             len(evaluated) == wanted and not unscored,
-            f"at steps {steps or 'none'}; {unscored:.0f} unscored",
+            f"at steps {steps or 'none'}; {unscored:.0f} unscored" + f", {skipped} skipped" * bool(skipped),
         )
 
 

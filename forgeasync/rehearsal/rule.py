@@ -12,6 +12,7 @@ from pathlib import Path
 
 from forgeasync.algorithms.aggregation import ConstantLength
 from forgeasync.algorithms.filters import OverlongPenalty
+from forgeasync.config.evaluation import EvaluationMode
 from forgeasync.config.launcher import (
     HostCounts,
     LocalLauncher,
@@ -231,7 +232,9 @@ def _reduce_batch(draft: Draft) -> None:
         in_flight = max(1, math.floor(config.buffer.max_in_flight * scale))
         draft.set("buffer.max_in_flight", in_flight, "as many batches as before")
     draft.set("max_steps", min(config.max_steps, NUM_STEPS), "a rehearsal makes three steps")
-    every = min(config.evaluation.every_steps, EVERY_STEPS)
+    # One step before the last none begins beside training.
+    is_beside = config.evaluation.mode is EvaluationMode.BESIDE
+    every = min(config.evaluation.every_steps, 1 if is_beside else EVERY_STEPS)
     draft.set("evaluation.every_steps", every, "within three steps")
     if config.checkpoint.every_steps is not None:
         every = min(config.checkpoint.every_steps, EVERY_STEPS)

@@ -31,12 +31,17 @@ class KeptTokens:
         """Kept ids of each token, in any order; rows that keep all of ``vocab_size`` are stored empty."""
         widths_T = np.asarray([len(row) for row in rows], np.int64)
         ids_N = np.fromiter(itertools.chain.from_iterable(rows), np.int32, count=int(widths_T.sum()))
-        row_of_N = np.repeat(np.arange(len(rows)), widths_T)
+        return cls.from_widths(widths_T, ids_N, vocab_size=vocab_size)
+
+    @classmethod
+    def from_widths(cls, widths_T: np.ndarray, ids_N: np.ndarray, *, vocab_size: int) -> "KeptTokens":
+        """The same from the ids of all tokens (int32) and how many each token has of them."""
+        row_of_N = np.repeat(np.arange(len(widths_T)), widths_T)
         is_cut_T = widths_T < vocab_size
         is_stored_N = is_cut_T[row_of_N]
         ids_N, row_of_N = ids_N[is_stored_N], row_of_N[is_stored_N]
         ids_N = ids_N[np.lexsort((ids_N, row_of_N))]
-        offsets = np.zeros(len(rows) + 1, np.int64)
+        offsets = np.zeros(len(widths_T) + 1, np.int64)
         np.cumsum(np.where(is_cut_T, widths_T, 0), out=offsets[1:])
         return cls(offsets=offsets, ids_N=ids_N)
 

@@ -1,5 +1,7 @@
 """Payloads in a host's shared memory: one file per group, written by the generator that owns it.
 
+A file outlives its writer: where that is gone, any generator of the host frees and shows what it has left.
+
 A writer never changes a file that has its final name, and a reader only knows final names: it finds a whole
 file or none. A reader that has mapped a file keeps its pages, also after the file was freed.
 """
@@ -82,9 +84,23 @@ class PayloadWriter:
         with self._lock:
             self._num_bytes_held -= num_bytes
 
+    def free_left(self, file: str) -> None:
+        """Remove a file that a writer of this folder has left which is gone; no error if it is freed."""
+        assert not self.wrote(file) and self._is_here(file), f"{file} is not of another writer of this folder"
+        Path(file).unlink(missing_ok=True)
+
+    def wrote(self, file: str) -> bool:
+        """Whether this writer has written ``file``."""
+        return Path(file).name.startswith(f"{self._token}-")
+
     def holds(self, file: str) -> bool:
-        """Whether ``file`` is of this writer and not freed."""
-        return file in self._num_bytes_by_file
+        """Whether ``file`` can be read: of this writer, or left by another one, and not freed."""
+        if self.wrote(file):
+            return file in self._num_bytes_by_file
+        return self._is_here(file) and Path(file).is_file()
+
+    def _is_here(self, file: str) -> bool:
+        return Path(file).parent == self._folder
 
     def _reserve(self, num_file_bytes: int, num_payloads: int) -> tuple[str, int]:
         """Count a file before it is written, so that threads cannot exceed the capacity together."""

@@ -39,7 +39,7 @@ class GroupFiltering:
             is_truncated=tuple(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts),
             penalties=tuple(math.fsum(score.penalties.values()) for score in scores),
         )
-        filtered = apply_filters(self._filters, facts, np.random.default_rng([self._seed, group.draw_id]))
+        filtered = self._apply(facts, [rollout.agent for rollout in group.rollouts], group.draw_id)
         self._num_rollouts += filtered.num_dropped
         if filtered.reason is None:
             self._watch.kept()
@@ -49,6 +49,26 @@ class GroupFiltering:
         if (problem := self._watch.check()) is not None:
             raise AllFiltered(problem)
         return filtered
+
+    def _apply(self, facts: GroupFacts, agents: Sequence[int], draw_id: int) -> Filtered:
+        """Filter the rollouts of each agent by themselves; a group without any left is dropped."""
+        kept: dict[int, float] = {}
+        reasons: list[FilterReason] = []
+        for agent in sorted(set(agents)):
+            places = [index for index, of_index in enumerate(agents) if of_index == agent]
+            own = facts.take(places, tuple(facts.rewards[index] for index in places))
+            # Groups without further agents draw as they always did.
+            rng = np.random.default_rng([self._seed, draw_id, *([agent] if agent else [])])
+            filtered = apply_filters(self._filters, own, rng)
+            kept |= {
+                places[index]: reward for index, reward in zip(filtered.kept, filtered.rewards, strict=True)
+            }
+            if filtered.reason is not None:
+                reasons.append(filtered.reason)
+        if not kept:
+            return facts.drop(reasons[0])
+        indices = sorted(kept)
+        return facts.keep(indices, [kept[index] for index in indices])
 
     def metrics(self) -> dict[str, float]:
         """Counts since the run began, under their names in metrics.jsonl."""

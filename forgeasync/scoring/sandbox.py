@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import forgeasync
+from forgeasync.environments.worker_mark import own_mark
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ def environment(scratch_folder: str = _SCRATCH_FOLDER) -> dict[str, str]:
     Libraries may write to ``scratch_folder`` while they are imported; the default is the one in bubblewrap.
     """
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHASHSEED") if name in os.environ}
-    return kept | {
+    # By its parent's mark a process is found, and ended, when its parent has been killed.
+    return (kept | own_mark()) | {
         "HOME": scratch_folder,
         "MPLCONFIGDIR": scratch_folder,
         "LANG": "C.UTF-8",

@@ -8,7 +8,7 @@ Shape suffix: T tokens of one response.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def advantage_spans(
     groups: Sequence[Group], algorithm: AlgorithmSection
 ) -> list[list[tuple[AdvantageSpan, ...]]]:
     """The advantages of each group's rollouts; they are those of a whole batch where the advantage asks for
-    it.
+    it. Each agent of an environment is compared with itself in other episodes.
 
     A group with rewards of steps has an advantage for each step (``forgeasync.algorithms.step_rewards``),
     and 0 behind the last; its rewards are not looked at. Computed in float64: rewards far from 0 differ by
@@ -54,6 +54,9 @@ def advantage_spans(
     Raises:
         ValueError: the advantage knows no step rewards, or only some rollouts of a group have them.
     """
+    agents = {rollout.agent for group in groups for rollout in group.rollouts}
+    if len(agents) > 1:
+        return _by_agent(groups, agents, algorithm)
     rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
     return [
         [whole_response(value) for value in advantages_G.float().tolist()]
@@ -63,13 +66,43 @@ def advantage_spans(
     ]
 
 
+def _by_agent(
+    groups: Sequence[Group], agents: Iterable[int], algorithm: AlgorithmSection
+) -> list[list[tuple[AdvantageSpan, ...]]]:
+    found: list[dict[int, tuple[AdvantageSpan, ...]]] = [{} for _ in groups]
+    for agent in sorted(agents):
+        places = [
+            [index for index, rollout in enumerate(group.rollouts) if rollout.agent == agent]
+            for group in groups
+        ]
+        own = [_only(group, indices) for group, indices in zip(groups, places, strict=True) if indices]
+        spans = iter(advantage_spans(own, algorithm))
+        for of_group, indices in zip(found, places, strict=True):
+            if indices:
+                of_group.update(zip(indices, next(spans), strict=True))
+    return [[of_group[index] for index in range(len(of_group))] for of_group in found]
+
+
+def _only(group: Group, indices: Sequence[int]) -> Group:
+    """Return the group with some of its rollouts."""
+    assert group.rewards is not None
+    steps = None if group.steps is None else tuple(group.steps[index] for index in indices)
+    return dataclasses.replace(
+        group,
+        rollouts=tuple(group.rollouts[index] for index in indices),
+        rewards=tuple(group.rewards[index] for index in indices),
+        steps=steps if steps is not None and any(steps) else None,
+    )
+
+
 def steps_problem(group: Group, scores: Sequence[Score], algorithm: AlgorithmSection) -> str | None:
     """Why ``advantage_spans`` would refuse this group with these scores; None where it would not."""
     steps = tuple(score.steps for score in scores)
     if not any(steps):
         return None
+    scored = dataclasses.replace(group, steps=steps, rewards=tuple(score.value for score in scores))
     try:
-        _of_steps(dataclasses.replace(group, steps=steps), algorithm)
+        advantage_spans([scored], algorithm)
     except ValueError as error:
         return str(error)
     return None
@@ -110,6 +143,11 @@ def check_steps(group: Group) -> None:
         if not steps and rollout.text:
             raise ValueError(
                 f"{where} has no rewards of steps, but others of its group have; must be all of them or none"
+            )
+        if len(rollout.branches) > 1:
+            raise ValueError(
+                f"{where} has rewards of steps and {len(rollout.branches)} branches; steps need one branch, "
+                "whose text they divide: reward whole episodes, or keep the agent from rewriting its history"
             )
         ends = [step.end for step in steps]
         if ends != sorted(set(ends)) or (ends and not 0 < ends[0] <= ends[-1] <= len(rollout.text)):

@@ -12,7 +12,7 @@ import numpy as np
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.trainer import RoutingReplay
 from forgeasync.rollouts.group_payload import TokenTrace
-from forgeasync.rollouts.rollout import Group, StoredRollout
+from forgeasync.rollouts.rollout import Group, StoredBranch, StoredRollout
 from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
 from forgeasync.trainer.packing import TrainingSequence, plan_rows
@@ -20,30 +20,45 @@ from forgeasync.trainer.packing import TrainingSequence, plan_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingItem:
-    """One rollout of a batch, by reference, with what the batch made of it."""
+    """One branch of a rollout of a batch, by reference, with what the batch made of it."""
 
-    rollout: StoredRollout
+    generator_rank: int
+    """Rank of the generator that holds the arrays."""
+    branch: StoredBranch
     advantages: tuple[AdvantageSpan, ...]
     weight: float
-    """Weight of the rollout in the batch's loss (rollout accounting)."""
+    """Weight of the branch in the batch's loss (rollout accounting)."""
 
     @property
     def num_tokens(self) -> int:
-        return self.rollout.num_prompt_tokens + self.rollout.num_response_tokens
+        return self.branch.num_tokens
 
 
 def training_items(
     groups: Sequence[Group], weights: Sequence[float], algorithm: AlgorithmSection
 ) -> list[TrainingItem]:
-    """One item per rollout; ``weights`` has each group's weight from rollout accounting.
+    """One item per branch; ``weights`` has each group's weight from rollout accounting.
 
     Raises:
         ValueError: rewards of steps do not fit the advantage or their group.
     """
     return [
-        TrainingItem(rollout=rollout, advantages=spans, weight=weight)
+        item
         for group, weight, spans_G in zip(groups, weights, advantage_spans(groups, algorithm), strict=True)
         for rollout, spans in zip(group.rollouts, spans_G, strict=True)
+        for item in items_of(rollout, spans, weight=weight)
+    ]
+
+
+def items_of(
+    rollout: StoredRollout, advantages: tuple[AdvantageSpan, ...], *, weight: float
+) -> list[TrainingItem]:
+    """One item for each branch of a rollout; all have its advantages."""
+    return [
+        TrainingItem(
+            generator_rank=rollout.generator_rank, branch=branch, advantages=advantages, weight=weight
+        )
+        for branch in rollout.branches
     ]
 
 
@@ -55,7 +70,8 @@ def split_by_groups(
     num_groups = len(groups) // num_minibatches
     minibatches, start = [], 0
     for first in range(0, len(groups), num_groups):
-        end = start + sum(len(group.rollouts) for group in groups[first : first + num_groups])
+        of_minibatch = groups[first : first + num_groups]
+        end = start + sum(len(rollout.branches) for group in of_minibatch for rollout in group.rollouts)
         minibatches.append(list(items[start:end]))
         start = end
     assert start == len(items)
@@ -95,7 +111,7 @@ def training_sequence(
         prompt_ids_P=trace.prompt_ids_P,
         response_ids_T=trace.response_ids_T,
         behavior_logprobs_T=trace.logprobs_T,
-        ages_T=_ages(item.rollout, trace.is_sampled_T, trained_version),
+        ages_T=_ages(item.branch, trace.is_sampled_T, trained_version),
         advantage=_advantages(item, trace, places),
         weight=item.weight,
         expert_ids_SMK=expert_ids_SMK,
@@ -109,16 +125,16 @@ def _advantages(item: TrainingItem, trace: TokenTrace, places: TokenPlaces) -> f
     if len(item.advantages) == 1:
         return item.advantages[0].value
     starts_T = places.starts(trace.prompt_ids_P, trace.response_ids_T)
-    return spread(item.advantages, starts_T, num_characters=len(item.rollout.text))
+    return spread(item.advantages, starts_T, num_characters=len(item.branch.text))
 
 
 NO_AGE = -1
 """Age of tokens that no version has sampled."""
 
 
-def _ages(rollout: StoredRollout, is_sampled_T: np.ndarray | None, trained_version: int) -> np.ndarray:
-    ages_T = np.full(rollout.num_response_tokens, NO_AGE, np.int32)
-    for span in rollout.version_spans:
+def _ages(branch: StoredBranch, is_sampled_T: np.ndarray | None, trained_version: int) -> np.ndarray:
+    ages_T = np.full(branch.num_response_tokens, NO_AGE, np.int32)
+    for span in branch.version_spans:
         ages_T[span.start : span.end] = trained_version - span.version
     is_sampled_T = np.ones(len(ages_T), bool) if is_sampled_T is None else is_sampled_T
     assert (ages_T[is_sampled_T] >= 0).all() and (ages_T[~is_sampled_T] == NO_AGE).all(), (

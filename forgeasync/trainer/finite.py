@@ -93,5 +93,21 @@ def describe_row(
     return f"{row}, although all that the objective is given is finite"
 
 
+def describe_fresh_mismatch(metrics: Mapping[str, float], largest: float, *, step: int) -> str | None:
+    """What is wrong if log-probabilities of tokens of age 0 differ from the generator's; None if they agree.
+
+    They may differ by ``largest`` nats on average.
+    """
+    mismatch = metrics.get("mismatch/fresh_logprob_abs_mean", 0.0)
+    if mismatch <= largest:
+        return None
+    return (
+        f"step {step}: on tokens sampled under the very weights that train, log-probabilities of trainer "
+        f"and generator differ by {mismatch:.3g} nats on average, more than "
+        f"trainer.max_fresh_mismatch = {largest:g}: they do not compute the same distribution "
+        "(temperature, kept sets, routing or weights); the step was not taken"
+    )
+
+
 def _own_rank() -> str:
     return f"on trainer rank {dist.get_rank()}"

@@ -73,16 +73,22 @@ def save(
 
     Config, tokenizer and generation settings are copied from ``source``; the dtype written is the
     master weights' (float32).
+
+    Raises:
+        FolderNotWritten: on rank 0; the disk is full or fails, and nothing of the folder is left.
     """
-    writer = None
-    if dist.get_rank() == 0:
-        writer = HfFolderWriter(folder, source=source, max_file_bytes=max_file_bytes)
-    for name, tensor in full_tensors(model, facts):
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.finish()
-    dist.barrier()
+    tensors = full_tensors(model, facts)
+    try:
+        if dist.get_rank() == 0:
+            writer = HfFolderWriter(folder, source=source, max_file_bytes=max_file_bytes)
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+            writer.finish()
+    finally:
+        # The other ranks gather all tensors, also where rank 0 could not write them.
+        for _ in tensors:
+            pass
+        dist.barrier()
 
 
 def full_tensors(model: torch.nn.Module, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor]]:

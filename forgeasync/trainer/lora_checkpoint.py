@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.models.hf_folder import use_umask
+from forgeasync.models.hf_folder import use_umask, writing
 from forgeasync.trainer.hf_checkpoint import hf_names, stack_experts, unstack_experts
 from forgeasync.trainer.lora import EXPERT_PARAMETERS, adapter_parameters, copy_whole
 
@@ -40,21 +40,27 @@ def save(model: torch.nn.Module, facts: ModelFacts, lora: LoraSection, folder: P
                 peft_name: tensor.cpu().clone()
                 for peft_name, tensor in zip(hf_names(name, facts), of_experts, strict=True)
             }
-    if dist.get_rank() == 0:
-        write_folder(tensors, facts, lora, folder, source=source)
-    dist.barrier()
+    try:
+        if dist.get_rank() == 0:
+            write_folder(tensors, facts, lora, folder, source=source)
+    finally:
+        # The others wait here, also where rank 0 could not write.
+        dist.barrier()
 
 
 def write_folder(
     tensors: Mapping[str, torch.Tensor], facts: ModelFacts, lora: LoraSection, folder: Path, *, source: Path
 ) -> None:
-    """Write whole adapters, by peft's names, as a folder that gets its name when all of it is there."""
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True)
-    save_file(dict(tensors) | dict(_zeros(facts, lora)), partial / WEIGHTS_FILE, metadata={"format": "pt"})
-    use_umask(partial / WEIGHTS_FILE)
-    (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(facts, lora, source), indent=1))
-    partial.rename(folder)
+    """Write whole adapters, by peft's names, as a folder that gets its name when all of it is there.
+
+    Raises:
+        FolderNotWritten: the disk is full or fails; nothing of it is left.
+    """
+    with writing(folder) as partial:
+        file = partial / WEIGHTS_FILE
+        save_file(dict(tensors) | dict(_zeros(facts, lora)), file, metadata={"format": "pt"})
+        use_umask(file)
+        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(facts, lora, source), indent=1))
 
 
 def _filled_up(facts: ModelFacts, lora: LoraSection) -> list[str]:

@@ -26,6 +26,7 @@ from forgeasync.trainer.finite import (
     MismatchTooLarge,
     Ranges,
     agree,
+    describe_fresh_mismatch,
     describe_non_finite,
     describe_row,
     require_finite,
@@ -39,8 +40,10 @@ from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.replay_router import RouterBiasUpdate, checkpoint_weights
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.setup import TrainerSetup
+from forgeasync.trainer.snapshots import Snapshots, snapshot_bytes
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from forgeasync.trainer.step_sums import Probe, StepSums
+from forgeasync.trainer.trained_targets import count_targets, trained_mask
 from forgeasync.weights.layout import NamedWeight
 
 
@@ -80,6 +83,7 @@ class PolicyTrainer:
         self._optimizer = build_optimizer(self._trained(), section.optimizer)
         self._probe = Probe(section.replay_probe_share)
         self._checkpoints = checkpoints or CheckpointWriter()
+        self._snapshots: Snapshots | None = None
         self._readers: list[Callable[[], None]] = []
         # Context-parallel ranks go through the same losses and metrics: they count once.
         batch_mesh = self._loss_mesh = dims.get_optional_mesh("batch")
@@ -129,6 +133,8 @@ class PolicyTrainer:
         self.policy_version += 1
         result = merged(results, policy_version=self.policy_version, train_s=time.perf_counter() - start_s)
         result.metrics["time/wait_for_copies_s"] = self._waited_s
+        if self._snapshots is not None:
+            self._snapshots.begin_if_due(self.policy_version, self._checkpoint_state())
         return result
 
     def _proximal_logprobs(
@@ -151,8 +157,8 @@ class PolicyTrainer:
     ) -> MinibatchResult:
         """One optimizer step, unless something is not finite; the batch has ``first_row`` rows before."""
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
-        masks = [self._mask(row) for row in rows]
-        total, num_trained, num_targets = self._count(rows, masks)
+        masks = [trained_mask(row, self._max_token_age) for row in rows]
+        total, num_trained, num_targets = count_targets(self._loss, rows, masks, mesh=self._loss_mesh)
         problems = [
             self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], total, sums)
             for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
@@ -172,9 +178,15 @@ class PolicyTrainer:
         metrics["grad_norm"] = grad_norm
         if self._max_token_age is not None:
             metrics["off_policy/rejected_token_share"] = 1.0 - num_trained / max(1, num_targets)
+        # Before a collective: no rank begins its next snapshot while another one has only older ones.
+        if self._snapshots is not None:
+            self._waited_s += self._snapshots.until_written()
         skip_reason = self._reason_to_skip(problems, gradients, grad_norm)
         if skip_reason is None and max_fresh_mismatch is not None:
-            self._check_fresh_mismatch(metrics, max_fresh_mismatch)
+            problem = describe_fresh_mismatch(metrics, max_fresh_mismatch, step=self.policy_version + 1)
+            if problem is not None:
+                self._optimizer.zero_grad()
+                raise MismatchTooLarge(problem)
         self._until_read()
         if skip_reason is None:
             self._optimizer.step()
@@ -198,39 +210,6 @@ class PolicyTrainer:
         if math.isfinite(grad_norm):
             return agree(of_row, None, None)
         return agree(of_row, describe_non_finite(gradients), f"the norm of all gradients is {grad_norm}")
-
-    def _check_fresh_mismatch(self, metrics: dict[str, float], largest: float) -> None:
-        mismatch = metrics.get("mismatch/fresh_logprob_abs_mean", 0.0)
-        if mismatch <= largest:
-            return
-        self._optimizer.zero_grad()
-        raise MismatchTooLarge(
-            f"step {self.policy_version + 1}: on tokens sampled under the very weights that train, "
-            f"log-probabilities of trainer and generator differ by {mismatch:.3g} nats on average, more than "
-            f"trainer.max_fresh_mismatch = {largest:g}: they do not compute the same distribution "
-            "(temperature, kept sets, routing or weights); the step was not taken"
-        )
-
-    def _mask(self, row: PackedRow) -> torch.Tensor:
-        """Which targets are trained on: bool [T]."""
-        ages_T = torch.from_numpy(row.ages_L[row.mask_L]).to(DEVICE_TYPE)
-        if self._max_token_age is None:
-            return torch.ones_like(ages_T, dtype=torch.bool)
-        return ages_T <= self._max_token_age
-
-    def _count(self, rows: Sequence[PackedRow], masks: Sequence[torch.Tensor]) -> tuple[float, int, int]:
-        """Over all data-parallel ranks: what the loss is divided by, trained tokens, and all targets."""
-        counts = torch.zeros(3, dtype=torch.float64, device=DEVICE_TYPE)
-        for row, mask_T in zip(rows, masks, strict=True):
-            sequence_ids_T = torch.from_numpy(row.sequence_ids_L[row.mask_L]).to(DEVICE_TYPE)
-            sample_weights_T = torch.from_numpy(row.sample_weights_L[row.mask_L]).to(DEVICE_TYPE)
-            counts[0] += self._loss.count(mask_T, sequence_ids_T, sample_weights_T)
-            counts[1] += mask_T.sum()
-            counts[2] += row.num_targets
-        if self._loss_mesh is not None:
-            counts = dist_utils.dist_sum_tensor(counts, self._loss_mesh)
-        total, num_trained, num_targets = counts.tolist()
-        return total, int(num_trained), int(num_targets)
 
     def _accumulate_gradients(
         self,
@@ -303,21 +282,14 @@ class PolicyTrainer:
         return learning_rate
 
     def named_weights(self) -> list[NamedWeight]:
-        """This rank's shards of what is published, under Hugging Face names (of adapters: peft's).
-
-        The tied head is left out, as in the files.
-        """
+        """This rank's shards of what is published, by Hugging Face (peft) names; without a tied head."""
         weights = checkpoint_weights(self.model) if self._lora is None else self._trained()
         return [
             NamedWeight(names=tuple(hf_names(name, self._facts)), tensor=tensor) for name, tensor in weights
         ]
 
     def require_finite_weights(self, what: str) -> None:
-        """Refuse weights that are not finite; collective.
-
-        Raises:
-            NonFiniteWeights: names ``what`` is refused, and the tensor.
-        """
+        """Refuse weights that are not finite by ``NonFiniteWeights``, which names ``what``; collective."""
         require_finite(((weight.names[0], weight.tensor) for weight in self.named_weights()), what=what)
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -339,10 +311,34 @@ class PolicyTrainer:
         self._readers.clear()
         self._waited_s += time.perf_counter() - start_s
 
+    def snapshot_bytes(self) -> int:
+        """Bytes of shared memory that this rank's snapshots take."""
+        return snapshot_bytes(self._checkpoint_state())
+
+    def open_snapshots(self, folder: Path, *, every_steps: int, at_most: int) -> int:
+        """Take snapshots in ``folder``, having gone on from the newest one not after ``at_most``; collective.
+
+        Returns its version; where ranks have none in common, that of the weights that were loaded.
+
+        Raises:
+            ValueError: the host has not enough shared memory.
+        """
+        state = self._checkpoint_state()
+        self._snapshots = Snapshots(folder, state, every_steps=every_steps)
+        if self._snapshots.restore(state, at_most=at_most) is not None:
+            self._take_over(state)
+        return self.policy_version
+
+    def finish_snapshot(self) -> int | None:
+        """Wait for the snapshot begun last, in any thread; the version of this rank's newest whole one."""
+        assert self._snapshots is not None, "opened"
+        self._snapshots.until_written()
+        return self._snapshots.newest
+
     def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
         """Start to write a checkpoint beside training (collective); older ones than ``keep`` are removed.
 
-        Waits for the one before. What goes wrong with writing is raised by a later step.
+        Waits for the one before. What goes wrong with writing is raised by ``finish_checkpoint``.
 
         Raises:
             NonFiniteWeights: weights or moments have nan or inf. Nothing is written or removed.
@@ -352,7 +348,11 @@ class PolicyTrainer:
         self._checkpoints.begin(state, folder, run_state=run_state, keep=keep)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint begun last is on the disk."""
+        """Wait until the checkpoint begun last is on the disk.
+
+        Raises:
+            CheckpointNotWritten: it could not be written; nothing of it is left.
+        """
         self._checkpoints.finish()
 
     def resume(self, folder: Path) -> None:
@@ -363,6 +363,10 @@ class PolicyTrainer:
         """
         state = self._checkpoint_state()
         run_checkpoint.load(state, folder)
+        self._take_over(state)
+
+    def _take_over(self, state: run_checkpoint.State) -> None:
+        """Take over what of a state does not share this trainer's memory."""
         self.policy_version = int(state["policy_version"])
         self._probe.owed = float(state["probe_owed"])
         run_checkpoint.set_random_state(
@@ -379,9 +383,9 @@ class PolicyTrainer:
         }
 
     def save_hf(self, folder: Path, *, source: Path) -> None:
-        """Write a Hugging Face folder (collective); config and tokenizer are copied from ``source``.
+        """Write a Hugging Face folder, or with adapters a peft folder; collective.
 
-        With adapters it is a peft folder instead, of the adapters of the model at ``source``.
+        Config and tokenizer are copied from ``source``, which is the folder of the adapters' model.
 
         Raises:
             NonFiniteWeights: weights have nan or inf. Nothing is written.

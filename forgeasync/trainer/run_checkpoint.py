@@ -5,6 +5,7 @@ for that copy. A second thread writes the copies, over a gloo group of its own, 
 those of training cannot meet. Rank 0 then shows the checkpoint (``forgeasync.checkpoint.folders``).
 """
 
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from forgeasync.checkpoint.folders import TRAINER_FOLDER, partial_folder, prune, publish
+from forgeasync.checkpoint.folders import TRAINER_FOLDER, CheckpointNotWritten, partial_folder, prune, publish
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.trainer.host_copies import HostCopies
 from forgeasync.trainer.workarounds.checkpoint_reader import SafeFileSystemReader
@@ -117,6 +118,12 @@ def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) 
     return None
 
 
+def _remove_partial(folder: Path) -> None:
+    """Remove what there is of a checkpoint that could not be written; its room may be needed."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial_folder(folder), ignore_errors=True)
+
+
 class CheckpointWriter:
     """Writes checkpoints of one rank, one at a time; every rank calls the same methods in the same order."""
 
@@ -146,22 +153,38 @@ class CheckpointWriter:
         try:
             dcp.save(staged.result(), storage_writer=storage, process_group=self._group)
         except CheckpointException as error:
-            raise OSError(f"checkpoint {folder} could not be written: {_first_failure(error)}") from error
+            # Every rank has ended: none writes there any more.
+            _remove_partial(folder)
+            raise CheckpointNotWritten(
+                f"checkpoint {folder} could not be written: {_first_failure(error)}"
+            ) from error
         # Here rank 0 knows that every rank has written its files.
         if dist.get_rank() == 0:
-            publish(folder, run_state)
+            try:
+                publish(folder, run_state)
+            except OSError as error:
+                _remove_partial(folder)
+                raise CheckpointNotWritten(f"checkpoint {folder} could not be written: {error}") from error
             prune(folder.parent, keep=keep)
 
     def until_staged(self) -> None:
-        """Wait until the tensors may change again; raises what went wrong with the writing meanwhile."""
+        """Wait until the tensors may change again."""
         if self._staged is not None:
             self._staged.result()
             self._staged = None
-        if self._written is not None and self._written.done():
-            self.finish()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the checkpoint begun last is still being written; may be asked from any thread."""
+        written = self._written
+        return written is not None and not written.done()
 
     def finish(self) -> None:
-        """Wait until the checkpoint is written; raises what went wrong."""
+        """Wait until the checkpoint is written.
+
+        Raises:
+            CheckpointNotWritten: on every rank or on rank 0 only; said once.
+        """
         self._staged = None
         if self._written is not None:
             written, self._written = self._written, None

@@ -136,16 +136,30 @@ class WeightFetcher:
     ) -> None:
         """``needed`` says for every rank which of its blocks the engine takes (bool)."""
         self._layout = layout
-        self._needed = [
-            blocks & share.of_blocks(rank, transports[rank.rank].granularity) if rank.num_bytes else blocks
-            for rank, blocks in zip(layout.ranks, needed, strict=True)
-        ]
+        self._needed_by_all = list(needed)
         self._num_bytes_needed = num_bytes_needed
         self._receive_buffer = receive_buffer
         self._transports = transports
         self._delta = delta
         self._held = [np.zeros(rank.num_blocks, np.uint64) for rank in layout.ranks]
         self._is_held = [np.zeros(rank.num_blocks, bool) for rank in layout.ranks]
+        self.take_share(share)
+
+    def take_share(self, share: HostShare) -> None:
+        """Fetch another share from now on. What was fetched before counts for nothing: the generators of
+        the host have changed, and others may have written over it."""
+        self._needed = [
+            blocks & share.of_blocks(rank, self._transports[rank.rank].granularity)
+            if rank.num_bytes
+            else blocks
+            for rank, blocks in zip(self._layout.ranks, self._needed_by_all, strict=True)
+        ]
+        for held in self._is_held:
+            held[:] = False
+
+    def connect(self, transports: Mapping[int, Transport]) -> None:
+        """Read from other staging buffers of the same layout from the next fetch on."""
+        self._transports = transports
 
     async def fetch(self, manifest: Manifest) -> FetchReport:
         """Copy and check what the engine needs of a version, as long as its slot is leased.

@@ -82,6 +82,16 @@ class WeightLedger:
         self._slots[slot] = _Slot()
         self.is_owing = True
 
+    def forget_committed(self) -> None:
+        """The staging buffers are new ones, and empty: no version can be read, and the newest one is owed.
+
+        Leases end. A slot that is being written stays so: the new buffers get what is written.
+        """
+        for index, slot in enumerate(self._slots):
+            if slot.state is SlotState.COMMITTED:
+                self._slots[index] = _Slot()
+                self.is_owing = True
+
     def acquire(self, reader: int, *, newer_than: int, now_s: float) -> Manifest | None:
         """Lease the newest version to a reader; None if there is none newer than that."""
         manifest = self.newest

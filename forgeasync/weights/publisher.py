@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.weights.layout import NamedWeight, assign_boxes, lay_out, shard_box
 from forgeasync.weights.manifest import StagedShard
-from forgeasync.weights.staging import NUM_SLOTS, SlotWrite, StagingBuffers
+from forgeasync.weights.staging import NUM_SLOTS, SlotWrite, StagingBuffers, staging_file
 from forgeasync.weights.transports.transport import RankStaging, StagingSource, Transport
 
 
@@ -87,6 +87,9 @@ class WeightPublisher:
 
         Returns how generators reach them. Must be called before the first ``begin``.
         """
+        for slot in range(NUM_SLOTS):
+            # A rank that is gone may have left it. Who has mapped it still reads what was in it.
+            staging_file(folder, self.layout.rank, slot).unlink(missing_ok=True)
         self.buffers = StagingBuffers(folder, self.layout, self._dtype)
         self.staging = RankStaging(
             rank=self.layout.rank,

@@ -61,6 +61,11 @@ class SharedFile:
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
+def staging_file(folder: Path, rank: int, slot: int) -> Path:
+    """Return the file of one of a rank's buffers in its folder."""
+    return folder / f"weights-{rank}-{slot}"
+
+
 class StagingBuffers:
     """Writes versions of one rank's shards."""
 
@@ -69,7 +74,7 @@ class StagingBuffers:
         self._layout = layout
         self._copies = DeviceCopies()
         self._files = [
-            SharedFile(folder / f"weights-{layout.rank}-{slot}", layout.num_bytes, is_new=True, reserve=True)
+            SharedFile(staging_file(folder, layout.rank, slot), layout.num_bytes, is_new=True, reserve=True)
             for slot in range(NUM_SLOTS)
         ]
         for slot in range(NUM_SLOTS):

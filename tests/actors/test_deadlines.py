@@ -7,15 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.actors import trainer_mesh
-from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
 from forgeasync.observability.failures import last_words
 from forgeasync.trainer.step_result import StepResult
@@ -72,7 +69,9 @@ def test_cancelling_passes() -> None:
 
 def test_no_plain_timeout_is_left() -> None:
     files = [file for folder in ("forgeasync", "apps") for file in (REPOSITORY / folder).rglob("*.py")]
-    plain = {file.name for file in files if PLAIN_TIMEOUT.search(file.read_text(encoding="utf-8"))}
+    # What runs out of time in an environment becomes a result or an ending where it stands: no call fails.
+    outside = [file for file in files if "environments" not in file.parts]
+    plain = {file.name for file in outside if PLAIN_TIMEOUT.search(file.read_text(encoding="utf-8"))}
     assert plain == {"waiting.py"}
 
 
@@ -227,17 +226,6 @@ def test_ranks_that_wait_for_one_that_has_failed_are_noticed(monkeypatch: pytest
 
     assert not asyncio.run(scenario(fails()))
     assert asyncio.run(scenario(asyncio.sleep(60)))
-
-
-def test_a_late_generator_is_told_by_its_group() -> None:
-    async def scenario() -> None:
-        timeouts = TimeoutSection(generate_s=0.1)
-        router = GeneratorRouter(Rank(sample_group=60.0), ["host-0"], timeouts)  # type: ignore[arg-type]
-        sampling = SamplingSection(max_response_tokens=8)
-        with pytest.raises(DeadlineExceeded, match=r"^generator 0 sampling group 17 .* timeouts\.generate_s"):
-            await router.sample_group(17, np.zeros(3, np.int32), num_samples=2, sampling=sampling)
-
-    asyncio.run(scenario())
 
 
 def raised(error: Exception) -> Exception:

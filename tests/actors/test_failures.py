@@ -17,6 +17,7 @@ from forgeasync.observability import run_log
 from forgeasync.observability.failures import failure_line
 from forgeasync.observability.run_log import RunLog
 from forgeasync.waiting import DeadlineExceeded, deadline
+from tests.support.disks import Disk, install
 
 KILLED = """The actor <root>.<forgeasync.actors.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
   the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
@@ -63,7 +64,7 @@ def fail_beside_a_death(host: Machine, report: Callable[[Procs], None]) -> None:
 
     async def scenario() -> None:
         fleet = Procs(Path("logs"))
-        fleet._peers = [Proc(role="trainer", rank=rank, pid=100 + rank, host=host) for rank in range(2)]
+        fleet.peers = [Proc(role="trainer", rank=rank, pid=100 + rank, host=host) for rank in range(2)]
         try:
             async with fleet.naming_deaths(), asyncio.TaskGroup() as loops:
                 loops.create_task(asyncio.sleep(60))
@@ -102,6 +103,27 @@ def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.Monke
 
     with pytest.raises(ActorDied, match="signal 9"):
         fail_beside_a_death(Machine(101), report)
+
+
+@pytest.mark.parametrize("actor", [" trainer{", " trainer-2{", " _SPMDActor{"])
+def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.MonkeyPatch, actor: str) -> None:
+    """Monarch's own actor in the proc, by which ranks meet, is reported too."""
+    monkeypatch.setattr("forgeasync.actors.procs.END_S", 0.1)
+    report = KILLED.replace(" trainer{", actor)
+
+    async def scenario(*owned: str) -> bool:
+        fleet = Procs(Path("logs"))
+        fleet.owned.update(owned)
+        try:
+            fleet._on_report(report)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return fleet._failure.done()
+        finally:
+            await fleet.close()
+
+    assert not asyncio.run(scenario("trainer"))
+    assert asyncio.run(scenario())
 
 
 def test_without_a_death_the_error_is_the_run_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +176,25 @@ def test_a_log_that_cannot_be_written_hides_no_failure(
         with RunLog(Path("/dev/full")) as log:
             log.line("lost")
             raise ValueError("the run's own")
-    assert capsys.readouterr().err.count("/dev/full gets no more lines: ") == 1
+    said = capsys.readouterr().err
+    assert said.count("/dev/full gets its further lines later, if it can: ") == 1
+    assert "/dev/full lacks its last " in said
+
+
+def test_lines_of_the_log_that_a_full_disk_refuses_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = Disk(1_000_000)
+    install(monkeypatch, disk)
+    file = tmp_path / "run.log"
+    with RunLog(file) as log:
+        disk.room = file.stat().st_size + 5
+        log.line("first")
+        log.line("second")
+        assert "first" not in file.read_text()
+        disk.room = 1_000_000
+    assert [line.split()[-1] for line in file.read_text().splitlines()[-3:]] == ["first", "second", "done"]
+    assert capsys.readouterr().err.count("later, if it can") == 1
 
 
 def test_the_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,101 +3,120 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors.router import GeneratorRouter, named_generators
+from forgeasync.actors.host_updates import MAX_FAILED_FETCHES, named_generators
 from forgeasync.config.run import TimeoutSection
-from forgeasync.weights.fetcher import FetchReport, HostShare
-from forgeasync.weights.manifest import Manifest
+from forgeasync.faults.replica_states import ReplicaState
+from forgeasync.weights.fetcher import HostShare
+from tests.support.replicas import ReplicaWorld, generators_of, manifest_of
 
 HOSTS = ("a", "b", "a", "a")
-"""Of every replica."""
-
-MANIFEST = Manifest(version=7, slot=0, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+"""Of every rank; numbers are the same until one is lost."""
 
 
-class Mesh:
-    """Generators that write down when each of their calls begins and ends; later ones take longer."""
-
-    def __init__(self, *, broken: Sequence[int] = ()) -> None:
-        self.log: list[tuple[str, int, str]] = []
-        self.connected: list[tuple[int, Path, HostShare]] = []
-        self._broken = broken
-
-    def slice(self, *, procs: int) -> SimpleNamespace:
-        def endpoint(name: str) -> SimpleNamespace:
-            async def call(*arguments: object) -> object:
-                self.log.append((name, procs, "begins"))
-                await asyncio.sleep(0.002 * (1 + procs))
-                self.log.append((name, procs, "ends"))
-                return self._answer(name, procs, arguments)
-
-            return SimpleNamespace(call_one=call)
-
-        names = ("begin_update", "stage_update", "finish_update", "abandon_update", "connect_weights")
-        return SimpleNamespace(**{name: endpoint(name) for name in names})
-
-    def _answer(self, name: str, rank: int, arguments: tuple[object, ...]) -> object:
-        if name == "connect_weights":
-            _, _, folder, share = arguments
-            self.connected.append((rank, folder, share))
-            return "as copies" if rank else "as a reload"
-        if name != "begin_update":
-            return f"{name} of {rank}"
-        return FetchReport(
-            version=7,
-            is_complete=rank not in self._broken,
-            num_bytes_moved=10 + rank,
-            num_bytes_needed=100,
-            num_bad_blocks=int(rank in self._broken),
-            fetch_s=float(rank),
-        )
-
-    def ranks(self, name: str) -> set[int]:
-        return {rank for called, rank, _ in self.log if called == name}
-
-
-def router_of(mesh: Mesh) -> GeneratorRouter:
-    return GeneratorRouter(mesh, HOSTS, TimeoutSection())  # type: ignore[arg-type]
+def called(world: ReplicaWorld, name: str) -> set[int]:
+    return {number for call, number, _ in world.log if call == name}
 
 
 def test_each_act_starts_when_all_have_ended_the_one_before() -> None:
-    mesh = Mesh()
-    router = router_of(mesh)
-    assert router.hosts == ((0, 2, 3), (1,))
+    async def go() -> None:
+        async with generators_of(HOSTS) as world:
+            report = await world.router.begin_update(0, manifest_of(7))
+            assert report is not None and report.is_complete and report.num_bytes_needed == 100
+            assert (report.num_bytes_moved, report.fetch_s) == (10 + 12 + 13, 3.0)
+            swapped = await world.router.finish_update(0, 7)
+            assert [(one.number, one.report.num_crossing) for one in swapped] == [(0, 0), (2, 2), (3, 3)]
+            acts = ("begin_update", "stage_update", "finish_update")
+            assert [name for name, _, _ in world.log] == [name for name in acts for _ in range(6)]
+            assert all(called(world, name) == {0, 2, 3} for name in acts)
+            of_host = [world.generators[number].shares for number in (0, 2, 3)]
+            assert of_host == [[HostShare(index=index, count=3)] for index in range(3)]
 
-    async def update() -> None:
-        report = await router.begin_update(0, MANIFEST)
-        assert report.is_complete and report.num_bytes_needed == 100
-        assert (report.num_bytes_moved, report.fetch_s) == (10 + 12 + 13, 3.0)
-        swaps = await router.finish_update(0, 7)
-        assert swaps == [f"finish_update of {rank}" for rank in (0, 2, 3)]
-
-    asyncio.run(update())
-    acts = ("begin_update", "stage_update", "finish_update")
-    assert [name for name, _, _ in mesh.log] == [name for name in acts for _ in range(6)]
-    assert all(mesh.ranks(name) == {0, 2, 3} for name in acts)
+    asyncio.run(go())
 
 
 def test_a_share_that_has_not_arrived_keeps_the_whole_host_from_the_version() -> None:
-    mesh = Mesh(broken=[2])
-    report = asyncio.run(router_of(mesh).begin_update(0, MANIFEST))
-    assert not report.is_complete and report.num_bad_blocks == 1
-    assert mesh.ranks("abandon_update") == {0, 2, 3} and not mesh.ranks("stage_update")
+    async def go() -> None:
+        async with generators_of(HOSTS) as world:
+            world.generators[2].is_complete = False
+            assert not await world.update(0, 7)
+            assert called(world, "abandon_update") == {0, 2, 3} and not called(world, "stage_update")
+
+    asyncio.run(go())
+
+
+def test_a_generator_whose_fetches_never_arrive_is_replaced() -> None:
+    async def go() -> None:
+        async with generators_of(HOSTS) as world:
+            world.generators[2].is_complete = False
+            for _ in range(MAX_FAILED_FETCHES):
+                assert world.state(2) is ReplicaState.HEALTHY
+                await world.update(0, 7)
+            assert world.state(2) is ReplicaState.DEAD and world.state(0) is ReplicaState.HEALTHY
+            assert "5 fetches in a row did not arrive" in world.faults.open[0].what
+            await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.STALE)
+            assert await world.update(0, 7) and world.state(4) is ReplicaState.HEALTHY
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("act", ["begin_update", "stage_update", "finish_update"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_one_that_is_lost_in_an_update_holds_nobody_up(act: str, is_late: bool) -> None:
+    """Until all have staged the others keep their weights; after that they go on to the version."""
+
+    async def go() -> None:
+        timeouts = TimeoutSection(weights_s=0.5, generate_s=0.5) if is_late else TimeoutSection()
+        async with generators_of(HOSTS, timeouts=timeouts) as world:
+            world.generators[2].holds.add(act)
+            updating = asyncio.create_task(world.update(0, 7))
+            await world.until(lambda: (act, 2, "begins") in world.log)
+            if not is_late:
+                world.kill(2)
+            is_swapped = await updating
+            assert world.state(2) is ReplicaState.DEAD
+            assert is_swapped == (act == "finish_update")
+            abandoned = set() if is_swapped else {0, 3}
+            assert called(world, "abandon_update") == abandoned
+            await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.STALE)
+            if is_swapped:
+                # The others have the version: the new one takes it alone.
+                world.log.clear()
+                assert await world.update(0, 7) and called(world, "begin_update") == {4}
+                assert world.generators[4].shares == [HostShare()]
+            else:
+                assert await world.update(0, 7) and called(world, "finish_update") == {0, 3, 4}
+                assert world.generators[3].shares[-1] == HostShare(index=1, count=3)
+            assert world.state(4) is ReplicaState.HEALTHY
+            assert {world.pool.table.state.of(number).version for number in (0, 3, 4)} == {7}
+            # Afterwards all of them together again; who takes part decides about the shares.
+            assert await world.update(0, 8)
+            told = [world.generators[number].shares[-1] for number in (0, 3, 4)]
+            together = [HostShare(index=index, count=3) for index in range(3)]
+            assert told == (together if is_swapped else [None] * 3)
+
+    asyncio.run(go())
 
 
 def test_the_first_generator_of_a_host_makes_what_the_others_open() -> None:
-    mesh = Mesh()
-    folders = [Path(f"/shm/{host}") for host in HOSTS]
-    routes = asyncio.run(router_of(mesh).connect_weights(None, (), folders))  # type: ignore[arg-type]
-    assert sorted(routes) == ["as a reload", "as copies"], "each route once"
-    of_a = [(rank, share) for rank, folder, share in mesh.connected if folder == Path("/shm/a")]
-    assert of_a == [(rank, HostShare(index=index, count=3)) for index, rank in enumerate((0, 2, 3))]
-    assert [share for rank, _, share in mesh.connected if rank == 1] == [HostShare(index=0, count=1)]
-    log = [(rank, when) for _, rank, when in mesh.log if rank != 1]
-    assert log == [(rank, when) for rank in (0, 2, 3) for when in ("begins", "ends")], "one after the other"
+    async def go() -> None:
+        async with generators_of(HOSTS) as world:
+            folders = [Path(f"/shm/{host}") for host in HOSTS]
+            routes = await world.router.connect_weights(None, (), folders)  # type: ignore[arg-type]
+            assert routes == ["as copies"], "each route once"
+            joined = {number: one.joined for number, one in world.generators.items()}
+            of_a = [[(HostShare(index=index, count=3), False)] for index in range(3)]
+            assert [joined[number] for number in (0, 2, 3)] == of_a
+            assert joined[1] == [(HostShare(index=0, count=1), False)]
+            log = [(number, when) for _, number, when in world.log if number != 1]
+            assert log == [(number, when) for number in (0, 2, 3) for when in ("begins", "ends")]
+            world.kill(0)
+            await world.until(lambda: 4 in world.generators and world.state(4) is ReplicaState.HEALTHY)
+            assert world.generators[4].joined == [(HostShare(index=0, count=1), True)], "the files are there"
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(("ranks", "words"), [((4,), "generator 4"), ((0, 2), "generators 0, 2")])

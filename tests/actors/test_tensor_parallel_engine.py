@@ -39,10 +39,11 @@ async def _two_workers(config: RunConfig, folder: Path, logs: Path) -> tuple[lis
     # that it has imported, where Monarch's web server has objects that refuse to be looked at.
     from forgeasync.actors.generator import CancelledGroup, RefusedGroup
     from forgeasync.actors.procs import Procs
+    from forgeasync.actors.start_generators import start_generators
 
     procs = Procs(logs)
     try:
-        generators = await procs.start_generators(config, read_model_facts(str(folder)), folder)
+        generators = await start_generators(procs, config, read_model_facts(str(folder)), folder)
         texts = []
         for number, prompt in enumerate(PROMPTS):
             answer = await generators.sample_group(number, prompt, num_samples=1, sampling=GREEDY)

@@ -9,6 +9,7 @@ import torch
 from monarch.actor import ActorError
 
 from forgeasync.actors.procs import Procs
+from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model import Dtype
 from forgeasync.config.run import TimeoutSection
@@ -69,7 +70,7 @@ class Seen:
 async def _scenario(setup: TrainerSetup, out: Path) -> Seen:
     procs = Procs(out, LocalHosts())
     try:
-        trainer = await procs.start_trainer(setup, TimeoutSection())
+        trainer = await start_trainer(procs, setup, TimeoutSection())
         layout = await trainer.lay_out_weights(Dtype.FLOAT32)
         folders = [out / f"staging-{rank}" for rank in range(NUM_RANKS)]
         for folder in folders:
@@ -109,6 +110,7 @@ async def _scenario(setup: TrainerSetup, out: Path) -> Seen:
 
 
 @pytest.mark.procs
+@pytest.mark.exhaustive
 def test_versions_are_those_of_their_steps_however_close_the_calls(tmp_path: Path) -> None:
     setup = _setup(write_random_model(tmp_path / "hf"))
     expected = run_ranks(NUM_RANKS, _train, setup)[0]

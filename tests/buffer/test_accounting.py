@@ -195,7 +195,7 @@ def test_the_ledger_sees_what_the_simulation_counts(outcomes: dict[str, Outcome]
         assert seen == pytest.approx(outcome.length_distance(), abs=0.03)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_where_the_longest_take_more_than_k_steps_waiting_and_token_ages_stay_exact(seed: int) -> None:
     run = make_run(LONGEST / 9.3, num_steps=150, seed=seed)
     outcomes = compare(

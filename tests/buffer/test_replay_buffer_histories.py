@@ -164,6 +164,7 @@ def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
             complete(world, ids[0])
         world.take()
         world.serve(world.trainer_version)
+        world.note()
         if step in (299, 599):
             world.buffer._submissions.history = type(world.buffer._submissions.history)()
             sizes.append(len(pickle.dumps(world.buffer)))

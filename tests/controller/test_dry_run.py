@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,28 @@ def shown(table: Table) -> str:
 
 
 @pytest.mark.parametrize(
+    ("environment", "row"),
+    [
+        ("{kind: coding}", r"boxes +│ +1 │ for every live episode; sandbox.kind bubblewrap, up to 512 MiB"),
+        (
+            "{kind: mcp, servers: {a: {kind: stdio, command: [x]}, b: {kind: http, url: 'http://h'}}}",
+            r"MCP servers +│ +2 │ for every live episode; started 1, reached over HTTP 1",
+        ),
+        ("{kind: game}", r"live episodes +│ +<= 96 │ game; 3 workers x episodes.max_live_per_worker"),
+    ],
+)
+def test_what_episodes_need_is_planned(environment: str, row: str, facts: ModelFacts) -> None:
+    overrides = [
+        f"environment={environment}",
+        "episodes={num_workers: 3, max_live_per_worker: 32}",
+        "sandbox={kind: bubblewrap, memory_mib: 512}",
+    ]
+    text = render(load_config(CONFIG_FILE, overrides), facts)
+    assert re.search(r"CPU procs +│ +6 │ controller, scorer, buffer, 3 environment workers", text)
+    assert re.search(row, text), text
+
+
+@pytest.mark.parametrize(
     ("name", "flavor", "num_parameters"),
     [
         ("Qwen--Qwen3-30B-A3B", "30B-A3B", 30_532_122_624),
@@ -172,6 +195,10 @@ def test_memory_follows_the_config(config: RunConfig, facts: ModelFacts) -> None
     assert "shadow weights" not in generator
     host = {item.name: item.num_bytes for item in host_memory(config, facts, Machine.GPU)}
     assert host["staging buffers, all ranks"] == 2 * 2 * counts.total
+    assert host["trainer snapshots, all ranks"] >= 2 * 12 * counts.total
+    without = load_config(CONFIG_FILE, ["trainer.recovery.snapshot_every_steps=null"])
+    names = {item.name for item in host_memory(without, facts, Machine.GPU)}
+    assert "trainer snapshots, all ranks" not in names
     small = load_config(CONFIG_FILE, ["payload.capacity_gib=2.5"])
     assert {item.name: item.num_bytes for item in host_memory(small, facts, Machine.GPU)}[
         "payload store"

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgeasync.actors.environment import SampledGroup
+from forgeasync.actors.group_sampling import SampledGroup
 from forgeasync.controller.fleet import Fleet
-from forgeasync.environments.episodes import EpisodeResult
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.rollouts.task import Task
@@ -25,16 +24,8 @@ class Sampler:
 
     async def sample(self, group_id: int, task: Task, *, seed: int | None) -> SampledGroup:
         rollouts = tuple(make_stored_rollout((0, 0, 7), text="right") for _ in range(4))
-        results = tuple(
-            EpisodeResult(
-                score=Score(value=float(index), is_correct=False, steps=self._steps),
-                num_turns=1,
-                is_truncated=False,
-                episode_s=0.1,
-            )
-            for index in range(4)
-        )
-        return SampledGroup(rollouts=rollouts, results=results)
+        scores = tuple(Score(value=float(index), is_correct=False, steps=self._steps) for index in range(4))
+        return SampledGroup(rollouts=rollouts, scores=scores)
 
 
 def make_fleet(folder: Path, steps: tuple[Step, ...], freed: list[StoredRollout], *overrides: str) -> Fleet:

@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from apps.grpo import GrpoRun
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup, SampledResponse
 from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.host_updates import SwappedReplica
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.decisions import AGE_REASONS, Batch, BufferSnapshot, Committed, DropReason
+from forgeasync.buffer.events import Update
 from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer import AgeOf
@@ -23,8 +25,9 @@ from forgeasync.controller.resume import Resumed
 from forgeasync.controller.starting import start_roles
 from forgeasync.environments.order import TaskOrder, sampling_seed
 from forgeasync.environments.reward import Response
-from forgeasync.generator.reports import SwapReport
+from forgeasync.ledger.lines import START
 from forgeasync.observability.failures import root_cause
+from forgeasync.observability.run_dir import RunDir
 from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.rollouts.task import Task
@@ -54,9 +57,10 @@ SECONDS = 10.0
 """Nothing here waits: past this a loop is stuck."""
 
 
-def run_to_the_end(folder: Path, *overrides: str, **parts: object) -> None:
+def run_to_the_end(folder: Path, *overrides: str, **parts: object) -> GrpoRun:
     run = make_run(make_config(folder, *overrides), held_out=[make_problem(10)], **parts)
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    return run
 
 
 def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Path) -> None:
@@ -77,7 +81,7 @@ def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Pat
     }
     assert of_each_part <= recorder.counters[-1].keys()
     for items, batch in zip(trainer.steps, recorder.batches, strict=True):
-        found = {item.rollout.text: item.advantages[0].value for item in items}
+        found = {item.branch.text: item.advantages[0].value for item in items}
         expected = {}
         for group in batch.groups:
             rewards = [float(rollout.text) for rollout in group.rollouts]
@@ -88,8 +92,8 @@ def test_every_rollout_trains_with_the_advantage_of_its_own_reward(tmp_path: Pat
             }
         assert found == pytest.approx(expected, abs=1e-5)
         assert len(found) == len(items) == 8
-        freed = {one.payload_id for one in (rollout.response for rollout in generators.freed)}
-        assert all(item.rollout.response.payload_id in freed for item in items)
+        freed = {branch.response.payload_id for rollout in generators.freed for branch in rollout.branches}
+        assert all(item.branch.response.payload_id in freed for item in items)
     assert recorder.accuracies == [1.0, 1.0], "before the first step and after the last"
 
 
@@ -131,7 +135,7 @@ def test_only_a_full_solution_counts_as_solved(tmp_path: Path) -> None:
     generators = Generators()
     problems = [make_problem(tenths) for tenths in (0, 3, 9, 10, 20)]
     run = make_run(make_config(tmp_path), generators=generators, held_out=problems)
-    held_out, _ = asyncio.run(run.evaluate(0))
+    held_out = asyncio.run(run.evaluations.first())
     assert held_out.accuracy == pytest.approx(2 / 5)
     assert held_out.score_mean == pytest.approx(4.2 / 5)
     assert generators.seeds == [0, 1, 2, 3, 4], "the same draws at every evaluation"
@@ -158,13 +162,15 @@ def serve_one_version(folder: Path, generators: Generators, recorder: Recorder) 
     asyncio.run(asyncio.wait_for(serve(), SECONDS))
 
 
-def test_a_generator_that_never_gets_a_version_whole_ends_the_run(tmp_path: Path) -> None:
-    generators, recorder = Generators(2, is_complete=lambda replica, number: replica == 0), Recorder()
-    with pytest.raises(RuntimeError, match="generator 1: 5 fetches in a row"):
-        serve_one_version(tmp_path, generators, recorder)
-    assert generators.num_fetches == [1, 5]
-    assert [fetched.is_complete for fetched in recorder.fetches].count(False) == 5
-    assert generators.swapped == [(0, 1)], "nothing half-fetched is swapped in"
+def test_what_was_fetched_by_half_is_not_swapped_in(tmp_path: Path) -> None:
+    generators, recorder = (
+        Generators(2, is_complete=lambda host, number: host == 0 or number == 3),
+        Recorder(),
+    )
+    serve_one_version(tmp_path, generators, recorder)
+    assert generators.num_fetches == [1, 4]
+    assert [fetched.is_complete for fetched in recorder.fetches].count(False) == 3
+    assert generators.swapped == [(0, 1), (1, 1)]
 
 
 def test_a_fetch_that_succeeds_makes_up_for_those_before(tmp_path: Path) -> None:
@@ -176,10 +182,13 @@ def test_a_fetch_that_succeeds_makes_up_for_those_before(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("age_of", list(AgeOf))
-def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(tmp_path: Path, age_of: AgeOf) -> None:
+def test_the_trainer_rejects_old_tokens_where_ages_are_of_tokens(
+    tmp_path: Path, age_of: AgeOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path, "max_off_policy_steps=3", f"buffer.age_of={age_of}")
     fleet = StartingFleet()
-    asyncio.run(start_roles(config, make_prepared(config), fleet, Recorder.console))
+    fleet.install(monkeypatch)
+    asyncio.run(start_roles(config, make_prepared(config), fleet, Recorder.console, RunDir(path=tmp_path)))
     assert fleet.max_token_age == (3 if age_of is AgeOf.TOKEN else None)
 
 
@@ -236,8 +245,11 @@ def test_age_and_filters_do_not_count_as_starving(reason: DropReason) -> None:
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
     trainer = Trainer(skipped=(1, 3, 4))
-    run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=3", trainer=trainer)
+    run = run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=3", trainer=trainer)
     assert len(trainer.steps) == 5 and trainer.num_staged == 5
+    assert [one.update for one in run.buffer.book.steps] == [
+        Update.SKIPPED if step in (1, 3, 4) else Update.MADE for step in range(1, 6)
+    ]
     trainer = Trainer(skipped=(1, 3, 4))
     with pytest.raises(ExceptionGroup) as raised:
         run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=2", trainer=trainer)
@@ -263,7 +275,10 @@ class MixedGenerators(Generators):
             return RefusedGroup(problem=f"group {group_id} has no experts")
         if group_id % 6 in (2, 3):
             text = "1.0" if group_id % 6 == 2 else "no number"
-            answer = tuple(dataclasses.replace(rollout, text=text) for rollout in answer)
+            answer = tuple(
+                dataclasses.replace(rollout, branches=(dataclasses.replace(rollout.branches[0], text=text),))
+                for rollout in answer
+            )
         self.written += answer
         return answer
 
@@ -278,8 +293,8 @@ def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_on
         config, generators=generators, trainer=trainer, recorder=recorder, held_out=[make_problem(10)]
     )
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
-    freed = Counter(rollout.response.payload_id for rollout in generators.freed)
-    assert freed == Counter(rollout.response.payload_id for rollout in generators.written)
+    freed = Counter(rollout.branches[0].response.payload_id for rollout in generators.freed)
+    assert freed == Counter(rollout.branches[0].response.payload_id for rollout in generators.written)
     state = run.payloads.state
     assert (state.num_bytes_held, state.num_bytes_reserved) == (0, 0)
     scored = [float(one.text) for one in generators.written if one.text != "no number"]
@@ -353,7 +368,7 @@ def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) 
 
     config, recorder, trainer = make_config(tmp_path), Recorder(), Trainer()
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
-    run.scorer = GroupScoring(with_steps, config.scorer, limit_s=config.timeouts.score_s)
+    run.scorer = GroupScoring(with_steps, config.scorer)
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
     assert len(trainer.steps) == MAX_STEPS
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
@@ -376,7 +391,7 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
     async def scored(group_id: int, rewards: object, kept: object, scores: object) -> tuple[Group, ...]:
         return (groups[group_id],)
 
-    async def committed(trainer_wait_share: float) -> Committed:
+    async def committed(trainer_wait_share: float, update: Update) -> Committed:
         return Committed(cancelled=(), lost=(groups[2],))
 
     async def lose_all() -> None:
@@ -385,8 +400,8 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
         run.buffer.scored, run.buffer.committed = Endpoint(scored), Endpoint(committed)
         await run.complete(groups[0])
         assert generators.freed == list(groups[0].rollouts)
-        batch = Batch(trainer_version=0, groups=(groups[1],), weights=(1.0,))
-        await run.commit(batch, trainer_wait_share=0.5)
+        await run.endings.free([groups[1]])
+        await run.endings.commit(trainer_wait_share=0.5, update=Update.MADE)
 
     asyncio.run(lose_all())
     assert generators.freed == [rollout for group in groups for rollout in group.rollouts]
@@ -400,6 +415,7 @@ def test_evaluations_and_checkpoints_come_every_so_many_steps(tmp_path: Path) ->
         tmp_path,
         "max_steps=7",
         "evaluation.every_steps=3",
+        "evaluation.mode=pinned",
         "checkpoint.every_steps=2",
         trainer=trainer,
         recorder=recorder,
@@ -428,7 +444,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
             return await super().train_items(*arguments, **keywords)
 
     class TimedGenerators(Generators):
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledResponse, ...]:
             clock.now_s += 5.0
             return await super().respond(*arguments, **keywords)
 
@@ -450,9 +466,9 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
         clock.now_s += 1.0
         return batch
 
-    async def told(trainer_wait_share: float) -> Committed:
+    async def told(trainer_wait_share: float, update: Update) -> Committed:
         shares.append(trainer_wait_share)
-        return await committed(trainer_wait_share)
+        return await committed(trainer_wait_share, update)
 
     run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
     monkeypatch.setattr("apps.grpo.time", clock)
@@ -487,7 +503,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
         deficits=(),
         num_censored=0,
     )
-    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot)
+    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot, ledger=START)
     config = make_config(tmp_path, "max_steps=4")
     prepared = make_prepared(config, [make_problem(10)])
     order = TaskOrder(prepared.train, seed=config.seed, position=0)
@@ -520,12 +536,13 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
             return await super().begin_update(replica, manifest)
 
-        async def finish_update(self, replica: int, version: int) -> list[SwapReport]:
+        async def finish_update(self, replica: int, version: int) -> list[SwappedReplica]:
             progress = (GroupProgress(group_id=replica, version=version, num_running=4, num_tokens=0),)
             (swap,) = await super().finish_update(replica, version)
-            return [dataclasses.replace(swap, progress=progress)]
+            report = dataclasses.replace(swap.report, progress=progress)
+            return [dataclasses.replace(swap, report=report)]
 
-        async def respond(self, *arguments: object, **keywords: object) -> tuple[Response, ...]:
+        async def respond(self, *arguments: object, **keywords: object) -> tuple[SampledResponse, ...]:
             assert len({version for _, version in zip("ab", self._fetched, strict=True)}) == 1
             return await super().respond(*arguments, **keywords)
 
@@ -533,7 +550,7 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
         told.extend(progress.group_id for progress in groups)
 
     run = make_run(
-        make_config(tmp_path, "evaluation.every_steps=1"),
+        make_config(tmp_path, "evaluation.every_steps=1", "evaluation.mode=pinned"),
         generators=Slow(2),
         held_out=[make_problem(10)],
     )

@@ -110,7 +110,9 @@ def test_without_age_a_step_waits_until_the_version_before_is_served(tmp_path: P
 
 
 def test_an_evaluation_waits_until_its_version_is_staged(tmp_path: Path) -> None:
-    run, trainer, _, recorder = make_held_run(tmp_path, "max_off_policy_steps=2", "evaluation.every_steps=1")
+    run, trainer, _, recorder = make_held_run(
+        tmp_path, "max_off_policy_steps=2", "evaluation.every_steps=1", "evaluation.mode=pinned"
+    )
 
     async def body() -> None:
         for version in range(1, MAX_STEPS + 1):

@@ -19,6 +19,7 @@ from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.ledger.lines import START
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores
@@ -62,11 +63,16 @@ def make_group(group_id: int, rewards: tuple[float, float]) -> Group:
     """Two rollouts of 3 prompt tokens and 4 response tokens, with payloads of 250 bytes together each."""
     rollouts = tuple(
         dataclasses.replace(
-            make_stored_rollout((0, 0, 4), num_prompt_tokens=3, text=str(reward)),
-            prompt=make_ref(num_bytes=90),
-            response=make_ref(num_bytes=160),
+            rollout,
+            branches=(
+                dataclasses.replace(
+                    rollout.branches[0], prompt=make_ref(num_bytes=90), response=make_ref(num_bytes=160)
+                ),
+            ),
         )
-        for reward in rewards
+        for rollout in (
+            make_stored_rollout((0, 0, 4), num_prompt_tokens=3, text=str(reward)) for reward in rewards
+        )
     )
     return Group(
         group_id=group_id, draw_id=group_id, task=make_task(group_id), rollouts=rollouts, rewards=rewards
@@ -360,7 +366,7 @@ def test_the_clock_of_a_new_run_starts_with_it(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_path: Path) -> None:
     config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}")
     run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
-    state = RunState(step=5, elapsed_s=1000.0, model={}, config={}, buffer=SNAPSHOT)
+    state = RunState(step=5, elapsed_s=1000.0, model={}, config={}, buffer=SNAPSHOT, ledger=START)
     console = StepConsole(config.max_steps, stream=io.StringIO())
     with RunRecorder(config, run_dir, console, state) as recorder:
         assert 1000.0 <= recorder.elapsed_s < 1060.0

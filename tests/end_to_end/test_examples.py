@@ -56,7 +56,7 @@ def run(name: str, *arguments: str, search_path: Path | None = None) -> str:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("own_reward.py", "step 1: brevity"),
+        pytest.param("own_reward.py", "step 1: brevity", marks=pytest.mark.exhaustive),
         pytest.param("own_loss.py", "step 1: mean gate", marks=pytest.mark.exhaustive),
         pytest.param("own_environment.py", "step 1: 2.00 turns", marks=pytest.mark.exhaustive),
     ],

@@ -14,6 +14,8 @@ from forgeasync.checkpoint.folders import checkpoint_name
 from forgeasync.config.load import dump_config
 from tests.support.app_runs import (
     NEVER_ENDING,
+    check_ledger,
+    check_open_ledger,
     finish,
     read_lines,
     run_here,
@@ -70,6 +72,7 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     assert {rollout["step"] for rollout in rollouts} == {1, 2, 3, 4}
     assert tiny_config(Path("x")).name in (run_dir / "config.yaml").read_text()
     assert steps[-1]["payload/num_bytes_held"] == 0, "every payload was freed with its step"
+    assert check_ledger(run_dir)["ends"]["trained"] == 4 * tiny_config(Path("x")).algorithm.groups_per_step
     assert (run_dir / "checkpoints" / "final" / "model.safetensors.index.json").exists()
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
 
@@ -97,6 +100,7 @@ def test_a_run_that_drops_cancels_and_filters_frees_all_it_loses(config_file: Pa
     filtered = [line["filtered/num_groups_all_equal"] for line in steps]
     assert filtered == sorted(filtered) and filtered[-1] > 0
     assert sum(line["dropped/filtered"] for line in steps) == filtered[-1]
+    assert check_ledger(run_dir)["ends"]["filtered"] >= filtered[-1]
     for line in steps:
         assert line["buffer/num_in_flight"] <= 6
         assert 0 < line["correction/effective_sample_share"] <= 1 + 1e-6
@@ -187,10 +191,17 @@ def test_a_killed_generator_ends_the_run_with_an_error(config_file: Path, tmp_pa
     assert_saved(tmp_path / "run", last)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_path: Path) -> None:
     """Its peer complains of a lost connection seconds before Monarch tells of the death."""
     run_dir = tmp_path / "run"
-    process = start(config_file, f"run_dir={run_dir}", NEVER_ENDING, "max_off_policy_steps=1")
+    process = start(
+        config_file,
+        f"run_dir={run_dir}",
+        NEVER_ENDING,
+        "max_off_policy_steps=1",
+        "trainer.recovery.snapshot_every_steps=null",
+    )
     wait_for_step(run_dir, process)
     (rank,) = [
         child
@@ -208,6 +219,7 @@ def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_p
     assert last.split("; the weights")[0] in text and "Traceback" in text, "the reason is in the run's folder"
     assert "-m apps.grpo" in text and "torchtitan" in text, "and so is what it was started with"
     assert "step 0: held-out accuracy" in text and not folders_of(process.pid)
+    check_open_ledger(run_dir)
 
 
 def folders_of(controller: int) -> list[Path]:
@@ -241,6 +253,7 @@ def test_a_signal_ends_the_run_cleanly(
         assert step is not None and checkpoint_name(int(step[1])) in os.listdir(run_dir / "checkpoints")
     assert all(line["policy_version"] == line["step"] for line in read_lines(run_dir / "metrics.jsonl"))
     assert not folders_of(process.pid)
+    check_open_ledger(run_dir)
     assert f"stopping on {number.name}" in (run_dir / "run.log").read_text()
 
 

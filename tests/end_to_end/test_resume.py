@@ -1,6 +1,9 @@
 """Interrupted and resumed as a user does it: the command, with real procs, against a run left alone."""
 
+import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from forgeasync.config.run import CheckpointSection, RunConfig
 from forgeasync.controller.resume import _changes, open_files
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.schema.problems import ConfigError
-from tests.support.app_runs import finish, read_lines, run_here, start
+from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start, wait_for_step
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
@@ -58,6 +61,9 @@ def interrupted(whole_run: Path, tmp_path: Path) -> Iterator[Path]:
     (run_dir / "checkpoints" / "final").rename(run_dir / "checkpoints" / "last")
     whole = run_dir / "checkpoints" / "step-00000004"
     whole.rename(whole.with_name(whole.name + ".tmp"))
+    ledger = run_dir / "ledger.jsonl"
+    *lines, _ended = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(lines) + b'{"n":')
     yield run_dir
 
 
@@ -72,6 +78,7 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
     assert code == 0, err
     assert "removed 1 unfinished checkpoints: step-00000004.tmp" in out
     assert "3 lines of metrics.jsonl after step 2 moved to metrics.cut-1.jsonl" in out
+    assert "5 bytes of an unfinished last line of ledger.jsonl removed" in out
     expected, lines = read_lines(whole_run / "metrics.jsonl"), read_lines(interrupted / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert [line["policy_version"] for line in lines] == [0, 1, 2, 3, 4, 5]
@@ -89,7 +96,42 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
     rollouts = [read_lines(folder / "rollouts.jsonl") for folder in (whole_run, interrupted)]
     texts = [{(one["step"], one["prompt"], one["response"]) for one in lines} for lines in rollouts]
     assert texts[0] == texts[1]
+    before, said = check_ledger(whole_run), check_ledger(interrupted)
+    assert said["ends"]["trained"] == before["ends"]["trained"] == NUM_STEPS * 4
+    (resumption,) = said["resumptions"]
+    assert resumption["after_step"] == 2 and resumption["undone_steps"] == (3, 4, 5)
+    assert len(resumption["untrained_prompts"]) == 3 * 4
+    trained_again = check_ledger(interrupted)["submitted"] - said["ends"]["unfinished"]
+    assert trained_again == NUM_STEPS * 4, "none was lost, none twice"
     assert names(interrupted / "checkpoints") == ["final", "last.cut-1", "step-00000002", "step-00000004"]
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_trainer_loses_a_rank_has_the_same_losses_to_the_last_bit(
+    config_file: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    """The rank is killed somewhere in step 2 or 3, wherever it is then."""
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}")
+    wait_for_step(run_dir, process)
+    listed = json.loads((run_dir / "procs.json").read_text())["procs"]
+    (pid,) = [one["pid"] for one in listed if (one["role"], one["rank"]) == ("trainer", 1)]
+    os.kill(pid, signal.SIGKILL)
+    code, out, err = finish(process, deadline_s=600.0)
+    assert code == 0, err
+    expected, lines = read_lines(whole_run / "metrics.jsonl"), read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    for line, whole in zip(lines[1:], expected[1:], strict=True):
+        assert {key: line[key] for key in SAME} == {key: whole[key] for key in SAME}
+    assert lines[-1]["faults/detected_trainer"] == lines[-1]["faults/recovered_trainer"] == 1
+    assert f"trainer rank 1 (process {pid}) has died" in out
+    events = read_lines(run_dir / "faults.jsonl")
+    assert [one["event"] for one in events] == ["detected", "recovered"]
+    ends, before = check_ledger(run_dir)["ends"], check_ledger(whole_run)["ends"]
+    assert ends["trained"] == before["trained"] == NUM_STEPS * 4
+    for name in ("final", "step-00000004"):
+        assert (run_dir / "checkpoints" / name).is_dir()
+    assert not list(Path("/dev/shm").glob(f"forgeasync_payloads-{process.pid}-*"))
 
 
 @pytest.mark.exhaustive

@@ -1,32 +1,45 @@
-"""Episodes side by side: what a group is worth when one of them raises, hangs, is cut or is given up."""
+"""Episodes side by side: how they end, whatever their environment does, and what becomes of their group."""
 
 import asyncio
 import dataclasses
+import subprocess
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
-from forgeasync.actors.environment import SampledGroup
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_sampling import GroupEpisodes
+from forgeasync.actors import group_episodes
+from forgeasync.actors.environment import EpisodeRequest
+from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
+from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.group_sampling import HeldOutRollout, SampledGroup
 from forgeasync.actors.group_scoring import Unscored
+from forgeasync.actors.replica import ReplicaLost
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.starvation import NothingTrains
+from forgeasync.config.episodes import Ending, EndingPolicy, EndingsSection, EpisodesSection
 from forgeasync.config.generator import SamplingSection
-from forgeasync.config.run import TimeoutSection
+from forgeasync.environments.agent import TurnRequest
 from forgeasync.environments.build import build_environment, check_environment
-from forgeasync.environments.conversation import MessageRenderer
-from forgeasync.environments.environment import Agent, Environment, Turn
-from forgeasync.environments.episodes import (
-    EpisodeFailed,
-    EpisodeResult,
-    Episodes,
-    EpisodesCancelled,
+from forgeasync.environments.environment import (
+    Agent,
+    Agents,
+    Environment,
+    EpisodeInterrupted,
+    ParseError,
+    ToolError,
+    Turn,
 )
+from forgeasync.environments.episodes import AgentRole, EpisodeCancelled, Episodes
+from forgeasync.environments.rendering.build import build_renderer
 from forgeasync.environments.single_turn import SingleTurn
+from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome
+from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
@@ -34,26 +47,27 @@ from forgeasync.schema.problems import ConfigError
 from forgeasync.schema.python_code import PythonCode
 from tests.support.buffer_world import make_task
 from tests.support.chat import ScriptedModel, make_tokenizer
-from tests.support.loops import MAX_STEPS, Endpoint, Generators, Recorder, Trainer, make_config, make_run
+from tests.support.loops import MAX_STEPS, Generators, Recorder, Trainer, make_config, make_run
 from tests.support.rollouts import make_stored_rollout
 
 TOKENIZER = make_tokenizer(None)
 TASK = dataclasses.replace(make_task(3), prompt="1 + 2 =")
-Sampler = Callable[[EpisodeId, np.ndarray, int], Awaitable[SampledTurn | None]]
+Sampler = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | None]]
+SAMPLING = SamplingSection(max_response_tokens=10)
 
 
 class Models:
-    """A model for every episode that says its index at every turn."""
+    """A model for every episode and agent that says its episode's index at every turn."""
 
     def __init__(self) -> None:
-        self.by_index: dict[int, ScriptedModel] = {}
+        self.by_id: dict[EpisodeId, ScriptedModel] = {}
+        self.threads: set[int] = set()
 
-    async def __call__(
-        self, episode: EpisodeId, given_ids: np.ndarray, max_tokens: int
-    ) -> SampledTurn | None:
+    async def __call__(self, episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
         assert episode.group_id == 9
-        model = self.by_index.setdefault(episode.index, ScriptedModel(TOKENIZER, [str(episode.index)] * 99))
-        return await model(given_ids, max_tokens)
+        self.threads.add(threading.get_ident())
+        model = self.by_id.setdefault(episode, ScriptedModel(TOKENIZER, [str(episode.index)] * 99))
+        return await model(request)
 
 
 class FromFunction(Environment):
@@ -64,30 +78,60 @@ class FromFunction(Environment):
         return await self._function(task, agent)
 
 
+def make_episodes(
+    rollout: Callable[..., Awaitable[object]] | Environment,
+    *,
+    section: EpisodesSection | None = None,
+    limit_s: float = 20.0,
+    max_context_length: int = 100,
+    roles: Sequence[AgentRole] = (AgentRole(name="agent", is_trainable=True),),
+) -> Episodes:
+    return Episodes(
+        rollout if isinstance(rollout, Environment) else FromFunction(rollout),
+        build_renderer(TOKENIZER, chat_template=False),
+        name="my.Env",
+        roles=roles,
+        has_one_agent=len(roles) == 1,
+        max_context_length=max_context_length,
+        section=section or EpisodesSection(),
+        limit_s=limit_s,
+    )
+
+
 def run(
-    rollout: Callable[[Task, Agent], Awaitable[Score]] | Environment,
+    rollout: Callable[..., Awaitable[object]] | Environment,
     sample: Sampler | None = None,
     *,
     num_episodes: int = 3,
+    section: EpisodesSection | None = None,
     limit_s: float = 20.0,
     max_context_length: int = 100,
-) -> tuple[EpisodeResult, ...]:
-    episodes = Episodes(
-        rollout if isinstance(rollout, Environment) else FromFunction(rollout),
-        MessageRenderer(TOKENIZER, chat_template=False),
-        name="my.Env",
-        max_context_length=max_context_length,
-        limit_s=limit_s,
+    roles: Sequence[AgentRole] = (AgentRole(name="agent", is_trainable=True),),
+) -> list[EpisodeOutcome]:
+    episodes = make_episodes(
+        rollout, section=section, limit_s=limit_s, max_context_length=max_context_length, roles=roles
     )
-    return asyncio.run(
-        episodes.run(
-            TASK,
-            group_id=9,
-            num_episodes=num_episodes,
-            max_turn_tokens=10,
-            sample=sample or Models(),
+    models = sample or Models()
+
+    async def go() -> list[EpisodeOutcome]:
+        return await asyncio.gather(
+            *(
+                episodes.run(
+                    TASK,
+                    EpisodeId(group_id=9, index=index),
+                    max_turn_tokens=10,
+                    sample=models,
+                    keeps_record=True,
+                )
+                for index in range(num_episodes)
+            )
         )
-    )
+
+    return asyncio.run(go())
+
+
+def values(outcomes: Sequence[EpisodeOutcome]) -> list[float]:
+    return [outcome.agents[0].score.value for outcome in outcomes]
 
 
 async def two_turns(task: Task, agent: Agent) -> Score:
@@ -99,17 +143,27 @@ async def two_turns(task: Task, agent: Agent) -> Score:
 
 
 def test_each_rollout_has_its_own_score() -> None:
-    results = run(two_turns)
-    assert [result.score.value for result in results] == [0.0, 1.0, 2.0]
-    assert [result.score.is_correct for result in results] == [False, False, True]
-    assert all(result.num_turns == 2 and not result.is_truncated for result in results)
-    assert all(0 < result.episode_s < 20 for result in results)
+    models = Models()
+    outcomes = run(two_turns, models)
+    assert values(outcomes) == [0.0, 1.0, 2.0]
+    assert [outcome.ending for outcome in outcomes] == [Ending.COMPLETED] * 3
+    assert all(outcome.num_turns == 2 and outcome.problem is None for outcome in outcomes)
+    assert all(0 < outcome.sampling_s <= outcome.episode_s < 20 for outcome in outcomes)
+    assert models.threads == {threading.get_ident()}, "turns are sampled on the worker's own loop"
+    (branch,) = outcomes[1].record["agents"][0]["branches"]
+    assert [(one["role"], one["content"]) for one in branch] == [
+        ("user", TASK.prompt),
+        ("assistant", "1"),
+        ("user", "again"),
+        ("assistant", "1"),
+    ]
+    assert branch[1]["version"] == 0 and branch[1]["num_tokens"] == 2
 
 
-def only_one(text: str, then: Callable[[], Awaitable[Score]]) -> Environment:
+def only_one(text: str, then: Callable[[], Awaitable[object]]) -> Environment:
     """Goes wrong where the model says this text."""
 
-    async def rollout(task: Task, agent: Agent) -> Score:
+    async def rollout(task: Task, agent: Agent) -> object:
         turn = await agent.respond(task.prompt)
         if turn.text == text:
             return await then()
@@ -118,20 +172,23 @@ def only_one(text: str, then: Callable[[], Awaitable[Score]]) -> Environment:
     return FromFunction(rollout)
 
 
-async def raises() -> Score:
-    raise KeyError("gone")
+def raising(error: BaseException) -> Callable[[], Awaitable[Score]]:
+    async def raises() -> Score:
+        raise error
+
+    return raises
 
 
-async def returns_number() -> Score:
+async def returns_number() -> float:
     return 1.0
+
+
+async def returns_nothing() -> None:
+    return None
 
 
 async def not_a_number() -> Score:
     return Score(value=float("nan"), is_correct=True)
-
-
-async def cancels_itself() -> Score:
-    raise asyncio.CancelledError
 
 
 async def hangs() -> Score:
@@ -147,48 +204,127 @@ async def hangs_on() -> Score:
     return Score(value=1.0, is_correct=True)
 
 
+async def waits_for_a_process() -> Score:
+    subprocess.run(["sleep", "1000"], check=True)
+    return Score(value=1.0, is_correct=True)
+
+
+async def spins() -> Score:
+    while True:
+        pass
+
+
 @pytest.mark.parametrize(
-    ("then", "problem"),
+    ("then", "ending", "problem"),
     [
-        (raises, "KeyError: 'gone'"),
-        (returns_number, "rollout returned '1.0'; must return a Score"),
-        (not_a_number, "a score must be finite"),
-        (cancels_itself, "CancelledError"),
-        (hangs, r"took longer than timeouts.episode_s = 0.2 s"),
-        (hangs_on, r"took longer than timeouts.episode_s = 0.2 s"),
+        (raising(KeyError("gone")), Ending.ENVIRONMENT_CRASH, "KeyError: 'gone'"),
+        (raising(ParseError("no JSON")), Ending.PARSE_ERROR, "ParseError: no JSON"),
+        (raising(ToolError("no such tool")), Ending.TOOL_ERROR, "ToolError: no such tool"),
+        (raising(EpisodeInterrupted("server gone")), Ending.INFRASTRUCTURE, "server gone"),
+        (raising(asyncio.CancelledError()), Ending.ENVIRONMENT_CRASH, "the coroutine was cancelled"),
+        (raising(SystemExit(3)), Ending.ENVIRONMENT_CRASH, "SystemExit: 3"),
+        (returns_number, Ending.ENVIRONMENT_CRASH, "rollout returned '1.0'; must return a Score"),
+        (returns_nothing, Ending.ENVIRONMENT_CRASH, "rollout returned 'None'; must return a Score"),
+        (not_a_number, Ending.ENVIRONMENT_CRASH, "a score must be finite"),
+        (hangs, Ending.TIMEOUT, "took longer than timeouts.episode_s = 0.3 s"),
+        (hangs_on, Ending.TIMEOUT, "took longer than timeouts.episode_s = 0.3 s"),
     ],
 )
-def test_an_episode_that_goes_wrong_is_named(then: Callable[[], Awaitable[Score]], problem: str) -> None:
-    with pytest.raises(
-        EpisodeFailed, match=rf"environment my.Env, task {TASK.task_id}, rollout 1: .*{problem}"
-    ):
-        run(only_one("1", then), limit_s=0.2 if then in (hangs, hangs_on) else 20.0)
+def test_an_episode_that_goes_wrong_is_named_and_harms_no_other(
+    then: Callable[[], Awaitable[object]], ending: Ending, problem: str
+) -> None:
+    outcomes = run(only_one("1", then), limit_s=0.3 if then in (hangs, hangs_on) else 20.0)
+    assert [outcome.ending for outcome in outcomes] == [Ending.COMPLETED, ending, Ending.COMPLETED]
+    assert outcomes[1].problem.startswith(f"environment my.Env, task {TASK.task_id}, rollout 1: ")
+    assert problem in outcomes[1].problem and outcomes[1].agents[0].score is None
 
 
-def test_a_failure_ends_the_other_episodes() -> None:
-    ended = []
+def test_a_blocking_episode_delays_no_other() -> None:
+    """Nothing of Python can end a wait in C: the process that it waits for is killed."""
 
     async def rollout(task: Task, agent: Agent) -> Score:
         turn = await agent.respond(task.prompt)
-        if turn.text == "1":
-            raise KeyError("gone")
-        try:
-            return await hangs()
-        finally:
-            ended.append(turn.text)
+        return await (waits_for_a_process() if turn.text == "1" else two_turns(task, agent))
 
     start_s = time.perf_counter()
-    with pytest.raises(EpisodeFailed):
-        run(rollout)
-    assert sorted(ended) == ["0", "2"] and time.perf_counter() - start_s < 15
+    outcomes = run(rollout, limit_s=1.0)
+    assert [one.ending for one in outcomes] == [Ending.COMPLETED, Ending.TIMEOUT, Ending.COMPLETED]
+    assert outcomes[0].episode_s < 0.9 and outcomes[2].episode_s < 0.9
+    assert time.perf_counter() - start_s < 15
 
 
-def test_an_episode_without_a_turn_fails() -> None:
+def test_a_thread_that_spins_is_interrupted_and_one_that_blocks_is_counted() -> None:
+    blocked = threading.Event()
+
+    async def blocks() -> Score:
+        # In pieces, since nothing ends one wait: it must not outlive the test by much.
+        blocked.wait(8)
+        return Score(value=1.0, is_correct=True)
+
+    for then, num_stuck in ((spins, 0), (blocks, 1)):
+        episodes = make_episodes(only_one("0", then), limit_s=0.3)
+        run_one = episodes.run(TASK, EpisodeId(group_id=9, index=0), max_turn_tokens=10, sample=Models())
+        assert asyncio.run(run_one).ending is Ending.TIMEOUT
+        assert episodes.num_stuck == num_stuck
+    blocked.set()
+
+
+@pytest.mark.parametrize(
+    ("section", "rollout", "key"),
+    [
+        ({"setup_s": 0.2}, "sleeps_first", "episodes.setup_s = 0.2 s"),
+        ({"step_s": 0.2}, "sleeps_between", "episodes.step_s = 0.2 s"),
+        ({"judge_s": 0.2}, "judges", "episodes.judge_s = 0.2 s"),
+    ],
+)
+def test_every_part_of_an_episode_has_its_deadline(section: dict[str, float], rollout: str, key: str) -> None:
+    async def sleeps_first(task: Task, agents: Agents) -> Score:
+        await asyncio.sleep(100)
+        return await two_turns(task, agents.solver)
+
+    async def sleeps_between(task: Task, agents: Agents) -> Score:
+        await agents.solver.respond(task.prompt)
+        await asyncio.sleep(100)
+        return Score(value=0.0, is_correct=False)
+
+    async def judges(task: Task, agents: Agents) -> Score:
+        await agents.judge.respond(task.prompt)
+        return Score(value=0.0, is_correct=False)
+
+    models = Models()
+
+    async def slow_judge(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        await asyncio.sleep(100 if episode.agent == 1 else 0)
+        return await models(episode, request)
+
+    roles = (AgentRole(name="solver", is_trainable=True), AgentRole(name="judge", is_trainable=False))
+    rollouts = {"sleeps_first": sleeps_first, "sleeps_between": sleeps_between, "judges": judges}
+    (outcome,) = run(
+        rollouts[rollout], slow_judge, section=EpisodesSection(**section), num_episodes=1, roles=roles
+    )
+    assert outcome.ending is Ending.TIMEOUT and f"took longer than {key}" in outcome.problem
+    assert outcome.episode_s < 10
+
+
+def test_a_slow_model_is_not_the_environments_fault() -> None:
+    models = Models()
+
+    async def slow(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        await asyncio.sleep(0.3)
+        return await models(episode, request)
+
+    section = EpisodesSection(setup_s=0.1, step_s=0.1)
+    (outcome,) = run(two_turns, slow, section=section, num_episodes=1)
+    assert outcome.ending is Ending.COMPLETED and outcome.sampling_s > 0.6
+
+
+def test_an_episode_without_a_turn_is_a_crash() -> None:
     async def rollout(task: Task, agent: Agent) -> Score:
         return Score(value=1.0, is_correct=True)
 
-    with pytest.raises(EpisodeFailed, match="ended without a turn of the model"):
-        run(rollout)
+    (outcome,) = run(rollout, num_episodes=1)
+    assert outcome.ending is Ending.ENVIRONMENT_CRASH
+    assert "ended without a turn of the model" in outcome.problem
 
 
 async def talk_on(task: Task, agent: Agent) -> Score:
@@ -201,36 +337,42 @@ async def talk_on(task: Task, agent: Agent) -> Score:
 def test_a_full_context_truncates_an_episode() -> None:
     """By hand: a prompt, then 2 tokens a turn and a newline and 4 characters between turns."""
     num_prompt = len(TOKENIZER(TASK.prompt, add_special_tokens=False)["input_ids"])
-    results = run(talk_on, max_context_length=num_prompt + 2 + 7 + 7 + 5)
-    assert [result.score for result in results] == [Score(value=0.0, is_correct=False)] * 3
-    assert all(result.is_truncated and result.num_turns == 3 for result in results)
+    outcomes = run(talk_on, max_context_length=num_prompt + 2 + 7 + 7 + 5)
+    assert all(one.ending is Ending.LENGTH and one.agents[0].score is None for one in outcomes)
+    assert all(outcome.num_turns == 3 for outcome in outcomes)
 
 
-def test_a_full_context_that_the_environment_expects_is_scored() -> None:
+@pytest.mark.parametrize(
+    ("bounds", "ending"),
+    [
+        ({"max_context_length": 40}, Ending.LENGTH),
+        ({"section": EpisodesSection(max_turns=3)}, Ending.MAX_TURNS),
+    ],
+)
+def test_a_bound_that_the_environment_expects_is_scored(bounds: Mapping[str, object], ending: Ending) -> None:
     async def rollout(task: Task, agent: Agent) -> Score:
         try:
             return await talk_on(task, agent)
         except RuntimeError:
             return Score(value=0.25, is_correct=False)
 
-    results = run(rollout)
-    assert all(result.score.value == 0.25 and not result.is_truncated for result in results)
+    assert all(one.ending is ending for one in run(talk_on, **bounds))
+    outcomes = run(rollout, **bounds)
+    assert all(one.ending is ending for one in outcomes) and values(outcomes) == [0.25] * 3
 
 
 def test_a_prompt_that_fills_the_context_is_no_truncation() -> None:
-    with pytest.raises(
-        EpisodeFailed, match=r"rollout 0: the conversation has .* model.max_context_length = 1"
-    ):
-        run(two_turns, max_context_length=1)
+    (outcome,) = run(two_turns, max_context_length=1, num_episodes=1)
+    assert outcome.ending is Ending.ENVIRONMENT_CRASH
+    assert "model.max_context_length = 1 leaves no room" in outcome.problem
 
 
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_group_that_is_given_up_is_no_failure(swallows: bool) -> None:
     """Nor one of the environment where it goes on without the model."""
-    models = Models()
 
-    async def sample(episode: EpisodeId, given_ids: np.ndarray, max_tokens: int) -> SampledTurn | None:
-        return None if episode.index == 1 else await models(episode, given_ids, max_tokens)
+    async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        return None
 
     async def rollout(task: Task, agent: Agent) -> Score:
         try:
@@ -240,13 +382,13 @@ def test_a_group_that_is_given_up_is_no_failure(swallows: bool) -> None:
                 return Score(value=1.0, is_correct=True)
             raise
 
-    with pytest.raises(EpisodesCancelled):
+    with pytest.raises(EpisodeCancelled):
         run(rollout, sample)
 
 
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_generator_that_fails_is_not_the_environments_fault(swallows: bool) -> None:
-    async def sample(episode: EpisodeId, given_ids: np.ndarray, max_tokens: int) -> SampledTurn | None:
+    async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
         raise ConnectionError("the engine is dead")
 
     async def rollout(task: Task, agent: Agent) -> Score:
@@ -274,6 +416,32 @@ def test_an_agent_of_an_episode_that_is_over_does_not_answer() -> None:
         asyncio.run(agents[0].respond("once more"))
 
 
+def test_agents_have_scores_of_their_own() -> None:
+    roles = (AgentRole(name="solver", is_trainable=True), AgentRole(name="judge", is_trainable=True))
+
+    async def rollout(task: Task, agents: Agents) -> Mapping[str, Score]:
+        await agents.solver.respond(task.prompt)
+        verdict = await agents.judge.respond("is this right?")
+        with pytest.raises(AttributeError, match="no agent 'critic'; agents of the config has solver, judge"):
+            await agents.critic.respond("?")
+        return {
+            "solver": Score(value=float(verdict.text), is_correct=True),
+            "judge": Score(value=-1.0, is_correct=False),
+        }
+
+    models = Models()
+    outcomes = run(rollout, models, roles=roles)
+    assert [[agent.score.value for agent in one.agents] for one in outcomes] == [[0, -1], [1, -1], [2, -1]]
+    assert {episode.agent for episode in models.by_id} == {0, 1}
+
+    async def forgets_the_judge(task: Task, agents: Agents) -> Mapping[str, Score]:
+        await agents.solver.respond(task.prompt)
+        return {"solver": Score(value=1.0, is_correct=True)}
+
+    (outcome,) = run(forgets_the_judge, roles=roles, num_episodes=1)
+    assert "must have one for each of ['judge', 'solver']" in outcome.problem
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_single_turn_is_scored_by_its_reward(is_async: bool) -> None:
     def reward(task: Task, turn: Turn) -> Score:
@@ -283,10 +451,9 @@ def test_a_single_turn_is_scored_by_its_reward(is_async: bool) -> None:
         await asyncio.sleep(0)
         return reward(task, turn)
 
-    models = Models()
-    results = run(SingleTurn(slow if is_async else reward), models)
-    assert [result.score.value for result in results] == [len(TASK.prompt) + index for index in range(3)]
-    assert all(result.num_turns == 1 and result.score.is_correct for result in results)
+    outcomes = run(SingleTurn(slow if is_async else reward))
+    assert values(outcomes) == [len(TASK.prompt) + index for index in range(3)]
+    assert all(one.num_turns == 1 and one.agents[0].score.is_correct for one in outcomes)
 
 
 # ---- from a config
@@ -333,7 +500,7 @@ def test_an_environment_is_built_from_its_section(name: str) -> None:
     section = PythonCode(factory=f"tests.environments.test_episodes.{name}", options={"bonus": 5.0})
     assert not list(check_environment(section))
     results = run(build_environment(section))
-    assert [result.score.value for result in results] == [5.0, 6.0, 7.0]
+    assert values(results) == [5.0, 6.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -383,25 +550,18 @@ class ScriptedEpisodes:
         if self._failing(group_id):
             return RefusedGroup(problem=f"group {group_id}: no tool", reason=DropReason.EPISODE_FAILED)
         version = min(self._generators._fetched)
-        scores = [Score(value=value, is_correct=False) for value in self._rng.normal(size=4)]
+        scores = tuple(Score(value=value, is_correct=False) for value in self._rng.normal(size=4))
         return SampledGroup(
             rollouts=tuple(make_stored_rollout((version, 0, 3), (version, 5, 7)) for _ in scores),
-            results=tuple(
-                EpisodeResult(score=score, num_turns=2, is_truncated=False, episode_s=1.0) for score in scores
-            ),
+            scores=scores,
+            outcomes=tuple(outcome_of(Ending.COMPLETED, score.value) for score in scores),
         )
 
-    async def score(self, task: Task, *, sampling: SamplingSection, seed: int | None) -> Score | Unscored:
-        return Unscored(reason="no tool") if task.prompt == "1" else Score(value=0.5, is_correct=True)
-
-
-class EpisodeRecorder(Recorder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.results: list[EpisodeResult] = []
-
-    def record_episodes(self, results: tuple[EpisodeResult, ...]) -> None:
-        self.results += results
+    async def score(
+        self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False
+    ) -> HeldOutRollout:
+        failed, done = Unscored(reason="no tool"), Score(value=0.5, is_correct=True)
+        return HeldOutRollout(result=failed if task.prompt == "1" else done)
 
 
 class OnlyForEpisodes:
@@ -420,13 +580,19 @@ class NobodyScores:
 
 def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    trainer, recorder = Trainer(), EpisodeRecorder()
+    trainer, recorder = Trainer(), Recorder()
     held_out = [dataclasses.replace(make_task(number), prompt=str(number)) for number in (0, 1, 2)]
 
     async def go() -> None:
         generators = Generators()
-        grpo = make_run(config, generators=generators, trainer=trainer, recorder=recorder, held_out=held_out)
-        grpo.groups = ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1)
+        grpo = make_run(
+            config,
+            generators=generators,
+            trainer=trainer,
+            recorder=recorder,
+            held_out=held_out,
+            groups=ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1),
+        )
         grpo.scorer = NobodyScores()
         await asyncio.wait_for(grpo.run(OnlyForEpisodes()), 20)
 
@@ -435,15 +601,37 @@ def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
     assert recorder.problems == ["group 1: no tool"]
     assert recorder.accuracies[0] == 1.0, "a held-out episode that fails is left out"
     trained = [item for step in trainer.steps for item in step]
-    assert all(item.rollout.num_sampled_tokens == 5 and item.num_tokens == 8 for item in trained)
-    assert len(recorder.results) >= len(trained) and recorder.rewards
+    assert all(item.branch.num_sampled_tokens == 5 and item.num_tokens == 8 for item in trained)
+    assert len(recorder.outcomes) >= len(trained) and recorder.rewards
+    over = {1} | {group.group_id for batch in recorder.batches for group in batch.groups}
+    assert over <= {1, *recorder.kept_records} and len(set(recorder.kept_records)) > MAX_STEPS
+    assert over <= recorder.forgotten_records and not recorder.live_records & over, (
+        "episodes of groups that have trained are not held any longer"
+    )
+
+
+def test_episodes_of_groups_that_the_buffer_drops_are_forgotten(tmp_path: Path) -> None:
+    recorder = Recorder()
+    grpo = make_run(make_config(tmp_path), recorder=recorder)
+    lost = [
+        Group(group_id=number, draw_id=0, task=TASK, rollouts=(make_stored_rollout((0, 0, 4)),))
+        for number in (3, 5)
+    ]
+
+    async def lose() -> None:
+        for group in lost:
+            await grpo.payloads.reserve(group.group_id)
+        await grpo.endings.lose(lost)
+
+    asyncio.run(lose())
+    assert recorder.forgotten_records == {3, 5}
 
 
 def test_episodes_that_always_fail_end_the_run(tmp_path: Path) -> None:
     config = make_config(tmp_path, "buffer.max_given_up_in_a_row=5")
 
     async def go() -> None:
-        grpo = make_run(config, recorder=EpisodeRecorder())
+        grpo = make_run(config, recorder=Recorder())
         grpo.groups = ScriptedEpisodes(Generators(), failing=lambda group_id: True)
         await asyncio.wait_for(grpo.run(OnlyForEpisodes()), 20)
 
@@ -452,70 +640,261 @@ def test_episodes_that_always_fail_end_the_run(tmp_path: Path) -> None:
     assert caught.group_contains(NothingTrains, match=r"5 groups in a row .*episode_failed.*no tool")
 
 
-# ---- the controller's side
+# ---- what becomes of endings
+
+
+def outcome_of(
+    ending: Ending, value: float | None = None, *, attempt: int = 0, num_turns: int = 2
+) -> EpisodeOutcome:
+    score = None if value is None else Score(value=value, is_correct=True)
+    agent = AgentOutcome(score=score, num_turns=num_turns, num_rewritten=0, num_faulty_calls=0)
+    return EpisodeOutcome(
+        ending=ending,
+        agents=(agent,),
+        episode_s=1.0,
+        sampling_s=0.5,
+        problem=None if ending is Ending.COMPLETED else f"it is {ending}",
+        attempt=attempt,
+    )
+
+
+class ScriptedPool:
+    """Says how the attempts at each episode end."""
+
+    def __init__(self, script: Mapping[int, Sequence[EpisodeOutcome | CancelledGroup]]) -> None:
+        self._script = script
+        self.requests: list[EpisodeRequest] = []
+
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        return self._script[request.episode.index][request.episode.attempt]
+
+
+R = TypeVar("R")
+
+
+class PinnedReplica:
+    """A generator that is lost while so many of its episodes run."""
+
+    rank, number, actor = 7, 70, None
+
+    def __init__(self, lost_after: int | None) -> None:
+        self._lost_after = lost_after
+
+    async def while_there(self, call: Callable[[], Awaitable[R]]) -> R:
+        answer = await call()
+        if self._lost_after is not None:
+            self._lost_after -= 1
+            if self._lost_after < 0:
+                raise ReplicaLost("generator 7 is gone")
+        return answer
 
 
 class PinningRouter:
-    """Hands out one rank and remembers what it is to forget."""
+    """Hands out one generator, stores what it is told, and remembers what it is to forget."""
 
     def __init__(self) -> None:
-        self.num_pinned = 0
+        self.dropped_groups: list[tuple[int, int]] = []
         self.dropped: list[tuple[int, int]] = []
+        """Episode and attempt."""
+        self.stored: list[EndedEpisode] = []
+        self.usages: list[float] = []
+        """Of the KV cache, in the order in which they are asked for."""
 
-    def pinned(self, num_samples: int) -> "PinningRouter":
-        self.num_pinned += num_samples
-        return self
+        self.lost_after: list[int | None] = []
+        """After how many episodes each generator that is handed out is lost; then none is."""
 
-    def __enter__(self) -> int:
-        return 7
+    @asynccontextmanager
+    async def pinned(self, num_samples: int) -> AsyncIterator[PinnedReplica]:
+        yield PinnedReplica(self.lost_after.pop(0) if self.lost_after else None)
 
-    def __exit__(self, *exception: object) -> None:
-        self.num_pinned -= 4
+    async def kv_usage(self, replica: PinnedReplica) -> float:
+        return self.usages.pop(0)
 
-    async def drop_episodes(self, rank: int, group_id: int) -> None:
-        self.dropped.append((rank, group_id))
+    async def drop_episodes(self, replica: PinnedReplica, group_id: int) -> None:
+        self.dropped_groups.append((replica.rank, group_id))
+
+    async def drop_episode(self, replica: PinnedReplica, episode: EpisodeId) -> None:
+        self.dropped.append((episode.index, episode.attempt))
+
+    async def store_episodes(
+        self, replica: PinnedReplica, group_id: int, ended: Sequence[EndedEpisode]
+    ) -> tuple[StoredRollout, ...]:
+        self.stored = list(ended)
+        return tuple(make_stored_rollout((0, 0, 7), text="said") for _ in ended)
 
 
-def test_an_environment_that_does_not_answer_costs_one_group() -> None:
-    """It blocks its event loop, so that its own deadlines do not come to pass."""
+def sample_group(
+    script: Mapping[int, Sequence[EpisodeOutcome | CancelledGroup]],
+    *,
+    keeps_texts: bool = True,
+    lost_after: Sequence[int] = (),
+    **endings: EndingPolicy,
+) -> tuple[SampledGroup | RefusedGroup | CancelledGroup, ScriptedPool, PinningRouter]:
+    pool, router = ScriptedPool(script), PinningRouter()
+    router.lost_after += lost_after
+    groups = GroupEpisodes(
+        pool,
+        router,
+        roles=(AgentRole(name="agent", is_trainable=True),),
+        group_size=len(script),
+        sampling=SAMPLING,
+        section=EpisodesSection(max_attempts=3, endings=EndingsSection(**endings)),
+        max_lost_per_group=3,
+        keeps_texts=keeps_texts,
+    )
+    return asyncio.run(groups.sample(5, TASK, seed=3)), pool, router
 
-    async def never(*arguments: object) -> None:
-        await asyncio.sleep(1000)
 
-    class Stuck:
-        run_group = Endpoint(never)
-        evaluate = Endpoint(never)
+def test_infrastructure_is_run_again_and_never_scored() -> None:
+    lost, done = outcome_of(Ending.INFRASTRUCTURE, 0.0), outcome_of(Ending.COMPLETED, 1.0)
+    answer, pool, router = sample_group({0: [done], 1: [lost, lost, done], 2: [lost, lost, lost]})
+    assert isinstance(answer, SampledGroup)
+    # The third episode has had its attempts: its siblings train without it.
+    assert [(one.episode.index, one.episode.attempt) for one in router.stored] == [(0, 0), (1, 2)]
+    assert [score.value for score in answer.scores] == [1.0, 1.0]
+    assert router.dropped == [(1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
+    assert len(answer.outcomes) == 7
+    assert {(request.task, request.seed) for request in pool.requests} == {(TASK, 3)}
 
-    router = PinningRouter()
-    timeouts = TimeoutSection(episode_s=0.1, generate_s=0.1)
+
+def test_a_group_of_one_trains_if_somebody_has_scored_it() -> None:
+    answer, pool, router = sample_group({0: [outcome_of(Ending.COMPLETED, 1.0)]})
+    assert isinstance(answer, SampledGroup) and [score.value for score in answer.scores] == [1.0]
+    assert pool.requests[0].keeps_record and answer.rollouts[0].text
+    refused, _, router = sample_group({0: [outcome_of(Ending.NO_SCORE)]})
+    assert isinstance(refused, RefusedGroup) and len(refused.outcomes) == 1
+    assert (refused.reason, refused.problem) == (DropReason.NO_SCORE, None), "nothing went wrong"
+    assert router.dropped_groups and not router.stored
+    failed, _, _ = sample_group({0: [outcome_of(Ending.TIMEOUT)]})
+    assert isinstance(failed, RefusedGroup) and failed.reason is DropReason.EPISODE_FAILED
+    # Of a larger group two must be left, whatever ended the others.
+    several, _, _ = sample_group({0: [outcome_of(Ending.COMPLETED, 1.0)], 1: [outcome_of(Ending.NO_SCORE)]})
+    assert isinstance(several, RefusedGroup) and several.reason is DropReason.NO_SCORE
+
+
+def test_what_people_said_stays_where_it_was_said() -> None:
+    answer, pool, _ = sample_group({0: [outcome_of(Ending.COMPLETED, 1.0)]}, keeps_texts=False)
+    assert isinstance(answer, SampledGroup) and not pool.requests[0].keeps_record
+    assert all(branch.text == "" for rollout in answer.rollouts for branch in rollout.branches)
+    assert all(rollout.num_sampled_tokens for rollout in answer.rollouts)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (EndingPolicy.SCORE, {0: 1.0, 1: 0.5, 2: 1.0}),
+        (EndingPolicy.ZERO, {0: 1.0, 1: 0.0, 2: 1.0}),
+        (EndingPolicy.MASK, {0: 1.0, 2: 1.0}),
+        (EndingPolicy.RUN_AGAIN, {0: 1.0, 1: 0.25, 2: 1.0}),
+    ],
+)
+def test_an_ending_means_what_its_policy_says(policy: EndingPolicy, expected: dict[int, float]) -> None:
+    done = outcome_of(Ending.COMPLETED, 1.0)
+    second = [outcome_of(Ending.TOOL_ERROR, 0.5), outcome_of(Ending.COMPLETED, 0.25)]
+    answer, _, router = sample_group({0: [done], 1: second, 2: [done]}, tool_error=policy)
+    assert isinstance(answer, SampledGroup)
+    found = zip(router.stored, answer.scores, strict=True)
+    assert {one.episode.index: score.value for one, score in found} == expected
+
+
+def test_a_score_that_is_missing_counts_as_none() -> None:
+    done, cut = outcome_of(Ending.COMPLETED, 1.0), outcome_of(Ending.LENGTH)
+    answer, _, router = sample_group({0: [done], 1: [cut]})
+    assert [score.value for score in answer.scores] == [1.0, 0.0]
+    assert [one.is_truncated for one in router.stored] == [False, True]
+
+
+def test_a_group_without_enough_episodes_is_given_up() -> None:
+    done, hung = outcome_of(Ending.COMPLETED, 1.0), outcome_of(Ending.TIMEOUT)
+    answer, _, router = sample_group({0: [done], 1: [hung], 2: [hung]})
+    assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.EPISODE_FAILED
+    assert answer.problem == "group 5: it is timeout" and len(answer.outcomes) == 3
+    assert router.dropped_groups == [(7, 5)] and not router.stored
+
+
+def test_a_group_that_is_given_up_meanwhile_is_dropped() -> None:
+    done = outcome_of(Ending.COMPLETED, 1.0)
+    answer, _, router = sample_group({0: [done], 1: [CancelledGroup()]})
+    assert isinstance(answer, CancelledGroup) and router.dropped_groups == [(7, 5)]
+
+
+def test_a_group_whose_generator_is_lost_runs_again_with_another() -> None:
+    done = [outcome_of(Ending.COMPLETED, 1.0)] * 20
+    answer, pool, router = sample_group({0: done, 1: done}, lost_after=[1, 0])
+    assert isinstance(answer, SampledGroup) and len(answer.rollouts) == 2
+    # Attempts of another generator have other numbers: files of the same name would be in their way.
+    stored = [(one.episode.index, one.episode.attempt) for one in router.stored]
+    assert stored == [(0, 6), (1, 6)]
+    assert {one.task for one in pool.requests} == {TASK} and {one.seed for one in pool.requests} == {3}
+
+
+def test_a_group_that_loses_all_its_generators_is_given_up() -> None:
+    done = [outcome_of(Ending.COMPLETED, 1.0)] * 20
+    answer, _, router = sample_group({0: done, 1: done}, lost_after=[0, 0, 0])
+    assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
+    assert answer.problem == "group 5: generator 7 is gone, as 2 before it" and not router.stored
+
+
+def test_a_group_waits_while_the_cache_of_its_generator_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one does not: with nothing under way nothing would ever make room."""
+    monkeypatch.setattr(group_episodes, "ADMISSION_S", 0.01)
+    released = asyncio.Event()
+
+    class HeldPool(ScriptedPool):
+        async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+            outcome = await super().run_episode(request)
+            await released.wait()
+            return outcome
 
     async def go() -> None:
-        groups = GroupEpisodes(Stuck(), router, group_size=4, timeouts=timeouts)
-        answer = await groups.sample(5, TASK, seed=None)
-        assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.EPISODE_FAILED
-        assert "group 5 took longer than 0.2 s; timeouts.episode_s + timeouts.generate_s" in answer.problem
-        assert router.dropped == [(7, 5)]
-        held_out = await groups.score(TASK, sampling=SamplingSection(max_response_tokens=10), seed=0)
-        assert isinstance(held_out, Unscored) and TASK.task_id in held_out.reason
+        done = [outcome_of(Ending.COMPLETED, 1.0)]
+        pool, router = HeldPool({0: done, 1: done}), PinningRouter()
+        groups = GroupEpisodes(
+            pool,
+            router,
+            roles=(AgentRole(name="agent", is_trainable=True),),
+            group_size=2,
+            sampling=SAMPLING,
+            section=EpisodesSection(max_kv_usage=0.8),
+            max_lost_per_group=3,
+        )
+        first = asyncio.create_task(groups.sample(1, TASK, seed=None))
+        while len(pool.requests) < 2:
+            await asyncio.sleep(0.001)
+        router.usages = [0.95] * 5 + [0.7]
+        second = asyncio.create_task(groups.sample(2, TASK, seed=None))
+        while len(router.usages) > 3:
+            await asyncio.sleep(0.001)
+        assert len(pool.requests) == 2 and groups.num_admission_waits == 1
+        while len(pool.requests) < 4:
+            await asyncio.sleep(0.001)
+        assert not router.usages and groups.num_admission_waits == 1
+        released.set()
+        assert all(isinstance(one, SampledGroup) for one in await asyncio.gather(first, second))
 
-    asyncio.run(go())
+    asyncio.run(asyncio.wait_for(go(), 20))
 
 
 def test_an_evaluation_set_is_sampled_in_its_own_way() -> None:
-    asked: list[object] = []
-
-    async def evaluate(task: Task, rank: int, sampling: SamplingSection, seed: int) -> EpisodeResult:
-        asked.append((rank, sampling, seed))
-        return EpisodeResult(
-            score=Score(value=1.0, is_correct=True), num_turns=1, is_truncated=False, episode_s=0.1
-        )
-
-    class Actor:
-        pass
-
     greedy = SamplingSection(max_response_tokens=7, temperature=0.1)
-    actor = Actor()
-    actor.evaluate = Endpoint(evaluate)
-    groups = GroupEpisodes(actor, PinningRouter(), group_size=4, timeouts=TimeoutSection())
-    found = asyncio.run(groups.score(TASK, sampling=greedy, seed=3))
-    assert isinstance(found, Score) and asked == [(7, greedy, 3)]
+    pool, router = ScriptedPool({0: [outcome_of(Ending.COMPLETED, 1.0)]}), PinningRouter()
+    groups = GroupEpisodes(
+        pool,
+        router,
+        roles=(AgentRole(name="agent", is_trainable=True),),
+        group_size=4,
+        sampling=SAMPLING,
+        section=EpisodesSection(),
+        max_lost_per_group=3,
+    )
+    found = [asyncio.run(groups.score(TASK, sampling=greedy, seed=3)) for _ in range(2)]
+    assert all(isinstance(one.result, Score) and one.ending is Ending.COMPLETED for one in found)
+    assert [(one.sampling, one.seed, one.generator_number) for one in pool.requests] == [(greedy, 3, 70)] * 2
+    ids = [one.episode.group_id for one in pool.requests]
+    assert ids == [-1, -2] and router.dropped_groups == [(7, -1), (7, -2)]
+    pool._script = {0: [outcome_of(Ending.TIMEOUT)]}
+    failed = asyncio.run(groups.score(TASK, sampling=greedy, seed=3))
+    assert isinstance(failed.result, Unscored) and failed.ending is Ending.TIMEOUT
+    assert f"{TASK.task_id} failed: it is timeout" in failed.result.reason

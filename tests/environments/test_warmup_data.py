@@ -8,16 +8,34 @@ from random import Random
 import pytest
 from transformers import AutoTokenizer
 
-from apps.warmup import supervised_sequence
+from apps.warmup import calls_of, supervised_sequence, texts_of
 from forgeasync.config.data import DataSection, ReasoningGymReward, ReasoningGymSource, named_sources
+from forgeasync.config.environments import PlainCalls, PythonTool
+from forgeasync.config.load import load_config
 from forgeasync.config.run import ScorerSection, ShapeSection, WarmupSection
+from forgeasync.environments.environment import Turn
 from forgeasync.environments.sources import build_source
-from forgeasync.environments.worked_examples import Example, guess, mixed_examples, worked_example
+from forgeasync.environments.tools.forms import PlainForm
+from forgeasync.environments.tools.toolbox import ToolResult
+from forgeasync.environments.worked_examples import (
+    Example,
+    Piece,
+    guess,
+    mixed_examples,
+    tool_example,
+    worked_example,
+)
 from forgeasync.models.tokenizer import UNKNOWN, build_tokenizer, save_tokenizer
+from forgeasync.rollouts.outcome import ToolStatus
 from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import ConfigError
 from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
+from forgeasync.trainer.packing import pack_row
 
+REPOSITORY = Path(__file__).parents[2]
+CALLS = PlainCalls(call_prefix="[", call_suffix="]", result_suffix=";", error_text="?")
 DATA = DataSection(
     source=ReasoningGymSource(
         kind="reasoning_gym",
@@ -102,10 +120,61 @@ def test_without_a_share_nothing_is_guessed(tasks: list[Task]) -> None:
 
 def test_an_examples_weight_reaches_the_trainer(tasks: list[Task]) -> None:
     tokenizer = build_tokenizer(text for task in tasks for text in (task.prompt, worked_example(task)))
-    example = Example(task=tasks[0], response=guess(tasks[0], error=1), weight=8.5)
+    example = Example(task=tasks[0], pieces=(Piece(text=guess(tasks[0], error=1)),), weight=8.5)
     sequence = supervised_sequence(example, PromptEncoder.of_section(tokenizer, DATA), tokenizer)
     assert tokenizer.decode(sequence.response_ids_T) == example.response + tokenizer.eos_token
     assert sequence.weight == 8.5
+    assert sequence.is_sampled_T.all()
+
+
+def test_tool_examples_are_what_the_environment_reads_and_writes(tasks: list[Task]) -> None:
+    form = PlainForm(CALLS, tool="python", argument="code")
+    for task in tasks:
+        *turns, last = tool_example(task, CALLS)
+        total = None
+        for said, told in zip(turns[::2], turns[1::2], strict=True):
+            assert not said.is_given and told.is_given
+            text = said.text.removesuffix("]")
+            turn = Turn(text=text, num_prompt_tokens=1, num_tokens=1, finish_reason=FinishReason.STOP)
+            (call,) = form.read(turn).tool_calls
+            code = call.arguments["code"]
+            assert total is None or code.startswith(total), "each call goes on from the last result"
+            total = str(eval(code))
+            result = ToolResult(call_id=call.id, name=call.name, status=ToolStatus.OK, content=total)
+            assert told.text == form.answer(result)["content"]
+        assert last == Piece(text=f"#{total}") and total == task.answer
+
+
+def test_what_the_tool_writes_is_given_and_not_learned(tasks: list[Task]) -> None:
+    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, CALLS))
+    warmup = make_warmup(examples_per_step=4, direct_share=0.5, guesses_per_step=1)
+    prompts = PromptEncoder.of_section(tokenizer, DATA)
+    guessed, *worked = [
+        supervised_sequence(example, prompts, tokenizer)
+        for example in mixed_examples(tasks[:4], warmup, Random(0), calls=CALLS)
+    ]
+    assert guessed.is_sampled_T.all()
+    for task, sequence in zip(tasks[1:4], worked, strict=True):
+        pieces = tool_example(task, CALLS)
+        learned = tokenizer.decode(sequence.response_ids_T[sequence.is_sampled_T])
+        assert learned == "".join(one.text for one in pieces if not one.is_given) + tokenizer.eos_token
+        given = tokenizer.decode(sequence.response_ids_T[~sequence.is_sampled_T])
+        assert given == "".join(one.text for one in pieces if one.is_given)
+        assert len(pack_row([sequence]).mask_L.nonzero()[0]) == sequence.is_sampled_T.sum()
+
+
+def test_the_tokenizer_knows_what_takes_the_place_of_an_error(tasks: list[Task]) -> None:
+    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, CALLS))
+    assert tokenizer.tokenize("[7+8]?;") == ["[", "7", "+", "8", "]", "?", ";"]
+
+
+def test_a_warm_up_for_another_environment_is_refused() -> None:
+    config = load_config([REPOSITORY / "configs" / "agent_tool_cpu.yaml"])
+    assert calls_of(config) == CALLS
+    without_calls = PythonTool(kind="python_tool")
+    with pytest.raises(ConfigError, match=r"environment.*kind: python_tool with plain_calls"):
+        calls_of(config.model_copy(update={"environment": without_calls}))
+    assert calls_of(config.model_copy(update={"environment": None})) is None
 
 
 def test_another_kind_of_problem_is_refused() -> None:

@@ -52,7 +52,7 @@ async def _scenario(folder: Path, is_invariant: bool) -> dict[str, Groups]:
     return {"alone": alone, "crowd": list(crowd[: len(prompts)])[::-1]}
 
 
-@pytest.mark.parametrize("is_invariant", [True, False])
+@pytest.mark.parametrize("is_invariant", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_company_changes_no_bit(tmp_path: Path, is_invariant: bool) -> None:
     sampled = run_alone(_sample, write_random_model(tmp_path / "model", scale=4.0), is_invariant)
     pairs = [

@@ -46,6 +46,13 @@ class Observed:
     """Two turns under one version."""
     turns: list[SampledTurn]
     """Of these, the last ones."""
+    branched: list[Rollout]
+    """A first turn, two turns together after it, one after the second of them, and another root."""
+    dropped: tuple[str, int, list[int]]
+    """What a turn of a dropped attempt raises, the requests left of it, and the branches of all attempts."""
+    early: tuple[list[int], list[str], int]
+    """Tokens of the branches of a group that was taken within a turn, what that turn and one after it raise,
+    and the requests left."""
     between: list[Rollout]
     """Other weights came between the turns."""
     resumed: list[Rollout]
@@ -77,12 +84,18 @@ async def _scenarios(folders: list[Path]) -> Observed:
     weights = [load_file(folder / "model.safetensors") for folder in folders]
 
     def turns(
-        episodes: EngineEpisodes, group_id: int, given: list[np.ndarray], *, seed: int | None = None
+        episodes: EngineEpisodes,
+        group_id: int,
+        given: list[np.ndarray],
+        *,
+        after: int | None = None,
+        seed: int | None = None,
     ) -> "asyncio.Future[list[SampledTurn]]":
         return asyncio.gather(
             *(
                 episodes.add_turn(
                     EpisodeId(group_id=group_id, index=index),
+                    after,
                     ids,
                     sampling=SAMPLING,
                     max_tokens=TURN_TOKENS,
@@ -92,27 +105,75 @@ async def _scenarios(folders: list[Path]) -> Observed:
             )
         )
 
-    def take(episodes: EngineEpisodes, group_id: int, num: int) -> list[Rollout]:
-        return list(episodes.take(group_id, [False] * num))
+    async def take(episodes: EngineEpisodes, group_id: int, num: int) -> list[Rollout]:
+        ids = [EpisodeId(group_id=group_id, index=index) for index in range(num)]
+        trees = await episodes.take(group_id, ids)
+        return [branch for (branch,) in trees]
+
+    async def branches(episodes: EngineEpisodes) -> list[Rollout]:
+        await turns(episodes, 20, PROMPTS[1:2])
+        await asyncio.gather(turns(episodes, 20, [GIVEN], after=0), turns(episodes, 20, [GIVEN[:2]], after=0))
+        await turns(episodes, 20, [GIVEN], after=2)
+        await turns(episodes, 20, PROMPTS[:1])
+        (tree,) = await episodes.take(20, [EpisodeId(group_id=20, index=0)])
+        return list(tree)
+
+    async def drop_attempt(episodes: EngineEpisodes) -> tuple[str, int, list[int]]:
+        """The first attempt is dropped within a turn; the second one is taken, with a sibling."""
+        first, second = (EpisodeId(group_id=30, index=0, attempt=attempt) for attempt in (0, 1))
+        sibling = EpisodeId(group_id=30, index=1)
+
+        async def turn(episode: EpisodeId) -> SampledTurn:
+            return await episodes.add_turn(
+                episode, None, PROMPTS[0], sampling=SAMPLING, max_tokens=TURN_TOKENS, seed=None
+            )
+
+        lost = asyncio.ensure_future(turn(first))
+        await let_decode(engine, 2)
+        await episodes.drop_episode(first)
+        (error,) = await asyncio.gather(lost, return_exceptions=True)
+        num_left = await engine.between_steps(lambda core: len(core.scheduler.requests))
+        await asyncio.gather(turn(second), turn(sibling))
+        trees = await episodes.take(30, [first, second, sibling])
+        return type(error).__name__, num_left, [len(tree) for tree in trees]
+
+    async def take_early(episodes: EngineEpisodes) -> tuple[list[int], list[str], int]:
+        """A group is taken while the second turn is under way, of which weights have ended a first part.
+
+        Under weights that make one token certain, no turn ends before its limit.
+        """
+        await update(engine, 3, revealing_weights(folders[0], 3))
+        await turns(episodes, 40, PROMPTS[:1])
+        late = asyncio.ensure_future(turns(episodes, 40, [GIVEN], after=0))
+        await let_decode(engine, 2)
+        await update(engine, 4, revealing_weights(folders[0], 4))
+        await let_decode(engine, 1)
+        (tree,) = await episodes.take(40, [EpisodeId(group_id=40, index=0)])
+        after = asyncio.ensure_future(turns(episodes, 40, [GIVEN], after=0))
+        errors = await asyncio.gather(late, after, return_exceptions=True)
+        num_left = await engine.between_steps(lambda core: len(core.scheduler.requests))
+        return [one.num_response_tokens for one in tree], [type(one).__name__ for one in errors], num_left
 
     engine = await start_engine(folders[0], GENERATOR, WeightsSection())
     episodes = EngineEpisodes(engine)
+    dropped = await drop_attempt(episodes)
     given = [GIVEN] * len(PROMPTS)
     await turns(episodes, 0, PROMPTS)
-    last_turns = await turns(episodes, 0, given)
-    plain = take(episodes, 0, len(PROMPTS))
+    last_turns = await turns(episodes, 0, given, after=0)
+    plain = await take(episodes, 0, len(PROMPTS))
+    branched = await branches(episodes)
 
     (seeded,) = await turns(episodes, 1, PROMPTS[:1], seed=5)
-    (single,) = episodes.take(1, [False])
+    (single,) = await take(episodes, 1, 1)
     (generated,) = await engine.generate(prompt_ids_P=PROMPTS[0], num_samples=1, sampling=SAMPLING, seed=5)
 
     await turns(episodes, 2, PROMPTS)
     progress = [await update(engine, 1, weights[1])]
-    running = asyncio.ensure_future(turns(episodes, 2, given))
+    running = asyncio.ensure_future(turns(episodes, 2, given, after=0))
     await let_decode(engine, 2)
     progress.append(await update(engine, 2, weights[1]))
     await running
-    between = take(episodes, 2, len(PROMPTS))
+    between = await take(episodes, 2, len(PROMPTS))
 
     cancelled = []
     await turns(episodes, 3, PROMPTS)
@@ -120,7 +181,7 @@ async def _scenarios(folders: list[Path]) -> Observed:
     running = asyncio.ensure_future(turns(episodes, 4, PROMPTS))
     await let_decode(engine, 2)
     await episodes.drop(4)
-    for attempt in (turns(episodes, 3, given[:1]), running, turns(episodes, 4, PROMPTS[:1])):
+    for attempt in (turns(episodes, 3, given[:1], after=0), running, turns(episodes, 4, PROMPTS[:1])):
         try:
             await attempt
             cancelled.append("nothing")
@@ -135,8 +196,8 @@ async def _scenarios(folders: list[Path]) -> Observed:
         await update(engine, version, revealing_weights(folders[0], version))
         await turns(episodes, group_id, PROMPTS)
         await update(engine, version + 1, revealing_weights(folders[0], version + 1))
-        await turns(episodes, group_id, given)
-        revealed += take(episodes, group_id, len(PROMPTS))
+        await turns(episodes, group_id, given, after=0)
+        revealed += await take(episodes, group_id, len(PROMPTS))
     engine.shutdown()
 
     engine = await start_engine(
@@ -144,15 +205,20 @@ async def _scenarios(folders: list[Path]) -> Observed:
     )
     episodes = EngineEpisodes(engine)
     for version, ids in ((1, PROMPTS), (2, given)):
-        running = asyncio.ensure_future(turns(episodes, 0, list(ids)))
+        after = None if version == 1 else 0
+        running = asyncio.ensure_future(turns(episodes, 0, list(ids), after=after))
         await let_decode(engine, 3)
         await update(engine, version, weights[version])
         await running
-    resumed = take(episodes, 0, len(PROMPTS))
+    resumed = await take(episodes, 0, len(PROMPTS))
+    early = await take_early(episodes)
     engine.shutdown()
     assert seeded.num_tokens == single.num_response_tokens
     return Observed(
         plain=plain,
+        branched=branched,
+        dropped=dropped,
+        early=early,
         turns=last_turns,
         between=between,
         resumed=resumed,
@@ -241,6 +307,33 @@ def test_two_turns_are_one_trajectory(
         ) + [False]
         check_rollout(rollout, RECORDS, facts)
         assert_recomputed(rollout, models)
+
+
+def test_branches_share_the_turns_before_them(
+    observed: Observed, models: Mapping[int, torch.nn.Module], folders: list[Path]
+) -> None:
+    facts = read_model_facts(str(folders[0]))
+    first, second, root = observed.branched
+    num_first = len(PROMPTS[1]) + int(np.flatnonzero(~first.is_sampled_T)[0])
+    assert first.prompt_ids_P.tolist() == PROMPTS[1].tolist()
+    # The first turn trains with the first branch; in the second one it is part of the prompt.
+    path = np.concatenate([first.prompt_ids_P, first.response_ids_T])[:num_first]
+    assert second.prompt_ids_P.tolist() == [*path.tolist(), *GIVEN[:2].tolist()]
+    routing_SMK = [one.routed_experts.to_dense()[:num_first] for one in (first, second)]
+    assert (routing_SMK[0] == routing_SMK[1]).all() and (routing_SMK[0] >= 0).all()
+    assert (~second.is_sampled_T).sum() == len(GIVEN), "given before its second turn"
+    assert root.prompt_ids_P.tolist() == PROMPTS[0].tolist() and root.is_sampled_T is None
+    for rollout in observed.branched:
+        check_rollout(rollout, RECORDS, facts)
+        assert_recomputed(rollout, models)
+
+
+def test_a_dropped_attempt_ends_and_its_group_goes_on(observed: Observed) -> None:
+    assert observed.dropped == ("GroupCancelled", 0, [0, 1, 1])
+
+
+def test_a_turn_that_is_under_way_when_its_group_is_taken_is_ended(observed: Observed) -> None:
+    assert observed.early == ([TURN_TOKENS], ["GroupCancelled"] * 2, 0)
 
 
 def test_weights_that_come_between_turns_change_the_next_turn_only(

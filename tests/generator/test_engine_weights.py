@@ -88,7 +88,7 @@ def _update(folder: Path, other: Path, out: Path, generator: GeneratorSection) -
     "generator",
     [
         pytest.param(_generator(), id="eager"),
-        pytest.param(_generator(compile=True), id="compiled"),
+        pytest.param(_generator(compile=True), id="compiled", marks=pytest.mark.exhaustive),
         pytest.param(_generator(tensor_parallel=2), id="tensor_parallel_2", marks=pytest.mark.exhaustive),
     ],
 )

@@ -16,20 +16,24 @@ from forgeasync.actors.group_sampling import ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.start_buffer import start_buffer
 from forgeasync.algorithms.filters import DynamicSampling, ResampleOnCorrect
 from forgeasync.buffer.decisions import Batch, DropReason
+from forgeasync.buffer.events import Update
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import RunConfig, ScorerSection
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.starting import Roles
 from forgeasync.environments.reward import Response
+from forgeasync.faults.fault_log import FaultLog
 from forgeasync.observability.failures import root_cause
 from forgeasync.rollouts.payload_budget import PayloadBudget
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.filtering import AllFiltered
+from tests.support.loops import Recorder
 from tests.support.models import write_random_model
 from tests.support.rollouts import make_ref, make_stored_rollout
 from tests.support.runs import tiny_config
@@ -72,9 +76,14 @@ class Generators:
         if group_id in UNWRITTEN:
             return RefusedGroup(problem=f"group {group_id}: full", reason=DropReason.OVERSIZED)
         if group_id in OVERSIZED:
-            large = dataclasses.replace(make_stored_rollout((0, 0, 4)), response=make_ref(num_bytes=2**40))
+            small = make_stored_rollout((0, 0, 4))
+            branch = dataclasses.replace(small.branches[0], response=make_ref(num_bytes=2**40))
+            large = dataclasses.replace(small, branches=(branch,))
             return tuple(large for _ in range(num_samples))
         return tuple(make_stored_rollout((0, 0, 4)) for _ in range(num_samples))
+
+    async def until_all_have(self, version: int) -> None:
+        """They always do."""
 
     async def free_payloads(self, rollouts: Iterable[StoredRollout]) -> None:
         self.freed += rollouts
@@ -121,21 +130,7 @@ class UnluckyScorer:
 def make_scoring(
     call: Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]] = score,
 ) -> GroupScoring:
-    return GroupScoring(call, ScorerSection(), limit_s=20.0, retry_wait_s=0.0)
-
-
-class Recorder:
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self.rewards: list[float] = []
-
-    def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
-        self.rewards += [score.value for score in scores]
-
-    def warn(self, problem: str) -> None:
-        self.problems.append(problem)
+    return GroupScoring(call, ScorerSection(), retry_wait_s=0.0)
 
 
 def make_roles(
@@ -150,7 +145,14 @@ def make_roles(
         group_size=config.algorithm.group_size,
         sampling=config.sampling,
     )
-    return Roles(trainer=None, generators=generators, scorer=scoring, buffer=buffer, groups=groups)
+    return Roles(
+        trainer=None,
+        generators=generators,
+        scorer=scoring,
+        buffer=buffer,
+        groups=groups,
+        faults=FaultLog(),
+    )
 
 
 async def _first_batch(
@@ -158,7 +160,7 @@ async def _first_batch(
 ) -> Ended:
     fleet = Procs(log_dir)
     try:
-        prepared, buffer = prepare(config), await fleet.start_buffer(config)
+        prepared, buffer = prepare(config), await start_buffer(fleet, config, log_dir / "ledger.jsonl")
         run = GrpoRun(
             config,
             prepared,
@@ -167,8 +169,9 @@ async def _first_batch(
             checkpoints=log_dir,
         )
         loops = [asyncio.create_task(loop) for loop in (run.collect(), run.score())]
-        batch = await asyncio.wait_for(run.buffer.take.call_one(), 20)
-        await run.commit(batch, trainer_wait_share=0.0)
+        batch = await asyncio.wait_for(run.buffer.take.call_one(), 120)
+        await run.endings.free(batch.groups)
+        await run.endings.commit(trainer_wait_share=0.0, update=Update.MADE)
         report = await run.buffer.report.call_one()
         for loop in loops:
             loop.cancel()
@@ -265,7 +268,7 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
     async def starve() -> None:
         fleet = Procs(tmp_path)
         try:
-            prepared, buffer = prepare(config), await fleet.start_buffer(config)
+            prepared, buffer = prepare(config), await start_buffer(fleet, config, tmp_path / "ledger.jsonl")
             run = GrpoRun(
                 config,
                 prepared,
@@ -275,7 +278,7 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
             )
             collecting = asyncio.create_task(run.collect())
             with pytest.raises(ExceptionGroup) as ended:
-                await asyncio.wait_for(run.score(), 20)
+                await asyncio.wait_for(run.score(), 120)
             cause = root_cause(ended.value)
             assert isinstance(cause, AllFiltered) and "6 groups in a row" in str(cause)
             collecting.cancel()

@@ -17,6 +17,7 @@ from forgeasync.generator.sequence import SequenceReader
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.records import check_rollout
 from forgeasync.rollouts.rollout import FinishReason, Rollout, VersionSpan
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn, branches
 from tests.support.engines import RECORDS, start_engine
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -26,10 +27,18 @@ PROMPT = np.arange(3, 9, dtype=np.int32)
 NUM_PAIRS = 3
 
 
-def _sample(folder: Path) -> list[tuple[Rollout, str, Rollout]]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    pairs: list[tuple[Rollout, str, Rollout]]
     """Free responses, a text in the middle of each, and the same draw again with it as the end."""
+    turns: list[SampledTurn]
+    """The last of these draws as turns of episodes: with that end, and free."""
 
-    async def run() -> list[tuple[Rollout, str, Rollout]]:
+
+def _sample(folder: Path) -> Sampled:
+    from forgeasync.generator.episodes import EngineEpisodes
+
+    async def run() -> Sampled:
         engine = await start_engine(folder, GeneratorSection(kv_cache_gib=0.01), WeightsSection())
         pairs: list[tuple[Rollout, str, Rollout]] = []
         for seed in range(60):
@@ -41,8 +50,21 @@ def _sample(folder: Path) -> list[tuple[Rollout, str, Rollout]]:
             ended = FREE.model_copy(update={"stop": ("no such text", stop)})
             (cut,) = await engine.generate(prompt_ids_P=PROMPT, num_samples=1, sampling=ended, seed=seed)
             pairs.append((free, stop, cut))
+            last_seed = seed
+        episodes = EngineEpisodes(engine)
+        turns = [
+            await episodes.add_turn(
+                EpisodeId(group_id=number, index=0),
+                None,
+                PROMPT,
+                sampling=sampling,
+                max_tokens=FREE.max_response_tokens,
+                seed=last_seed,
+            )
+            for number, sampling in enumerate((ended, FREE))
+        ]
         engine.shutdown()
-        return pairs
+        return Sampled(pairs=pairs, turns=turns)
 
     return asyncio.run(run())
 
@@ -53,8 +75,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pairs(folder: Path) -> list[tuple[Rollout, str, Rollout]]:
+def observed(folder: Path) -> Sampled:
     return run_alone(_sample, folder)
+
+
+@pytest.fixture(scope="module")
+def pairs(observed: Sampled) -> list[tuple[Rollout, str, Rollout]]:
+    return observed.pairs
+
+
+def test_a_turn_says_which_text_ended_it(observed: Sampled) -> None:
+    (free, stop, cut), (ended, whole) = observed.pairs[-1], observed.turns
+    assert (ended.stop_text, ended.text, ended.finish_reason) == (stop, cut.text, FinishReason.STOP)
+    assert ended.ids_T.tolist() == cut.response_ids_T.tolist()
+    assert whole.stop_text is None and whole.text == free.text
 
 
 def test_a_response_ends_with_the_token_that_completes_the_text(
@@ -108,9 +142,20 @@ def make_part(ids: list[int], *, first_row: int, version: int, finish_reason: st
 def join(reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Sequence[str]) -> Rollout:
     trajectory = reader.new_trajectory()
     trajectory.give(PROMPT)
-    *going_on, end = (reader.grow(trajectory, part, turn_start=len(PROMPT), stop=stop) for part in parts)
+    *going_on, end = (reader.grow(trajectory, part, stop=stop) for part in parts)
     assert going_on == [None] * len(going_on) and end is not None
-    return reader.rollout(trajectory, end.finish_reason, has_end_token=end.has_end_token, stop=stop)
+    (branch,) = branches([trajectory])
+    return reader.rollout(branch, end.finish_reason, has_end_token=end.has_end_token, stop=stop)
+
+
+def ended_by(
+    reader: SequenceReader, parts: Sequence[CompletionOutput], *, stop: Sequence[str]
+) -> tuple[FinishReason, str | None]:
+    trajectory = reader.new_trajectory()
+    trajectory.give(PROMPT)
+    *_, end = (reader.grow(trajectory, part, stop=stop) for part in parts)
+    assert end is not None
+    return end.finish_reason, end.stop_text
 
 
 def test_a_text_that_two_parts_share_ends_the_response_too(folder: Path) -> None:
@@ -132,5 +177,13 @@ def test_a_text_that_two_parts_share_ends_the_response_too(folder: Path) -> None
     assert rollout.routed_experts.expert_ids_RMK.ravel().tolist() == list(range(len(PROMPT) + 6))
     assert rollout.routed_experts.num_tokens == len(PROMPT) + 7
     assert rollout.kept_tokens.ids_N.tolist() == ids[:7]
+    assert ended_by(reader, parts, stop=("9", "45")) == (FinishReason.STOP, "45")
+    # The token that completes it is the last one that there was room for.
+    at_the_bound = [
+        parts[0],
+        make_part(ids[6:7], first_row=len(PROMPT) + 6, version=5, finish_reason="length"),
+    ]
+    assert ended_by(reader, at_the_bound, stop=("9", "45")) == (FinishReason.STOP, "45")
+    assert ended_by(reader, parts, stop=("no such text",)) == (FinishReason.LENGTH, None)
     whole = join(reader, parts, stop=())
     assert whole.text == "12=3;45=9#6" and whole.finish_reason is FinishReason.LENGTH

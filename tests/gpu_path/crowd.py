@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.weights import WeightsSection
+from forgeasync.rollouts.in_flight import LoggedTurn, group_turns
+from forgeasync.rollouts.in_flight_log import read_in_flight
 from forgeasync.rollouts.rollout import Rollout
 from tests.support.engines import CONTEXT, RECORDS
 
@@ -57,6 +60,8 @@ class Happened:
 class Sampled:
     rollouts: dict[str, list[Rollout]]
     """The samples of all prompts, one after another, by the name of their round."""
+    logs: dict[str, list[LoggedTurn]] = field(default_factory=dict)
+    """The same as they were logged in flight."""
     happened: Happened = field(default_factory=Happened)
 
 
@@ -66,17 +71,20 @@ def sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
 
 
 async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
-    from forgeasync.generator import engine as engines
+    from forgeasync.generator import engine_args
+    from forgeasync.generator.engine import GeneratorEngine
 
     if any(one.drawn for one in rounds.values()):
-        engines.AsyncEngineArgs = functools.partial(engines.AsyncEngineArgs, enable_trace_replay=True)
-    engine = await engines.GeneratorEngine.start(
+        engine_args.AsyncEngineArgs = functools.partial(engine_args.AsyncEngineArgs, enable_trace_replay=True)
+    log = folder.parent / f"in-flight-{os.getpid()}"
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=GENERATOR,
         max_context_length=CONTEXT,
         seed=0,
         records=RECORDS,
         weights=WeightsSection(),
+        in_flight=log,
     )
     sampled = Sampled(rollouts={})
     await engine.between_steps(lambda core: _watch(core, sampled.happened))
@@ -85,12 +93,18 @@ async def _sample_rounds(folder: Path, rounds: Mapping[str, Round]) -> Sampled:
         groups = await asyncio.gather(
             *(
                 engine.generate(
-                    prompt_ids_P=prompt, num_samples=one.num_samples, sampling=one.sampling, seed=seed
+                    prompt_ids_P=prompt,
+                    num_samples=one.num_samples,
+                    sampling=one.sampling,
+                    seed=seed,
+                    group_id=seed,
                 )
                 for seed, prompt in enumerate(one.prompts)
             )
         )
         sampled.rollouts[name] = [rollout for group in groups for rollout in group]
+        read = read_in_flight(log, range(len(groups)))
+        sampled.logs[name] = [turn for seed in sorted(read.groups) for turn in group_turns(read.groups[seed])]
     engine.shutdown()
     return sampled
 

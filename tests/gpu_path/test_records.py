@@ -21,6 +21,7 @@ from forgeasync.rollouts.rollout import Rollout
 from tests.gpu_path.crowd import Round, Sampled, sample_rounds
 from tests.support.engines import RECORDS, Expected, assert_logprobs, assert_routing, expected
 from tests.support.gpu_runner import run_on_gpu_runner
+from tests.support.in_flight import assert_begins_with
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
@@ -92,6 +93,14 @@ def test_records_are_those_of_the_cpu_capture(on_cpu: Sampled, on_gpu: Sampled, 
         )
         np.testing.assert_array_equal(ours.kept_tokens.offsets, theirs.kept_tokens.offsets)
         np.testing.assert_array_equal(ours.kept_tokens.ids_N, theirs.kept_tokens.ids_N)
+
+
+@pytest.mark.parametrize("name", ["crowd", "min_p", "uncut"])
+def test_the_log_of_tokens_in_flight_has_the_same(on_cpu: Sampled, on_gpu: Sampled, name: str) -> None:
+    for sampled in (on_cpu, on_gpu):
+        for rollout, turn in zip(sampled.rollouts[name], sampled.logs[name], strict=True):
+            assert turn.ended is not None
+            assert_begins_with(rollout, turn)
 
 
 def reference_of(model: torch.nn.Module, rollout: Rollout) -> Expected:

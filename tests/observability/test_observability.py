@@ -16,6 +16,7 @@ from forgeasync.observability.run_dir import RunDir, check_folder, check_run_dir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.rollout import Group
 from forgeasync.schema.problems import ConfigError
+from tests.support.disks import Disk, install
 from tests.support.step_records import (
     NOW,
     TRAINER,
@@ -101,6 +102,7 @@ def test_only_what_trained_keeps_the_next_start_out(tmp_path: Path, lines: str, 
     first = RunDir.create(make_config(tmp_path), "first", NOW)
     first.metrics.write_text(lines)
     first.log("trainer").write_text("why it failed")
+    first.ledger.write_text("of the first")
     assert bool(refusals(tmp_path)) == has_trained
     if has_trained:
         assert "already holds a run" in refusals(tmp_path)[0]
@@ -109,13 +111,20 @@ def test_only_what_trained_keeps_the_next_start_out(tmp_path: Path, lines: str, 
         return
     moved = first.put_start_aside()
     assert set(moved) == {
-        "metrics.cut-1.jsonl", "rollouts.cut-1.jsonl", "config.cut-1.yaml", "logs.cut-1", "tensorboard.cut-1"
+        "metrics.cut-1.jsonl", "rollouts.cut-1.jsonl", "ledger.cut-1.jsonl", "config.cut-1.yaml",
+        "logs.cut-1", "tensorboard.cut-1",
     }  # fmt: skip
     second = RunDir.create(make_config(tmp_path), "second", NOW)
     assert second.config.read_text() == "second" and second.metrics.read_text() == ""
     assert (tmp_path / "config.cut-1.yaml").read_text() == "first"
     assert (tmp_path / "logs.cut-1" / "trainer.log").read_text() == "why it failed"
     assert (tmp_path / "metrics.cut-1.jsonl").read_text() == lines
+
+
+def test_a_ledger_alone_makes_room_too(tmp_path: Path) -> None:
+    first = RunDir(path=tmp_path)
+    first.ledger.write_text("of the first")
+    assert first.put_start_aside() == ["ledger.cut-1.jsonl"] and not first.ledger.exists()
 
 
 def test_a_checkpoint_keeps_the_next_start_out(tmp_path: Path) -> None:
@@ -266,10 +275,37 @@ def test_a_full_disk_under_tensorboard_does_not_end_the_run(tmp_path: Path) -> N
         for step in (2, 3, 4):
             writer.write(make_step(step=step).to_dict())
     lines = read_lines(tmp_path / "m.jsonl")
-    assert [line["metrics/num_tensorboard_errors"] for line in lines] == [0, 1, 2, 3]
+    # The second line could not be written, and was written to another file, with the third.
+    assert [line["metrics/num_tensorboard_errors"] for line in lines] == [0, 1, 0, 0]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     (message,) = said
-    assert str(folder) in message and "No space left on device" in message and "goes on without" in message
+    assert str(folder) in message and "No space left on device" in message and "written later" in message
+    events.unlink()
+    written = EventAccumulator(str(folder)).Reload().Scalars("loss")
+    assert [event.step for event in written] == [2, 3, 4]
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.jsonl"
+    disk = Disk(10_000)
+    install(monkeypatch, disk)
+    with MetricsWriter(path, tensorboard_dir=None) as writer:
+        writer.write(make_step(step=1).to_dict())
+        disk.room = path.stat().st_size + 10
+        for step in (2, 3):
+            writer.write(make_step(step=step).to_dict())
+            refusal = writer.lines.flush()
+            assert refusal is not None and refusal.path == str(path) and "No space" in refusal.reason
+            assert [line["step"] for line in read_lines(path)] == [1], "no half of a line"
+        disk.room = 100_000
+        assert writer.lines.flush() is None
+        assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+        disk.room = path.stat().st_size
+        writer.write(make_step(step=4).to_dict())
+        with pytest.raises(OSError, match=r"m\.jsonl lacks its last \d+ bytes: No space left"):
+            writer.close()
 
 
 def test_a_folder_that_tensorboard_cannot_use_does_not_end_the_run(tmp_path: Path) -> None:
@@ -295,6 +331,8 @@ def test_rollouts_are_recorded_with_text_and_versions(tmp_path: Path) -> None:
     assert lines[1] == {
         "step": 5,
         "group_id": 7,
+        "episode": 0,
+        "agent": 0,
         "task_id": "t0",
         "prompt": "0 + 1 =",
         "response": "response of 4 tokens\nzwölf",

@@ -180,6 +180,7 @@ def test_adapters_are_counted_and_the_base_model_is_frozen() -> None:
     host = {item.name: item.num_bytes for item in host_memory(case.config, TINY, Machine.CPU)}
     assert host["staging buffers, all ranks"] == 2 * 4 * by_hand
     assert host["merged weights, each replica"] == merged
+    assert host["trainer snapshots, all ranks"] == 2 * 3 * 4 * by_hand
     served = host_memory(case.config, TINY, Machine.GPU)
     assert "merged weights, each replica" not in {item.name for item in served}
 

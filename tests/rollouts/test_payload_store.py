@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from forgeasync.actors.generator import RefusedGroup, store_group
+from forgeasync.actors.generator import RefusedGroup, SampledRollout, store_group
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.rollouts import payload_store as shared_memory
 from forgeasync.rollouts import run_folder
 from forgeasync.rollouts.payload_format import PayloadGone, PayloadRef, PayloadTorn, group_num_bytes
 from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
+from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder, sweep_stale_folders
 from tests.support.payloads import HOST, MIB, assert_same, make_payload, read_for_ever, write_and_die
 from tests.support.recorded_rollouts import make_rollout
@@ -225,6 +226,7 @@ def test_readers_killed_at_random_harm_neither_writer_nor_other_readers(folder: 
 CREATE_AND_WAIT = """
 import sys, time
 from pathlib import Path
+from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.run_folder import create_run_folder
 folder = create_run_folder(0, root=Path(sys.argv[1]))
 (folder / "x.group").write_bytes(b"x")
@@ -315,6 +317,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 CREATE_MANY = """
 import os, sys
 from pathlib import Path
+from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
 for number in range(int(sys.argv[2])):
     folder = create_run_folder(0, root=Path(sys.argv[1]))
@@ -386,7 +389,10 @@ def test_a_run_folder_goes_with_all_it_holds() -> None:
 
 
 def test_a_group_that_its_writer_has_no_room_for_is_refused_alone(folder: Path) -> None:
-    rollouts = [make_rollout(seed, 5, 40) for seed in range(3)]
+    rollouts = [
+        SampledRollout(branches=(make_rollout(seed, 5, 40),), finish_reason=FinishReason.STOP, episode=seed)
+        for seed in range(3)
+    ]
     writer = PayloadWriter(folder, HOST, 2**14)
     stored = store_group(writer, rollouts, group_id=6, generator_rank=3)
     assert isinstance(stored, tuple) and {one.generator_rank for one in stored} == {3}

@@ -1,4 +1,4 @@
-"""A trajectory against a naive reference: what is first recorded of a token stays, and trains once."""
+"""A tree of turns against a naive reference: what is first recorded of a token stays, and trains once."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from forgeasync.config.trainer import RoutingReplay
 from forgeasync.rollouts.group_payload import decode_rollout, encode_group
 from forgeasync.rollouts.kept_tokens import KeptTokens, check_kept_tokens
-from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout, VersionSpan
+from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredBranch, VersionSpan
 from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.trajectory import SampledTokens, Trajectory
+from forgeasync.rollouts.trajectory import SampledTokens, Trajectory, branches
 from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
 from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.packing import pack_row
@@ -23,73 +23,65 @@ NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCABULARY = 300, 2, 3, 50
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
-    num_tokens: int
+class Turn:
+    """A turn after an earlier one; weights change before it, and after some tokens of its requests."""
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request; weights are swapped in after some of its tokens."""
-
-    num_tokens: int
+    after: int
+    """Which turn it follows, counted from the last one; beyond the first one: none, it is a root."""
+    num_given: int
+    requests: tuple[int, ...]
+    """Numbers of tokens; more than one where the turn is ended at a swap and resumed."""
+    swap_before: bool
     swap_after: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Between requests."""
+@dataclass(slots=True, kw_only=True)
+class Token:
+    """What the engine first computed of one token, written down one by one."""
 
-
-def experts(position: int, version: int) -> np.ndarray:
-    """The choice [M, K] that the weights of a version make for a position."""
-    rng = np.random.default_rng([position, version])
-    return np.stack([rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(NUM_LAYERS)])
+    id: int
+    experts: np.ndarray | None = None
+    logprob: float = 0.0
+    version: int | None = None
+    """None: it was given."""
+    kept: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Engine:
-    """An engine of scripted weights, and what it first computed of every token, written down one by one."""
+    """An engine of scripted weights. It computes a request's prompt at once, then token after token."""
 
-    seed: int
+    rng: np.random.Generator
     version: int = 3
-    ids: list[int] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    experts: dict[int, np.ndarray] = field(default_factory=dict)
-    logprobs: dict[int, float] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
-    kept: dict[int, list[int]] = field(default_factory=dict)
 
-    def give(self, num_tokens: int) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, len(self.ids)])
-        ids = rng.integers(0, VOCABULARY, num_tokens)
-        self.ids += ids.tolist()
-        if not self.versions:
-            self.num_prompt_tokens = len(self.ids)
-        return ids
+    def experts(self) -> np.ndarray:
+        """The choice [M, K] for a token; another one every time, so that every copy shows."""
+        return np.stack([self.rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(NUM_LAYERS)])
 
-    def sample(self, num_tokens: int, swap_after: int | None) -> SampledTokens:
-        """Everything before is computed anew at once, then one token after the other."""
-        rows = [experts(position, self.version) for position in range(len(self.ids))]
+    def given(self, num_tokens: int) -> list[Token]:
+        return [Token(id=int(self.rng.integers(0, VOCABULARY))) for _ in range(num_tokens)]
+
+    def sample(self, path: list[Token], num_tokens: int, swap_after: int | None) -> SampledTokens:
+        """Append tokens to the path."""
+        rows = [self.experts() for _ in path]
         ids, logprobs, spans, kept = [], [], [], []
         for index in range(num_tokens):
-            position = len(self.ids)
-            for before in range(position):
-                self.experts.setdefault(before, rows[before])
-            rng = np.random.default_rng([self.seed, position])
-            token = int(rng.integers(0, VOCABULARY))
-            ids.append(token)
-            logprobs.append(-float(rng.exponential(10.0)))
-            others = rng.permutation(VOCABULARY)[: rng.integers(0, VOCABULARY + 1)].tolist()
-            kept.append(sorted({token, *others}))
+            for token, row in zip(path, rows, strict=True):
+                if token.experts is None:
+                    token.experts = row
+            new = Token(id=int(self.rng.integers(0, VOCABULARY)), version=self.version)
+            new.logprob = -float(self.rng.exponential(10.0))
+            others = self.rng.permutation(VOCABULARY)[: self.rng.integers(0, VOCABULARY + 1)].tolist()
+            new.kept = sorted({new.id, *others})
+            path.append(new)
+            ids.append(new.id)
+            logprobs.append(new.logprob)
+            kept.append(new.kept)
             spans.append(VersionSpan(version=self.version, start=index, end=index + 1))
-            self.ids.append(token)
-            self.logprobs[position] = logprobs[-1]
-            self.versions[position] = self.version
-            self.kept[position] = kept[-1]
             if index == swap_after:
                 self.version += 1
             if index < num_tokens - 1:
-                rows.append(experts(position, self.version))
+                rows.append(self.experts())
         return SampledTokens(
             ids_T=np.asarray(ids, np.int32),
             logprobs_T=np.asarray(logprobs, np.float32),
@@ -99,82 +91,129 @@ class Engine:
         )
 
 
-samples = st.builds(Sample, st.integers(1, 5), st.none() | st.integers(0, 4))
-steps = st.lists(st.one_of(st.builds(Give, st.integers(0, 4)), samples, st.builds(Swap)), max_size=10)
+turns = st.builds(
+    Turn,
+    after=st.sampled_from([0, 0, 0, 1, 2, 100]),
+    num_given=st.integers(0, 4),
+    requests=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+    swap_before=st.booleans(),
+    swap_after=st.none() | st.integers(0, 4),
+)
+scripts = st.lists(turns, min_size=1, max_size=7)
 
 
-def play(seed: int, num_prompt_tokens: int, script: list[Give | Sample | Swap]) -> tuple[Engine, Rollout]:
-    """The script, which begins with a prompt and ends with a turn."""
-    engine, trajectory = Engine(seed=seed), Trajectory(num_experts=NUM_EXPERTS)
-    for step in [Give(num_prompt_tokens), *script, Sample(2, None)]:
-        match step:
-            case Give(num_tokens):
-                trajectory.give(engine.give(num_tokens))
-            case Sample(num_tokens, swap_after):
-                trajectory.sample(engine.sample(num_tokens, swap_after))
-            case Swap():
-                engine.version += 1
-    assert list(trajectory.token_ids) == engine.ids
-    return engine, trajectory.rollout(text="", finish_reason=FinishReason.STOP)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    paths: list[list[Token]]
+    """Of every branch."""
+    rollouts: list[Rollout]
+    sampled: list[Token]
+    """All of them, in order."""
+
+
+def play(seed: int, script: list[Turn]) -> Played:
+    engine = Engine(np.random.default_rng(seed))
+    trajectories: list[Trajectory] = []
+    paths: list[list[Token]] = []
+    sampled: list[Token] = []
+    followed: set[int] = set()
+    for turn in script:
+        engine.version += turn.swap_before
+        before = len(paths) - 1 - turn.after
+        if before >= 0:
+            followed.add(before)
+            trajectory, path = trajectories[before].continued(), list(paths[before])
+        else:
+            trajectory, path = Trajectory(num_experts=NUM_EXPERTS), []
+        given = engine.given(turn.num_given if path else turn.num_given + 1)
+        path += given
+        trajectory.give(np.array([token.id for token in given], np.int32))
+        for num_tokens in turn.requests:
+            trajectory.sample(engine.sample(path, num_tokens, turn.swap_after))
+        sampled += path[len(path) - sum(turn.requests) :]
+        assert trajectory.token_ids == [token.id for token in path]
+        assert trajectory.sampled_ids.tolist() == [token.id for token in path[-sum(turn.requests) :]]
+        trajectories.append(trajectory)
+        paths.append(path)
+    found = branches(trajectories)
+    leaves = [path for index, path in enumerate(paths) if index not in followed]
+    assert len(found) == len(leaves)
+    return Played(
+        paths=leaves,
+        rollouts=[branch.rollout(text="", finish_reason=FinishReason.STOP) for branch in found],
+        sampled=sampled,
+    )
+
+
+def positions(rollout: Rollout) -> list[int]:
+    """Positions in the whole path of the tokens that train."""
+    is_sampled_T = rollout.is_sampled_T
+    if is_sampled_T is None:
+        is_sampled_T = np.ones(rollout.num_response_tokens, bool)
+    return (len(rollout.prompt_ids_P) + np.flatnonzero(is_sampled_T)).tolist()
 
 
 def labels(rollout: Rollout) -> dict[int, int]:
-    """Position in the whole trajectory and version of each sampled token, by the rollout's spans."""
+    """Position in the whole path and version of each token that trains, by the rollout's spans."""
     start = len(rollout.prompt_ids_P)
     return {
         start + index: span.version for span in rollout.version_spans for index in range(span.start, span.end)
     }
 
 
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**31), num_prompt_tokens=st.integers(1, 5), script=steps)
-def test_a_trajectory_has_what_was_first_computed(
-    seed: int, num_prompt_tokens: int, script: list[Give | Sample | Swap]
-) -> None:
-    engine, rollout = play(seed, num_prompt_tokens, script)
-    start = engine.num_prompt_tokens
-    assert rollout.prompt_ids_P.tolist() == engine.ids[:start]
-    assert rollout.response_ids_T.tolist() == engine.ids[start:]
-    is_sampled_T = rollout.is_sampled_T
-    if is_sampled_T is None:
-        is_sampled_T = np.ones(rollout.num_response_tokens, bool)
-    assert (start + np.flatnonzero(is_sampled_T)).tolist() == sorted(engine.versions)
-    assert labels(rollout) == engine.versions
-    spans = rollout.version_spans
-    assert all(a.end < b.start or a.version != b.version for a, b in itertools.pairwise(spans))
-    for index in range(rollout.num_response_tokens):
-        assert rollout.logprobs_T[index] == np.float32(engine.logprobs.get(start + index, 0.0))
-        kept = engine.kept.get(start + index, [])
-        assert rollout.kept_tokens.row(index).tolist() == (kept if len(kept) < VOCABULARY else [])
-    check_kept_tokens(rollout.kept_tokens, rollout.response_ids_T, vocab_size=VOCABULARY)
-    dense_SMK = rollout.routed_experts.to_dense()
-    assert (dense_SMK[-1] == NO_RECORD).all(), "the last token was never input"
-    for position in range(len(engine.ids) - 1):
-        assert dense_SMK[position].tolist() == np.sort(engine.experts[position]).tolist()
+def stored(rollout: Rollout) -> StoredBranch:
+    return StoredBranch(
+        prompt=make_ref(),
+        response=make_ref(),
+        num_prompt_tokens=len(rollout.prompt_ids_P),
+        num_response_tokens=rollout.num_response_tokens,
+        version_spans=rollout.version_spans,
+        text="",
+    )
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 2**31), script=steps)
-def test_each_sampled_token_trains_once_with_its_own_records(
-    seed: int, script: list[Give | Sample | Swap]
-) -> None:
-    """From the trajectory through payloads to a row that has another trajectory before it."""
-    first, second = play(seed + 1, 2, [Sample(1, None), Give(2)]), play(seed, 3, script)
-    payload = encode_group([first[1], second[1]])
+@given(seed=st.integers(0, 2**31), script=scripts)
+def test_a_branch_has_what_was_first_computed(seed: int, script: list[Turn]) -> None:
+    played = play(seed, script)
+    trained: list[int] = []
+    for path, rollout in zip(played.paths, played.rollouts, strict=True):
+        start = len(rollout.prompt_ids_P)
+        assert [*rollout.prompt_ids_P, *rollout.response_ids_T] == [token.id for token in path]
+        trains = positions(rollout)
+        trained += [id(path[position]) for position in trains]
+        assert labels(rollout) == {position: path[position].version for position in trains}
+        spans = rollout.version_spans
+        assert all(a.end < b.start or a.version != b.version for a, b in itertools.pairwise(spans))
+        for index, token in enumerate(path[start:]):
+            is_trained = start + index in trains
+            assert rollout.logprobs_T[index] == np.float32(token.logprob if is_trained else 0.0)
+            kept = token.kept if is_trained and len(token.kept) < VOCABULARY else []
+            assert rollout.kept_tokens.row(index).tolist() == kept
+        check_kept_tokens(rollout.kept_tokens, rollout.response_ids_T, vocab_size=VOCABULARY)
+        dense_SMK = rollout.routed_experts.to_dense()
+        assert (dense_SMK[-1] == NO_RECORD).all(), "the last token was never input"
+        for position, token in enumerate(path[:-1]):
+            assert dense_SMK[position].tolist() == np.sort(token.experts).tolist()
+    assert sorted(trained) == sorted(map(id, played.sampled)), "every sampled token trains exactly once"
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**31), script=scripts)
+def test_each_sampled_token_trains_once_with_its_own_records(seed: int, script: list[Turn]) -> None:
+    """From the tree through payloads to a row that has all branches of two episodes."""
+    of_episodes = (play(seed + 1, script[:1]), play(seed, script))
+    rollouts = [rollout for played in of_episodes for rollout in played.rollouts]
+    payload = encode_group(rollouts)
     sequences = []
-    for index, (_, rollout) in enumerate((first, second)):
+    for index, rollout in enumerate(rollouts):
         trace = decode_rollout(payload.prompts[payload.prompt_of[index]], payload.responses[index])
-        stored = StoredRollout(
+        item = TrainingItem(
             generator_rank=0,
-            prompt=make_ref(),
-            response=make_ref(),
-            num_prompt_tokens=len(rollout.prompt_ids_P),
-            num_response_tokens=rollout.num_response_tokens,
-            version_spans=rollout.version_spans,
-            text="",
-            finish_reason=FinishReason.STOP,
+            branch=stored(rollout),
+            advantages=whole_response(index - 0.5),
+            weight=1.0 + index,
         )
-        item = TrainingItem(rollout=stored, advantages=whole_response(index - 0.5), weight=1.0 + index)
         sequences.append(
             training_sequence(
                 item,
@@ -185,26 +224,37 @@ def test_each_sampled_token_trains_once_with_its_own_records(
                 places=TokenPlaces(None),
             )
         )
-        assert stored.num_sampled_tokens == len((first, second)[index][0].versions)
     row = pack_row(sequences)
     targets, found = np.flatnonzero(row.mask_L), []
     offset = 0
-    for index, (engine, _) in enumerate((first, second)):
-        for position in sorted(engine.versions):
+    paths = [path for played in of_episodes for path in played.paths]
+    for index, (path, rollout) in enumerate(zip(paths, rollouts, strict=True)):
+        for position in positions(rollout):
+            token = path[position]
             # The position before a token predicts it.
             at = offset + position - 1
             found.append(at)
-            assert row.target_ids_L[at] == engine.ids[position]
-            assert row.behavior_logprobs_L[at] == np.float32(engine.logprobs[position])
-            assert row.ages_L[at] == 100 - engine.versions[position]
+            assert row.target_ids_L[at] == token.id
+            assert row.behavior_logprobs_L[at] == np.float32(token.logprob)
+            assert row.ages_L[at] == 100 - token.version
             assert row.advantages_L[at] == index - 0.5 and row.sample_weights_L[at] == 1.0 + index
-            kept = engine.kept[position]
             kept_row = row.kept_tokens.row(len(found) - 1).tolist()
-            assert kept_row == (kept if len(kept) < VOCABULARY else [])
-        assert row.token_ids_L[offset : offset + len(engine.ids)].tolist() == engine.ids
-        assert (row.expert_ids_LMK[offset : offset + len(engine.ids) - 1] != NO_RECORD).all()
-        offset += len(engine.ids)
+            assert kept_row == (token.kept if len(token.kept) < VOCABULARY else [])
+        assert row.token_ids_L[offset : offset + len(path)].tolist() == [token.id for token in path]
+        assert (row.expert_ids_LMK[offset : offset + len(path) - 1] != NO_RECORD).all()
+        offset += len(path)
     assert found == targets.tolist() and row.kept_tokens.num_tokens == len(found)
+    assert len(found) == sum(len(played.sampled) for played in of_episodes)
+
+
+def test_a_turn_that_was_given_up_is_on_no_branch() -> None:
+    first = Trajectory(num_experts=NUM_EXPERTS)
+    first.give(np.array([1], np.int32))
+    first.sample(Engine(np.random.default_rng(0)).sample([Token(id=1)], 2, None))
+    second = first.continued()
+    second.give(np.array([2], np.int32))
+    (branch,) = branches([first, second])
+    assert branch.response_ids == first.sampled_ids.tolist()
 
 
 def test_without_records_there_are_none() -> None:
@@ -220,7 +270,8 @@ def test_without_records_there_are_none() -> None:
                 kept_tokens=None,
             )
         )
-    rollout = trajectory.rollout(text="", finish_reason=FinishReason.STOP)
+    (branch,) = branches([trajectory])
+    rollout = branch.rollout(text="", finish_reason=FinishReason.STOP)
     assert rollout.routed_experts is None and rollout.kept_tokens is None and rollout.is_sampled_T is None
     assert rollout.version_spans == (VersionSpan(version=0, start=0, end=2),)
 
@@ -230,7 +281,8 @@ def test_episodes_that_begin_differently_keep_their_own_prompts(records_routing:
     """Without routing records nothing but the ids tells prompts apart."""
     rollouts = []
     for seed in (0, 1, 0):
-        _, rollout = play(seed, 3, [])
+        turn = Turn(after=0, num_given=2, requests=(2,), swap_before=False, swap_after=None)
+        (rollout,) = play(seed, [turn]).rollouts
         if not records_routing:
             object.__setattr__(rollout, "routed_experts", None)
         rollouts.append(rollout)

@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forgeasync.actors.generator import SampledResponse
 from forgeasync.actors.group_sampling import ResponseGroups
-from forgeasync.actors.group_scoring import GroupScoring, Unscored
+from forgeasync.actors.group_scoring import MAX_LOST, GroupScoring, Unscored
 from forgeasync.actors.scorer import ResponseScoring, ScoredResponses
+from forgeasync.actors.watched_scorer import ScorerLost
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import ScorerSection
 from forgeasync.controller.evaluation import evaluate
 from forgeasync.environments.reward import Response
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.process_memory import MemoryPeak
-from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.rollout import FinishReason, VersionRange
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
@@ -45,11 +47,9 @@ def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
     return ScoredResponses(scores=scores, counts=VerifierCounts(num_timeouts=num_timeouts))
 
 
-def make_scoring(
-    call: Call, *, max_concurrent: int = 8, max_attempts: int = 3, limit_s: float = 20.0
-) -> GroupScoring:
+def make_scoring(call: Call, *, max_concurrent: int = 8, max_attempts: int = 3) -> GroupScoring:
     section = ScorerSection(max_concurrent=max_concurrent, max_attempts=max_attempts)
-    return GroupScoring(call, section, limit_s=limit_s, retry_wait_s=0.0)
+    return GroupScoring(call, section, retry_wait_s=0.0)
 
 
 class TestScore:
@@ -162,17 +162,83 @@ class TestGroupScoring:
         assert "group 17 was not scored in 4 attempts" in result.reason and reason in result.reason
         assert num_calls == 4 == scoring.metrics()["scoring/num_failed_attempts"]
 
-    def test_a_scorer_that_never_answers_costs_the_group(self) -> None:
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            await asyncio.Event().wait()
-            raise AssertionError
+    def test_a_loss_of_the_scorer_is_no_attempt_and_the_same_responses_are_scored_again(self) -> None:
+        asked: list[tuple[Task, Sequence[Response]]] = []
 
-        scoring = make_scoring(judge, max_attempts=1, max_concurrent=2, limit_s=0.01)
-        result = asyncio.run(asyncio.wait_for(scoring.score("group 3", make_task(), some(1)), 10))
-        assert isinstance(result, Unscored)
-        assert "scoring group 3 took longer than 0.02 s" in result.reason
-        assert "timeouts.score_s" in result.reason
-        assert result.reason.startswith("group 3 was not scored in 1 attempt: ")
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            asked.append((task, responses))
+            if len(asked) < MAX_LOST:
+                raise ScorerLost("gone")
+            return scored(0.5)
+
+        scoring = make_scoring(judge, max_attempts=1)
+        responses = some(1)
+        assert asyncio.run(scoring.score("group 3", make_task(), responses)) == (
+            Score(value=0.5, is_correct=False),
+        )
+        assert asked == [(make_task(), responses)] * MAX_LOST
+        metrics = scoring.metrics()
+        assert metrics["scoring/num_lost_calls"] == MAX_LOST - 1
+        assert metrics["scoring/num_failed_attempts"] == 0
+
+    def test_a_group_that_ends_the_scorer_is_given_up_and_no_other(self) -> None:
+        """Group 0 ends the scorer, with everything that it scores at that moment."""
+
+        async def run() -> None:
+            lost = asyncio.Event()
+            num_begun = 0
+
+            async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+                nonlocal lost, num_begun
+                num_begun += 1
+                mine = lost
+                if task.source_index == 0:
+                    # Others begin meanwhile.
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+                    lost = asyncio.Event()
+                    mine.set()
+                    raise ScorerLost("the scorer (process 7) was gone before it answered")
+                if num_begun <= 4:
+                    await mine.wait()
+                    raise ScorerLost("the scorer (process 7) was gone before it answered")
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                if mine.is_set():
+                    raise ScorerLost("the scorer (process 8) was gone before it answered")
+                return scored(0.5)
+
+            scoring = make_scoring(judge, max_concurrent=4)
+            groups = (scoring.score(f"group {one}", make_task(one), some(1)) for one in range(4))
+            killer, *others = await asyncio.wait_for(asyncio.gather(*groups), 20)
+            assert isinstance(killer, Unscored)
+            assert "the scorer was lost 3 times while it scored group 0" in killer.reason
+            assert not any(isinstance(other, Unscored) for other in others)
+
+        asyncio.run(run())
+
+    def test_groups_that_have_lost_a_scorer_are_scored_one_at_a_time(self) -> None:
+        seen: set[int] = set()
+        num_running = most = 0
+
+        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+            nonlocal num_running, most
+            if task.source_index not in seen:
+                seen.add(task.source_index)
+                raise ScorerLost("gone")
+            num_running += 1
+            most = max(most, num_running)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            num_running -= 1
+            return scored(0.5)
+
+        async def run() -> None:
+            scoring = make_scoring(judge, max_concurrent=4)
+            await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(4)))
+
+        asyncio.run(run())
+        assert most == 1
 
     def test_waits_before_further_attempts_double(self, monkeypatch: pytest.MonkeyPatch) -> None:
         waits_s: list[float] = []
@@ -185,22 +251,10 @@ class TestGroupScoring:
 
         monkeypatch.setattr(asyncio, "sleep", sleep)
         section = ScorerSection(max_attempts=4)
-        scoring = GroupScoring(judge, section, limit_s=20.0, isolation="landlock", retry_wait_s=0.25)
+        scoring = GroupScoring(judge, section, isolation="landlock", retry_wait_s=0.25)
         asyncio.run(scoring.score("group 3", make_task(), some(1)))
         assert waits_s == [0.25, 0.5, 1.0]
         assert scoring.isolation == "landlock"
-
-    def test_waiting_for_a_place_counts_against_no_limit(self) -> None:
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            await asyncio.sleep(0.2)
-            return scored(0.0)
-
-        async def run() -> list[tuple[Score, ...] | Unscored]:
-            # Six groups after one another take longer than the deadline of one.
-            scoring = make_scoring(judge, max_attempts=1, max_concurrent=1, limit_s=1.0)
-            return await asyncio.gather(*(scoring.score(f"g{i}", make_task(i), some(1)) for i in range(6)))
-
-        assert not any(isinstance(result, Unscored) for result in asyncio.run(run()))
 
     def test_cancelling_ends_it_at_once_and_is_no_failed_attempt(self) -> None:
         async def run() -> GroupScoring:
@@ -331,8 +385,10 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[Response, ...]:
-        return (Response(f"response {seed}", 4, FinishReason.STOP),)
+    ) -> tuple[SampledResponse, ...]:
+        response = Response(f"response {seed}", 4, FinishReason.STOP)
+        versions = VersionRange(first=seed, last=seed + 1)
+        return (SampledResponse(response=response, versions=versions, ids_T=np.zeros(4, np.int32)),)
 
 
 class Prompts:
@@ -373,6 +429,8 @@ class TestEvaluation:
         assert result.accuracy == 2 / 5
         assert result.score_mean == pytest.approx(sum(values) / 5)
         assert result.num_unscored == 0
+        # The n-th response was sampled under versions n and n + 1.
+        assert result.metrics()["eval/version_min"] == 0 and result.metrics()["eval/version_max"] == 5
 
     def test_accuracy_of_several_samples_is_the_mean_over_all_responses(self) -> None:
         answered: list[tuple[int, str]] = []
@@ -404,7 +462,11 @@ class TestEvaluation:
             raise ConnectionRefusedError
 
         result = run_evaluation(judge, 3)
-        assert result.accuracy is None and result.metrics() == {"eval/num_unscored": 3}
+        assert result.accuracy is None and result.metrics() == {
+            "eval/num_unscored": 3,
+            "eval/version_min": 0,
+            "eval/version_max": 3,
+        }
 
     def test_endless_answers_among_others_score_zero_and_end_nothing(self) -> None:
         num_endless, num_problems, limit_s = 8, 32, 0.6

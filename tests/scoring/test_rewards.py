@@ -231,7 +231,7 @@ class TestRewardsOfARun:
             return ScoredResponses(scores=await rewards.score(task, responses), counts=rewards.counts)
 
         async def run() -> tuple[object, object, float]:
-            scoring = GroupScoring(score, ScorerSection(max_attempts=2), limit_s=20.0, retry_wait_s=0.0)
+            scoring = GroupScoring(score, ScorerSection(max_attempts=2), retry_wait_s=0.0)
             bad = await scoring.score("group 5", TASK, some("fine", "nan"))
             good = await scoring.score("group 6", TASK, some("fine", "fine"))
             return bad, good, scoring.metrics()["scoring/num_failed_attempts"]

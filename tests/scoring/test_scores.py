@@ -1,5 +1,6 @@
 """What a score may say, and what becomes of it on its way to training and to the files of a run."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -94,6 +95,19 @@ class TestTravel:
             filtering = GroupFiltering(config.algorithm, seed=seed)
             scores = [Score(1.0, True, penalties=one) for one in penalties]
             assert 2 in filtering.apply(make_group(), scores).kept
+
+    def test_each_agent_is_filtered_by_itself(self, tmp_path: Path) -> None:
+        """The judge of every episode is right: it teaches nothing, and the solver trains without it."""
+        config = make_config(tmp_path, "algorithm.filters=[{kind: dynamic_sampling}]")
+        filtering = GroupFiltering(config.algorithm, seed=0)
+        rollouts = tuple(
+            dataclasses.replace(make_stored_rollout((0, 0, 2)), agent=index % 2) for index in range(4)
+        )
+        group = dataclasses.replace(make_group(), rollouts=rollouts)
+        filtered = filtering.apply(group, [Score(value, False) for value in (0.0, 1.0, 2.0, 1.0)])
+        assert filtered.kept == (0, 2) and filtered.rewards == (0.0, 2.0)
+        dropped = filtering.apply(group, [Score(value, False) for value in (3.0, 1.0, 3.0, 1.0)])
+        assert dropped.kept == () and filtering.metrics()["filtered/num_groups_all_equal"] == 1
 
     def test_a_file_of_rollouts_has_the_parts(self, tmp_path: Path) -> None:
         file = tmp_path / "rollouts.jsonl"

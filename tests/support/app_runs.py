@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from forgeasync.ledger.report import verify
+from forgeasync.observability.run_dir import RunDir
 from tests.support.metrics import check_keys
 from tests.support.processes import run_apart
 from tests.support.tiers import Starts, starts
@@ -16,14 +18,18 @@ from tests.support.tiers import Starts, starts
 REPOSITORY = Path(__file__).parents[2]
 NEVER_ENDING = "max_steps=100000"
 DEADLINE_S = 240.0
+END_S = 3.0
+"""Time for processes of a run to be gone once the run itself has ended."""
 
 
 @starts(Starts.PROCS)
-def start(config_file: Path, *overrides: str, search_path: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    config_file: Path, *overrides: str, app: str = "apps.grpo", search_path: Path | None = None
+) -> subprocess.Popen[str]:
     """``search_path`` has modules of the user's own."""
     more = {} if search_path is None else {"PYTHONPATH": str(search_path)}
     return subprocess.Popen(
-        [sys.executable, "-m", "apps.grpo", "--config", str(config_file), *overrides],
+        [sys.executable, "-m", app, "--config", str(config_file), *overrides],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
         stdout=subprocess.PIPE,
@@ -39,10 +45,14 @@ def finish(process: subprocess.Popen[str], *, deadline_s: float = DEADLINE_S) ->
     try:
         out, err = process.communicate(timeout=deadline_s)
     finally:
-        left = session_processes(process.pid)
+        # A process that was told to end, or killed, needs a moment.
+        end_s = time.monotonic() + END_S
+        while (left := session_processes(process.pid)) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        words = [_words(orphan) for orphan in left]
         for orphan in left:
             orphan.kill()
-    assert not left, f"left behind: {[orphan.cmdline() for orphan in left]}"
+    assert not left, f"left behind: {words}"
     return process.returncode, out, err
 
 
@@ -67,6 +77,14 @@ def _run_main(arguments: tuple[str, ...], out: Path, err: Path) -> int:
     return code
 
 
+def _words(process: psutil.Process) -> str:
+    """Describe a process, which can end meanwhile."""
+    try:
+        return f"{process.pid} {process.status()} {process.cmdline()}"
+    except psutil.Error as error:
+        return f"{process.pid} {error}"
+
+
 def session_processes(session: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
@@ -85,6 +103,28 @@ def read_lines(file: Path) -> list[dict[str, float]]:
         for line in lines:
             check_keys(line)
     return lines
+
+
+def check_open_ledger(run_dir: Path) -> None:
+    """Prove from its files that a run which did not make all its steps has lost no prompt, and none twice."""
+    files = RunDir(path=run_dir)
+    verdict = verify(files.ledger, files.metrics)
+    assert verdict.contradiction is None, verdict.contradiction
+    book = verdict.reading.book
+    assert not book.is_ended and book.totals.step and book.open_prompts
+
+
+def check_ledger(run_dir: Path) -> dict[str, object]:
+    """Prove a run that made all its steps from its files; returns what ``apps.verify --json`` prints."""
+    metrics = RunDir(path=run_dir).metrics
+    verdict = verify(RunDir(path=run_dir).ledger, metrics)
+    assert verdict.contradiction is None, verdict.contradiction
+    said = verdict.as_json()
+    ends = said["ends"]
+    num_ends = sum(sum(num.values()) if isinstance(num, dict) else num for num in ends.values())
+    assert said["is_ended"] and num_ends == said["submitted"] and not said["open"]
+    assert said["compared_steps"] == said["step"] == read_lines(metrics)[-1]["step"]
+    return said
 
 
 def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:

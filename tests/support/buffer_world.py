@@ -1,6 +1,7 @@
 """A world around a replay buffer in which anything may happen at any time, to look for broken promises in.
 
 It plays generator, scorer and trainer with groups of two rollouts, and checks what every batch must satisfy.
+A ledger's book follows it, and would contradict.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +15,12 @@ from forgeasync.config.buffer import (
     Replacement,
     StaleGroups,
 )
+from forgeasync.ledger.account import Place
+from forgeasync.ledger.book import Book
+from forgeasync.ledger.lines import AnyEvent
 from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
 from forgeasync.rollouts.task import Task
+from tests.support.ledgers import opened
 from tests.support.rollouts import make_stored_rollout
 
 GROUP_SIZE = 2
@@ -89,7 +94,16 @@ class BufferWorld:
         self.num_lost_groups = 0
         self.weights: list[float] = []
         self.cancellable: set[int] = set()
+        self.book = Book()
+        self.events: list[AnyEvent] = []
+        self.note(opened(groups_per_step))
         self._num_tasks = 0
+
+    def note(self, *events: AnyEvent) -> None:
+        """Enter what happened in the buffer into the book, and then ``events``."""
+        for event in (*self.buffer.events.take(), *events):
+            self.events.append(event)
+            self.book.apply(event)
 
     def start_all(self) -> None:
         while True:
@@ -184,6 +198,13 @@ class BufferWorld:
         assert buffer.num_submitted == self._num_tasks
         assert self._num_tasks == len(self.trained) + num_gone + buffer.num_pending + buffer.num_present
         assert len({task.task_id for task in self.trained}) == len(self.trained), "trained twice"
+        self.note()
+        totals = self.book.totals
+        assert totals.num_lost == +buffer.num_dropped
+        assert totals.num_reissued == buffer.num_reissued and totals.num_submitted == self._num_tasks
+        assert totals.num_ended[Place.TRAINED] == buffer.num_trained
+        assert totals.num_ended[Place.FILTERED] + totals.num_ended[Place.DROPPED] == num_gone
+        assert len(self.book.open_prompts) == buffer.num_pending + buffer.num_present
 
 
 EXACT = AccountingSection()

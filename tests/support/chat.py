@@ -7,6 +7,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from forgeasync.environments.agent import TurnRequest
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.trajectory import SampledTurn
 
@@ -57,25 +58,37 @@ class ScriptedModel:
         self._tokenizer = tokenizer
         self._texts = list(texts)
         self._cut = cut
-        self.ids: list[int] = []
-        self.max_tokens: list[int] = []
+        self.paths: list[list[int]] = []
+        """All tokens up to and including each turn."""
+        self.requests: list[TurnRequest] = []
 
-    async def __call__(self, given_ids: np.ndarray, max_tokens: int) -> SampledTurn | None:
-        assert given_ids.dtype == np.int32
-        self.ids += given_ids.tolist()
-        self.max_tokens.append(max_tokens)
-        return self.say()
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of the newest turn's path."""
+        return self.paths[-1]
 
-    def say(self) -> SampledTurn:
+    @property
+    def max_tokens(self) -> list[int]:
+        """The bounds that the turns were asked for with."""
+        return [request.max_tokens for request in self.requests]
+
+    async def __call__(self, request: TurnRequest) -> SampledTurn | None:
+        assert request.given_ids.dtype == np.int32
+        self.requests.append(request)
+        before = [] if request.after is None else self.paths[request.after]
+        return self.say([*before, *request.given_ids.tolist()])
+
+    def say(self, before: Sequence[int] = ()) -> SampledTurn:
         text = self._texts.pop(0)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not self._cut:
             ids.append(self._tokenizer.eos_token_id)
-        self.ids += ids
+        self.paths.append([*before, *ids])
         return SampledTurn(
+            turn=len(self.paths) - 1,
+            ids_T=np.asarray(ids, np.int32),
             text=text,
-            num_tokens=len(ids),
             finish_reason=FinishReason.LENGTH if self._cut else FinishReason.STOP,
-            last_id=ids[-1],
+            first_version=0,
             version=0,
         )

@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 
 
 async def start_engine(
-    folder: Path, generator: GeneratorSection, weights: WeightsSection
+    folder: Path, generator: GeneratorSection, weights: WeightsSection, *, in_flight: Path | None = None
 ) -> "GeneratorEngine":
     from forgeasync.generator.engine import GeneratorEngine
 
@@ -42,6 +42,7 @@ async def start_engine(
         seed=0,
         records=RECORDS,
         weights=weights,
+        in_flight=in_flight,
     )
 
 

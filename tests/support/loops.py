@@ -10,31 +10,42 @@ from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
 import numpy as np
+import pytest
 
 from apps.grpo import GrpoRun
 from forgeasync.actors.buffer import BufferReport
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
-from forgeasync.actors.group_sampling import ResponseGroups
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup, SampledResponse
+from forgeasync.actors.group_sampling import GroupSampler, ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.actors.host_updates import SwappedReplica
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed
+from forgeasync.buffer.events import Update
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig, TimeoutSection
+from forgeasync.controller import starting
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import StepRecord
 from forgeasync.controller.starting import Roles
 from forgeasync.environments.reward import Response
+from forgeasync.faults.fault_log import FaultLog
+from forgeasync.faults.replica_states import ReplicaTable
 from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.ledger.book import Book
+from forgeasync.ledger.lines import FORMAT, START, CheckpointedBuffer, Opened
+from forgeasync.observability.metrics import JsonLines
 from forgeasync.observability.scored_groups import HeldOutScores
-from forgeasync.rollouts.rollout import FinishReason, StoredRollout
+from forgeasync.rollouts.outcome import EpisodeOutcome
+from forgeasync.rollouts.rollout import FinishReason, StoredRollout, VersionRange
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
+from forgeasync.waiting import Monitor
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
 from tests.support.buffer_world import make_task
@@ -57,6 +68,51 @@ class Endpoint(Generic[P, R]):
         return await self._function(*args, **kwargs)
 
 
+class BookedBuffer(AsyncReplayBuffer):
+    """A buffer whose changes go into a ledger's book, which would contradict."""
+
+    def __init__(self, state: ReplayBuffer) -> None:
+        super().__init__(state)
+        self.book: Book | None = None
+
+    def open_book(self, groups_per_step: int) -> None:
+        """Begin with what the buffer holds now."""
+        now = self.state.snapshot()
+        self.book = Book()
+        self.book.apply(
+            Opened(
+                format=FORMAT,
+                run="run",
+                seed=0,
+                groups_per_step=groups_per_step,
+                step=now.trainer_version,
+                next_group=now.next_group_id,
+                num_submitted=now.num_submitted,
+                waiting=tuple((one.submission_id, one.attempt) for one in now.pending),
+            )
+        )
+
+    def change(self, act: Callable[[ReplayBuffer], R]) -> R:
+        result = super().change(act)
+        self._note()
+        return result
+
+    async def until(
+        self,
+        attempt: Callable[[ReplayBuffer], R | None],
+        *,
+        look_at_s: Callable[[ReplayBuffer], float | None] = lambda state: None,
+    ) -> R:
+        result = await super().until(attempt, look_at_s=look_at_s)
+        self._note()
+        return result
+
+    def _note(self) -> None:
+        assert self.book is not None
+        for event in self.state.events.take():
+            self.book.apply(event)
+
+
 class LocalBuffer:
     """The buffer actor's endpoints around a real buffer."""
 
@@ -70,7 +126,9 @@ class LocalBuffer:
             section=config.buffer,
             accounting=config.accounting,
         )
-        self._buffer = buffer = AsyncReplayBuffer(state)
+        self._groups_per_step = algorithm.groups_per_step
+        self._buffer = buffer = BookedBuffer(state)
+        buffer.open_book(self._groups_per_step)
         self.submit = Endpoint(buffer.submit)
         self.start = Endpoint(buffer.start)
         self.progressed = Endpoint(buffer.progressed)
@@ -81,14 +139,25 @@ class LocalBuffer:
         self.take = Endpoint(buffer.take)
         self.committed = Endpoint(self._committed)
         self.snapshot = Endpoint(self._snapshot)
+        self.checkpoint = Endpoint(self._checkpoint)
         self.report = Endpoint(self._report)
 
     def restore(self, snapshot: BufferSnapshot) -> None:
         """Continue from a snapshot, as in a run that is resumed."""
         self._buffer.state.restore(snapshot)
+        self._buffer.open_book(self._groups_per_step)
 
-    async def _committed(self, trainer_wait_share: float) -> Committed:
-        return await self._buffer.committed(trainer_wait_share=trainer_wait_share)
+    @property
+    def book(self) -> Book:
+        """What became of the prompts."""
+        assert self._buffer.book is not None
+        return self._buffer.book
+
+    async def _committed(self, trainer_wait_share: float, update: Update = Update.MADE) -> Committed:
+        return await self._buffer.committed(trainer_wait_share=trainer_wait_share, update=update)
+
+    async def _checkpoint(self) -> CheckpointedBuffer:
+        return CheckpointedBuffer(snapshot=self._buffer.snapshot(), ledger=START)
 
     async def _snapshot(self) -> BufferSnapshot:
         return self._buffer.snapshot()
@@ -117,6 +186,12 @@ class Generators:
         self._refuses = refuses
         self.num_replicas = num_replicas
         self.hosts = hosts or [(replica,) for replica in range(num_replicas)]
+        self.num_hosts = len(self.hosts)
+        self.table = Monitor(ReplicaTable())
+        """Numbers are ranks: none is ever lost."""
+        for rank in range(num_replicas):
+            host = next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
+            self.table.state.ready(self.table.state.start(rank, str(host)))
         self._is_complete = is_complete
         self._endless = {group_id: asyncio.Event() for group_id in endless}
         self.num_fetches = [0] * len(self.hosts)
@@ -156,15 +231,21 @@ class Generators:
 
     async def respond(
         self, prompt_ids_P: np.ndarray, *, num_samples: int, sampling: SamplingSection, seed: int
-    ) -> tuple[Response, ...]:
+    ) -> tuple[SampledResponse, ...]:
         """The prompt's only token is the reward in tenths."""
         self.seeds.append(seed)
         self.sampled_as.append(sampling)
-        return (Response(str(prompt_ids_P.item() / 10), 3, FinishReason.STOP),) * num_samples
+        response = Response(str(prompt_ids_P.item() / 10), 3, FinishReason.STOP)
+        versions = VersionRange(first=min(self._fetched), last=max(self._fetched))
+        return (
+            SampledResponse(response=response, versions=versions, ids_T=np.zeros(3, np.int32)),
+        ) * num_samples
 
     async def begin_update(self, host: int, manifest: Manifest) -> FetchReport:
         number = self.num_fetches[host]
         self.num_fetches[host] += 1
+        for replica in self.hosts[host]:
+            self.table.state.begin_update(replica, manifest.version)
         is_complete = self._is_complete(host, number)
         if is_complete:
             for replica in self.hosts[host]:
@@ -178,14 +259,35 @@ class Generators:
             fetch_s=0.0,
         )
 
-    async def finish_update(self, host: int, version: int) -> list[SwapReport]:
+    async def finish_update(self, host: int, version: int) -> list[SwappedReplica]:
         for replica in self.hosts[host]:
             assert version == self._fetched[replica]
             self.swapped.append((replica, version))
         swap = SwapReport(
             pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=()
         )
-        return [swap] * len(self.hosts[host])
+        return [SwappedReplica(number=replica, report=swap) for replica in self.hosts[host]]
+
+    def taken(self, number: int) -> None:
+        self.table.change(lambda table: table.updated(number))
+
+    def published(self, version: int) -> None:
+        self.table.change(lambda table: table.published(version))
+
+    def lowest_version(self, host: int) -> int:
+        return self.table.state.lowest_version(str(host))
+
+    async def until_behind(self, host: int) -> None:
+        await self.table.until(lambda table: table.is_behind(str(host)))
+
+    async def until_all_have(self, version: int) -> None:
+        await self.table.until(lambda table: table.all_have(version))
+
+    async def until_served(self, newer_than: int) -> int:
+        return await self.table.until(lambda table: table.served if table.served > newer_than else None)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     async def cancel_groups(self, group_ids: Sequence[int]) -> None:
         self.cancelled += group_ids
@@ -207,7 +309,7 @@ async def score_by_text(task: Task, responses: Sequence[Response]) -> ScoredResp
 
 
 def make_scoring(config: RunConfig) -> GroupScoring:
-    return GroupScoring(score_by_text, config.scorer, limit_s=config.timeouts.score_s)
+    return GroupScoring(score_by_text, config.scorer)
 
 
 class Console:
@@ -276,12 +378,28 @@ class Trainer:
     async def finish_checkpoint(self) -> None:
         return None
 
+    async def is_writing_checkpoint(self) -> bool:
+        return False
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def until_safe(self, step: int) -> None:
+        assert step <= len(self.steps)
+
+    def when_buffers_are_new(self, act: Callable[[], None]) -> None:
+        """They never are."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
 
 class Recorder:
     """Keeps what it is told."""
 
     elapsed_s = 0.0
     console = Console()
+    files: Sequence[JsonLines] = ()
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -292,12 +410,30 @@ class Recorder:
         self.fetches: list[FetchReport] = []
         self.swaps: list[SwapReport] = []
         self.problems: list[str] = []
+        self.outcomes: list[EpisodeOutcome] = []
+        self.live_records: set[int] = set()
+        """Groups whose episodes are held."""
+        self.kept_records: list[int] = []
+        self.forgotten_records: set[int] = set()
 
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         self.accuracies.append(held_out.accuracy)
 
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
         self.rewards += [score.value for score in scores]
+
+    def keep_records(self, group_id: int, outcomes: Sequence[EpisodeOutcome]) -> None:
+        if outcomes:
+            self.live_records.add(group_id)
+            self.kept_records.append(group_id)
+
+    def forget_records(self, group_ids: Iterable[int]) -> None:
+        forgotten = set(group_ids)
+        self.live_records -= forgotten
+        self.forgotten_records |= forgotten
+
+    def record_episodes(self, outcomes: Sequence[EpisodeOutcome]) -> None:
+        self.outcomes += outcomes
 
     def record_publish(self, publish_s: float) -> None:
         self.num_published += 1
@@ -316,6 +452,7 @@ class Recorder:
 
     def record(self, record: StepRecord) -> None:
         self.batches.append(record.batch)
+        self.forget_records(group.group_id for group in record.batch.groups)
         self.counters.append(record.counters)
         if record.held_out is not None:
             self.accuracies.append(record.held_out.accuracy)
@@ -340,25 +477,46 @@ class StartingFleet:
 
     def __init__(self) -> None:
         self.max_token_age: int | None = None
+        self.faults = FaultLog()
 
-    async def start_generators(self, *setup: object) -> Generators:
-        return Generators()
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Start these instead of procs."""
 
-    async def start_scorer(self, config: RunConfig) -> GroupScoring:
-        return make_scoring(config)
+        async def generators(*setup: object) -> Generators:
+            return Generators()
 
-    async def start_buffer(self, config: RunConfig, resumed: BufferSnapshot | None) -> LocalBuffer:
-        return LocalBuffer(config)
+        async def scorer(fleet: object, config: RunConfig) -> GroupScoring:
+            return make_scoring(config)
 
-    async def start_environment(self, config: RunConfig, model_path: Path) -> None:
-        return None
+        async def buffer(
+            fleet: object, config: RunConfig, ledger: Path, resumed: CheckpointedBuffer | None
+        ) -> LocalBuffer:
+            return LocalBuffer(config)
 
-    async def start_trainer(self, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
-        self.max_token_age = setup.max_token_age
-        return Trainer()
+        async def environment(*setup: object, artifacts: Path, serving_file: Path) -> None:
+            return None
 
-    async def connect_weights(self, config: RunConfig, trainer: Trainer, generators: Generators) -> list[str]:
-        return []
+        async def trainer(fleet: object, setup: TrainerSetup, timeouts: TimeoutSection) -> Trainer:
+            self.max_token_age = setup.max_token_age
+            return Trainer()
+
+        async def connect(*roles: object) -> list[str]:
+            return []
+
+        async def recovery(*setup: object, trainer: Trainer, **more: object) -> Trainer:
+            return trainer
+
+        starts = {
+            "start_generators": generators,
+            "start_scorer": scorer,
+            "start_buffer": buffer,
+            "start_environment": environment,
+            "start_trainer": trainer,
+            "start_recovery": recovery,
+            "connect_weights": connect,
+        }
+        for name, start in starts.items():
+            patch.setattr(starting, name, start)
 
 
 def make_problem(number: int) -> Task:
@@ -389,17 +547,30 @@ def make_prepared(
     )
 
 
-def make_roles(prepared: Prepared, trainer: Trainer, generators: Generators, buffer: LocalBuffer) -> Roles:
-    """The generators sample single responses."""
+def make_roles(
+    prepared: Prepared,
+    trainer: Trainer,
+    generators: Generators,
+    buffer: LocalBuffer,
+    groups: GroupSampler | None = None,
+) -> Roles:
+    """The generators sample single responses unless ``groups`` are given."""
     config, scorer = prepared.config, make_scoring(prepared.config)
-    groups = ResponseGroups(
+    groups = groups or ResponseGroups(
         generators,
         scorer,
         prepared.prompts,
         group_size=config.algorithm.group_size,
         sampling=config.sampling,
     )
-    return Roles(trainer=trainer, generators=generators, scorer=scorer, buffer=buffer, groups=groups)
+    return Roles(
+        trainer=trainer,
+        generators=generators,
+        scorer=scorer,
+        buffer=buffer,
+        groups=groups,
+        faults=FaultLog(),
+    )
 
 
 def make_run(
@@ -410,13 +581,14 @@ def make_run(
     recorder: Recorder | None = None,
     held_out: Sequence[Task] = (),
     sets: Mapping[str, list[Task]] | None = None,
+    groups: GroupSampler | None = None,
 ) -> GrpoRun:
     """A run whose loops are the real ones."""
     prepared = make_prepared(config, held_out, sets)
     return GrpoRun(
         config,
         prepared,
-        make_roles(prepared, trainer or Trainer(), generators or Generators(), LocalBuffer(config)),
+        make_roles(prepared, trainer or Trainer(), generators or Generators(), LocalBuffer(config), groups),
         recorder=recorder or Recorder(),
         checkpoints=Path(),
     )

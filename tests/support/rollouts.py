@@ -3,7 +3,7 @@
 import itertools
 
 from forgeasync.rollouts.payload_format import PayloadRef
-from forgeasync.rollouts.rollout import FinishReason, StoredRollout, VersionSpan
+from forgeasync.rollouts.rollout import FinishReason, StoredBranch, StoredRollout, VersionSpan
 
 _payload_ids = itertools.count()
 
@@ -28,11 +28,15 @@ def make_stored_rollout(
     """``spans`` are (version, start, end)."""
     return StoredRollout(
         generator_rank=0,
-        prompt=make_ref(),
-        response=make_ref(),
-        num_prompt_tokens=num_prompt_tokens,
-        num_response_tokens=spans[-1][2],
-        version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
-        text=text,
+        branches=(
+            StoredBranch(
+                prompt=make_ref(),
+                response=make_ref(),
+                num_prompt_tokens=num_prompt_tokens,
+                num_response_tokens=spans[-1][2],
+                version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
+                text=text,
+            ),
+        ),
         finish_reason=finish_reason,
     )

@@ -2,14 +2,18 @@
 
 from pathlib import Path
 
+import yaml
+
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.buffer import PayloadSection
 from forgeasync.config.data import DataSection, ReasoningGymSource
 from forgeasync.config.evaluation import EvaluationSection
 from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.load import dump_config
 from forgeasync.config.model import ModelSection
 from forgeasync.config.run import RunConfig
 from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
+from tests.support.models import write_random_model
 
 
 def tiny_config(folder: Path) -> RunConfig:
@@ -39,3 +43,19 @@ def tiny_config(folder: Path) -> RunConfig:
         payload=PayloadSection(capacity_gib=0.02),
         evaluation=EvaluationSection(num_problems=8),
     )
+
+
+def write_episodes_run(folder: Path) -> Path:
+    """Write a model and the config of a run of two steps; the file. It has no environment yet.
+
+    One trainer proc, kept sets and routing replay on, all rollouts written.
+    """
+    config = yaml.safe_load(dump_config(tiny_config(write_random_model(folder / "model", scale=8.0))))
+    config["trainer"]["parallel"] = {"num_procs": 1}
+    config["sampling"] = {"max_response_tokens": 12, "top_k": 12, "top_p": 0.9, "temperature": 0.8}
+    config["logging"] = {"rollouts_per_step": 100}
+    config["evaluation"] = {"num_problems": 4}
+    config["max_steps"] = 2
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.start_generators import start_generators
+from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.run import RunConfig
@@ -25,6 +27,6 @@ async def start_both(procs: Procs, config: RunConfig, folder: Path) -> tuple[Tra
         lora=config.lora,
     )
     async with asyncio.TaskGroup() as starting:
-        generators = starting.create_task(procs.start_generators(config, facts, folder))
-        trainer = starting.create_task(procs.start_trainer(setup, config.timeouts))
+        generators = starting.create_task(start_generators(procs, config, facts, folder))
+        trainer = starting.create_task(start_trainer(procs, setup, config.timeouts))
     return trainer.result(), generators.result()

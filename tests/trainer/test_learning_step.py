@@ -19,7 +19,13 @@ from forgeasync.rollouts.group_payload import TokenTrace
 from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Step
 from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
-from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items, training_sequence
+from forgeasync.trainer.batch import (
+    TrainingItem,
+    assign_rows,
+    items_of,
+    training_items,
+    training_sequence,
+)
 from forgeasync.trainer.packing import TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
@@ -99,7 +105,7 @@ class Batches:
         behavior = self._logprobs(trainer)
         return trainer.train_step(
             [
-                pack_row([self._sequence(item, behavior[int(item.rollout.text)], trainer) for item in row])
+                pack_row([self._sequence(item, behavior[int(item.branch.text)], trainer) for item in row])
                 for row in rows
             ]
         )
@@ -111,10 +117,9 @@ class Batches:
     def _logprobs(self, trainer: PolicyTrainer) -> list[np.ndarray]:
         zeros = np.zeros(NUM_TOKENS, np.float32)
         items = [
-            TrainingItem(
-                rollout=self._rollout(i, ((0, 0, NUM_TOKENS),)), advantages=whole_response(0.0), weight=1.0
-            )
+            item
             for i in range(NUM_ROLLOUTS)
+            for item in items_of(self._rollout(i, ((0, 0, NUM_TOKENS),)), whole_response(0.0), weight=1.0)
         ]
         with torch.no_grad():
             return [trainer.logprobs(pack_row([self._sequence(i, zeros, trainer)])).numpy() for i in items]
@@ -125,7 +130,7 @@ class Batches:
     def _sequence(
         self, item: TrainingItem, behavior_T: np.ndarray, trainer: PolicyTrainer
     ) -> TrainingSequence:
-        trace = self.traces[int(item.rollout.text)]
+        trace = self.traces[int(item.branch.text)]
         return training_sequence(
             item,
             TokenTrace(

@@ -18,7 +18,7 @@ from forgeasync.config.rules import check_without_model
 from forgeasync.config.trainer import OptimizerSection, TrainerSection
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, split_by_groups
+from forgeasync.trainer.batch import items_of, split_by_groups
 from forgeasync.trainer.packing import PackedRow, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
@@ -230,12 +230,13 @@ def test_minibatches_are_whole_groups_in_order(num_minibatches: int) -> None:
     """Groups of unlike sizes: filters may have left rollouts out."""
     groups = [make_group(texts=texts) for texts in (("a", "b"), ("c",), ("d", "e", "f"), ("g", "h"))]
     items = [
-        TrainingItem(rollout=rollout, advantages=whole_response(0.0), weight=1.0)
+        item
         for group in groups
         for rollout in group.rollouts
+        for item in items_of(rollout, whole_response(0.0), weight=1.0)
     ]
     found = split_by_groups(items, groups, num_minibatches)
-    texts = ["".join(item.rollout.text for item in part) for part in found]
+    texts = ["".join(item.branch.text for item in part) for part in found]
     assert texts == {1: ["abcdefgh"], 2: ["abc", "defgh"], 4: ["ab", "c", "def", "gh"]}[num_minibatches]
 
 

@@ -1,5 +1,6 @@
 """From scored groups to the sequences of a row: signs, order, what a batch is, what is replayed."""
 
+import dataclasses
 import statistics
 
 import numpy as np
@@ -14,7 +15,7 @@ from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.routing import NO_RECORD, RoutedExperts
 from forgeasync.trainer.advantage_spans import TokenPlaces, whole_response
-from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items, training_sequence
+from forgeasync.trainer.batch import assign_rows, items_of, training_items, training_sequence
 from forgeasync.trainer.optimizer import scheduled_learning_rate
 from forgeasync.trainer.packing import TrainingSequence
 from tests.support.buffer_world import make_task
@@ -37,7 +38,7 @@ def algorithm(advantage: Advantage) -> AlgorithmSection:
 
 def advantages_by_text(groups: list[Group], advantage: Advantage) -> dict[str, float]:
     items = training_items(groups, [1.0] * len(groups), algorithm(advantage))
-    return {item.rollout.text: item.advantages[0].value for item in items}
+    return {item.branch.text: item.advantages[0].value for item in items}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,9 @@ def test_items_are_the_rollouts_in_their_order() -> None:
     groups = [make_group(0, (0.0, 1.0)), make_group(1, (1.0, 0.0, 3.0))]
     items = training_items(groups, [1.0, 2.5], algorithm(DrGrpo()))
     assert [item.weight for item in items] == [1.0, 1.0, 2.5, 2.5, 2.5]
-    assert [item.rollout for item in items] == [one for group in groups for one in group.rollouts]
+    assert [item.branch for item in items] == [
+        branch for group in groups for one in group.rollouts for branch in one.branches
+    ]
     assert [item.advantages[0].value for item in items] == pytest.approx([-0.5, 0.5, -1 / 3, -4 / 3, 5 / 3])
 
 
@@ -110,7 +113,7 @@ def sequence_of(
 ) -> TrainingSequence:
     rollout = make_stored_rollout((4, 0, 1), (7, 1, 4), num_prompt_tokens=NUM_PROMPT_TOKENS)
     return training_sequence(
-        TrainingItem(rollout=rollout, advantages=whole_response(-0.75), weight=2.5),
+        items_of(rollout, whole_response(-0.75), weight=2.5)[0],
         TRACE,
         trained_version=7,
         routing_replay=routing_replay,
@@ -147,7 +150,7 @@ def test_a_token_without_a_version_or_newer_than_the_trained_weights_is_a_bug(
     rollout = make_stored_rollout(*spans, num_prompt_tokens=NUM_PROMPT_TOKENS)
     with pytest.raises(AssertionError, match="no newer"):
         training_sequence(
-            TrainingItem(rollout=rollout, advantages=whole_response(0.0), weight=1.0),
+            items_of(rollout, whole_response(0.0), weight=1.0)[0],
             TRACE,
             trained_version=7,
             routing_replay=RoutingReplay.OFF,
@@ -184,3 +187,26 @@ def test_rewards_far_from_zero_are_told_apart(offset: float) -> None:
     group = make_group(0, (offset + 1.0, offset, offset, offset))
     found = [item.advantages[0].value for item in training_items([group], [1.0], algorithm(Grpo()))]
     assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)
+
+
+def test_agents_are_compared_with_themselves() -> None:
+    """Two agents of zero-sum games: each has a baseline of its own, and branches share an advantage."""
+    rewards = (1.0, -1.0, 0.0, 0.0, -1.0, 1.0)
+    group = make_group(0, rewards)
+    rollouts = tuple(
+        dataclasses.replace(
+            rollout, agent=index % 2, episode=index // 2, branches=rollout.branches * (1 + (index == 3))
+        )
+        for index, rollout in enumerate(group.rollouts)
+    )
+    groups = [dataclasses.replace(group, rollouts=rollouts), make_group(1, (5.0, 7.0))]
+    items = training_items(groups, [1.0, 1.0], algorithm(DrGrpo()))
+    found = [item.advantages[0].value for item in items]
+    assert found == [1.0, -1.0, 0.0, 0.0, 0.0, -1.0, 1.0, -1.0, 1.0]
+    # Over the batch: agent 0 has five rewards, agent 1 three.
+    items = training_items(groups, [1.0, 1.0], algorithm(ReinforcePlusPlus()))
+    of_judge = [item.advantages[0].value for item in items if item.branch in rollouts[5].branches]
+    assert of_judge == [pytest.approx(1.0, abs=1e-5)]
+    first = np.array([1.0, 0.0, -1.0, 5.0, 7.0])
+    expected = (1.0 - first.mean()) / (first.std(ddof=1) + 1e-6)
+    assert items[0].advantages[0].value == pytest.approx(expected, abs=1e-5)

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.start_generators import connect_weights
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.model import LoraSection
 from forgeasync.config.run import RunConfig
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, assign_rows
+from forgeasync.trainer.batch import assign_rows, items_of
 from forgeasync.weights.fetcher import FetchReport
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
@@ -49,8 +50,9 @@ async def _train_on_fresh(trainer: TrainerMesh, generators: GeneratorRouter) -> 
     )
     assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
     items = [
-        TrainingItem(rollout=r, advantages=whole_response(1.0 if i % 2 else -1.0), weight=1.0)
+        item
         for i, r in enumerate(answer)
+        for item in items_of(r, whole_response(1.0 if i % 2 else -1.0), weight=1.0)
     ]
     rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
     result = await trainer.train_items([rows], step=1)
@@ -63,7 +65,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
     try:
         trainer, generators = await start_both(fleet, config, folder)
         await trainer.connect(generators)
-        await fleet.connect_weights(config, trainer, generators)
+        await connect_weights(fleet, config, trainer, generators)
         mismatches = [await _train_on_fresh(trainer, generators)]
         fetches = []
         for update in range(NUM_UPDATES):
@@ -72,7 +74,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
             if update < NUM_UPDATES - 1:
                 mismatches.append(await _train_on_fresh(trainer, generators))
         await trainer.save_hf(out / "adapter", source=folder)
-        (replica,) = generators._replicas
+        (replica,) = (one.actor for one in generators.pool.replicas)
         return Seen(parameters=await replica.parameters.call_one(), fetches=fetches, mismatches=mismatches)
     finally:
         await fleet.close()

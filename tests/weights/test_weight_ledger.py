@@ -49,6 +49,29 @@ def test_with_both_slots_read_a_version_is_skipped_and_owed_until_one_is_free() 
     assert publish(ledger, 3) is not None and ledger.is_owing is False
 
 
+def test_of_new_buffers_no_version_can_be_read_and_the_newest_is_owed() -> None:
+    ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
+    publish(ledger, 1)
+    publish(ledger, 2)
+    leased = ledger.acquire(0, newer_than=0, now_s=0.0)
+    assert leased is not None
+    writing = ledger.begin(0.0)
+    assert writing is not None and not ledger.is_owing
+    ledger.forget_committed()
+    assert ledger.newest is None and ledger.is_owing and ledger.can_begin(0.0)
+    assert ledger.acquire(1, newer_than=0, now_s=0.0) is None, "nobody reads what was in the old ones"
+    ledger.release(0)
+    ledger.commit(manifest(3, writing))
+    assert ledger.newest is not None and ledger.newest.version == 3, "written to the new ones"
+    assert publish(ledger, 3) == leased.slot and not ledger.is_owing
+
+
+def test_new_buffers_before_the_first_version_owe_nothing() -> None:
+    ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
+    ledger.forget_committed()
+    assert not ledger.is_owing
+
+
 def test_a_reader_that_died_loses_its_lease_at_the_deadline() -> None:
     ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
     publish(ledger, 1)

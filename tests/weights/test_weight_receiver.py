@@ -8,7 +8,7 @@ import pytest
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.weight_receiver import Install, WeightReceiver
 from forgeasync.generator.weight_route import WeightRoute
-from forgeasync.weights.fetcher import FetchReport
+from forgeasync.weights.fetcher import FetchReport, HostShare
 from forgeasync.weights.manifest import Manifest
 
 
@@ -57,7 +57,7 @@ class Fetcher:
         )
 
 
-async def make_ready(version: int) -> Install:
+async def make_ready(version: int, share: HostShare) -> Install:
     if version == 13:
         raise ValueError("version 13 cannot be merged")
     return lambda core: core.append(version)
@@ -65,7 +65,8 @@ async def make_ready(version: int) -> Install:
 
 def make_receiver(broken: tuple[int, ...] = ()) -> tuple[Engine, WeightReceiver]:
     engine = Engine()
-    return engine, WeightReceiver(engine, Fetcher(broken), make_ready, WeightRoute())
+    share = HostShare(index=0, count=1)
+    return engine, WeightReceiver(engine, Fetcher(broken), make_ready, WeightRoute(), share)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:

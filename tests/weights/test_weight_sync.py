@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup, SampledResponse
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.start_generators import connect_weights
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import RunConfig
-from forgeasync.environments.reward import Response
 from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHosts
 from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
 from forgeasync.rollouts.payload_store import PayloadReader
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.trainer.advantage_spans import whole_response
-from forgeasync.trainer.batch import TrainingItem, assign_rows
+from forgeasync.trainer.batch import assign_rows, items_of
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
@@ -60,7 +60,7 @@ class Measured:
     after: list[Sampled]
     after_metrics: dict[str, float]
     crossing: list[Sampled]
-    seeded: tuple[tuple[str, ...], tuple[str, ...]]
+    seeded: tuple[tuple[SampledResponse, ...], tuple[SampledResponse, ...]]
     payload_files_left: list[Path]
 
 
@@ -68,10 +68,9 @@ async def _train_on(
     trainer: TrainerMesh, generators: GeneratorRouter, samples: list[Sampled]
 ) -> dict[str, float]:
     items = [
-        TrainingItem(
-            rollout=sampled.rollout, advantages=whole_response(1.0 if index % 2 else -1.0), weight=1.0
-        )
+        item
         for index, sampled in enumerate(samples)
+        for item in items_of(sampled.rollout, whole_response(1.0 if index % 2 else -1.0), weight=1.0)
     ]
     rows = assign_rows(items, tokens_per_row=256, num_ranks=trainer.num_data_ranks)
     result = await trainer.train_items([rows], step=1)
@@ -96,7 +95,10 @@ async def _sample_group(
     assert not isinstance(answer, RefusedGroup | CancelledGroup), answer
     reader = PayloadReader(LOCAL_HOST_ID)
     return [
-        Sampled(rollout=r, trace=decode_rollout(reader.read(r.prompt), reader.read(r.response)))
+        Sampled(
+            rollout=r,
+            trace=decode_rollout(reader.read(r.branches[0].prompt), reader.read(r.branches[0].response)),
+        )
         for r in answer
     ]
 
@@ -106,14 +108,14 @@ async def _sample(generators: GeneratorRouter) -> list[Sampled]:
     return [sampled for group in groups for sampled in group]
 
 
-async def _respond(generators: GeneratorRouter) -> tuple[Response, ...]:
+async def _respond(generators: GeneratorRouter) -> tuple[SampledResponse, ...]:
     prompt = np.arange(3, 9, dtype=np.int32)
     return await generators.respond(prompt, num_samples=4, sampling=SAMPLING, seed=7)
 
 
 async def _sync(trainer: TrainerMesh, generators: GeneratorRouter, slot: int = 0) -> None:
     manifest = await trainer.stage_weights(slot)
-    for host in range(len(generators.hosts)):
+    for host in range(generators.num_hosts):
         fetched = await generators.begin_update(host, manifest)
         assert fetched.is_complete, fetched
         await generators.finish_update(host, manifest.version)
@@ -125,7 +127,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
     try:
         trainer, generators = await start_both(fleet, config, folder)
         await trainer.connect(generators)
-        await fleet.connect_weights(config, trainer, generators)
+        await connect_weights(fleet, config, trainer, generators)
         fresh = await _sample(generators)
         fresh_metrics = await _train_on(trainer, generators, fresh)
         for _ in range(1, NUM_UPDATES):
@@ -140,7 +142,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
         is_synced.set()
         crossing = [sampled for task in sampling for sampled in await task]
         await _free(generators, crossing)
-        replica = generators._replicas[0]
+        replica = generators.pool.replicas[0].actor
         parameters = await replica.parameters.call_one()
         after = await _sample(generators)
         after_metrics = await _train_on(trainer, generators, after)
@@ -153,7 +155,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
             after_metrics=after_metrics,
             crossing=crossing,
             seeded=(await _respond(generators), await _respond(generators)),
-            payload_files_left=[file for folder in fleet.payload_folders for file in folder.iterdir()],
+            payload_files_left=[file for folder in fleet.payload_folders for file in folder.glob("*.group")],
         )
     finally:
         await fleet.close()
@@ -195,8 +197,8 @@ def test_every_token_that_matters_is_replayed(measured: Measured) -> None:
 
 
 def test_prompt_records_are_stored_once_a_group(measured: Measured) -> None:
-    prompts = {sampled.rollout.prompt for sampled in measured.fresh}
-    assert len({sampled.rollout.response for sampled in measured.fresh}) == 12
+    prompts = {sampled.rollout.branches[0].prompt for sampled in measured.fresh}
+    assert len({sampled.rollout.branches[0].response for sampled in measured.fresh}) == 12
     assert 3 <= len(prompts) < 6
 
 
@@ -231,7 +233,9 @@ def test_running_sequences_go_on_under_the_new_weights(measured: Measured) -> No
 
 
 def test_sampling_with_a_seed_is_reproducible(measured: Measured) -> None:
-    assert measured.seeded[0] == measured.seeded[1]
+    for first, second in zip(*measured.seeded, strict=True):
+        assert (first.response, first.versions) == (second.response, second.versions)
+        assert first.ids_T.tolist() == second.ids_T.tolist()
 
 
 def test_logprobs_are_those_of_the_sampled_distribution(measured: Measured, folder: Path) -> None:

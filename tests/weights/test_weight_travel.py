@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from forgeasync.actors.generator import RefusedGroup
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.start_generators import connect_weights
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import RunConfig
@@ -148,7 +149,7 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
     fleet = Procs(out / "logs", LocalHosts(trainer_id=case.trainer_host))
     try:
         trainer, generators = await start_both(fleet, config, folder)
-        await fleet.connect_weights(config, trainer, generators)
+        await connect_weights(fleet, config, trainer, generators)
         exchange = WeightExchange(WeightLedger(lease_timeout_s=config.weights.lease_timeout_s))
         fetches: list[FetchReport] = []
         spans: list[tuple[int, ...]] = []
@@ -159,13 +160,13 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
                 load.create_task(_load(generators, is_done, spans))
             async with asyncio.TaskGroup() as work:
                 work.create_task(_publish(trainer, exchange, facts.vocab_size))
-                for host in range(len(generators.hosts)):
+                for host in range(generators.num_hosts):
                     work.create_task(_serve(host, exchange, generators, fetches))
             is_done.set()
         catching_up.cancel()
         await trainer.save_hf(out / "exported", source=folder)
         return Seen(
-            parameters=[await replica.parameters.call_one() for replica in generators._replicas],
+            parameters=[await replica.actor.parameters.call_one() for replica in generators.pool.replicas],
             exported=load_file(out / "exported" / "model-00001-of-00001.safetensors"),
             fetches=fetches,
             span_versions=spans,

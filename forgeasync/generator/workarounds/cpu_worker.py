@@ -12,7 +12,7 @@ from forgeasync.generator.workarounds.cpu_weights import CpuWeights, keep_linear
 from forgeasync.generator.workarounds.load_trace import WorkerTrace, trace_load
 from forgeasync.generator.workarounds.served_adapters import allow_dense_adapters_of_moe
 from forgeasync.weights.copies import StridedCopy, plan_copies
-from forgeasync.weights.fetcher import received_images
+from forgeasync.weights.fetcher import HostShare, received_images
 from forgeasync.weights.layout import WeightLayout
 
 
@@ -49,8 +49,8 @@ class UpdatableCPUWorker(CPUWorker):
         self._weights.plan(copies)
         return copies
 
-    def start_staging(self) -> None:
-        """Begin to fill the shadow parameters from the receive buffer."""
+    def start_staging(self, share: HostShare) -> None:
+        """Begin to fill the shadow parameters, all of them this engine's own, from the receive buffer."""
         self._staging = StagingThread(lambda: self._weights.stage(self._images))
 
     def staging_done(self) -> bool:

@@ -15,11 +15,11 @@ for ever on it. Commands that come after the thread's end fail with ``EngineDead
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.v1.engine import (
@@ -62,6 +62,22 @@ class _Command(Generic[R]):
         self.future.set_exception(EngineDeadError())
 
 
+class StepObserver(Protocol):
+    """Looks on at what the engine does, on its thread, before anybody else knows of it."""
+
+    def request_added(self, request: EngineCoreRequest) -> None:
+        """A request comes into the engine."""
+        ...
+
+    def request_ended(self, request_id: str) -> None:
+        """A request was ended from outside."""
+        ...
+
+    def stepped(self, outputs: EngineCoreOutputs) -> None:
+        """A step has sampled."""
+        ...
+
+
 class InProcessAsyncClient(EngineCoreClient):
     """An ``EngineCoreClient`` for ``AsyncLLM``; has to be built inside the event loop that uses it."""
 
@@ -74,9 +90,11 @@ class InProcessAsyncClient(EngineCoreClient):
         log_stats: bool,
         *,
         salt_with_version: bool,
+        observer: StepObserver | None,
     ) -> None:
         """With ``salt_with_version`` a prefix is served only to requests that start under its version."""
         self._salt_with_version = salt_with_version
+        self._observer = observer
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[_Command[Any]] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
@@ -124,6 +142,8 @@ class InProcessAsyncClient(EngineCoreClient):
         outputs, model_executed = self._core.step_fn()
         self._core.post_step(model_executed=model_executed)
         if outputs and 0 in outputs:
+            if self._observer is not None:
+                self._observer.stepped(outputs[0])
             self._hand_over(outputs[0])
 
     def _hand_over(self, item: EngineCoreOutputs | BaseException) -> None:
@@ -163,6 +183,8 @@ class InProcessAsyncClient(EngineCoreClient):
             # served to a request that starts under new ones.
             if self._salt_with_version:
                 request.cache_salt = core.get_weight_version()
+            if self._observer is not None:
+                self._observer.request_added(request)
             core.add_request(*core.preprocess_add_request(request))
 
         await self.between_steps(add)
@@ -190,6 +212,9 @@ class InProcessAsyncClient(EngineCoreClient):
         """End requests with what they have (engine thread); they finish with vLLM's reason "abort"."""
         ended = list(request_ids)
         core.abort_requests(ended)
+        if self._observer is not None:
+            for one in ended:
+                self._observer.request_ended(one)
         # In its own process the core would send these itself; without them the caller waits for ever.
         outputs = [EngineCoreOutput(one, [], finish_reason=FinishReason.ABORT) for one in ended]
         self._hand_over(EngineCoreOutputs(finished_requests=set(ended), outputs=outputs))
@@ -215,3 +240,27 @@ class InProcessAsyncClient(EngineCoreClient):
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout)
             self._core.shutdown()
+
+
+@contextmanager
+def in_process_core(*, salt_with_version: bool, observer: StepObserver | None) -> Iterator[None]:
+    """``AsyncLLM`` builds its core client through this one static method; see ``InProcessAsyncClient``."""
+    original = EngineCoreClient.make_async_mp_client
+
+    def make(
+        vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object
+    ) -> InProcessAsyncClient:
+        # The rest addresses engine cores in other processes.
+        return InProcessAsyncClient(
+            vllm_config,
+            executor_class,
+            log_stats,
+            salt_with_version=salt_with_version,
+            observer=observer,
+        )
+
+    EngineCoreClient.make_async_mp_client = staticmethod(make)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = original

@@ -22,6 +22,7 @@ from forgeasync.planning.memory.parameters import (
     count_parameters,
     generator_parameters_per_rank,
     merges_adapters,
+    trained_parameters_per_rank,
     trainer_parameters_per_rank,
 )
 from forgeasync.schema.problems import Problem
@@ -48,7 +49,7 @@ def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> It
     counts, generator = count_parameters(facts), config.generator
     weights = generator_parameters_per_rank(config, facts, counts) * BYTES_PER_ELEMENT[generator.dtype]
     kv_cache = round(generator.kv_cache_gib * 2**30)
-    num_engines = generator.num_replicas * generator.tensor_parallel
+    num_engines = generator.num_engines * generator.tensor_parallel
     num_procs = config.trainer.parallel.num_procs
     states = _trainer_state_bytes(config, trainer_parameters_per_rank(config, counts))
     others = num_engines * weights + num_procs * states
@@ -73,6 +74,22 @@ def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> It
     )
 
 
+def check_generator_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
+    """Check that the generators alone, without a trainer, fit this machine's memory."""
+    generator = config.generator
+    num_engines = generator.num_engines * generator.tensor_parallel
+    parameters = generator_parameters_per_rank(config, facts, count_parameters(facts))
+    weights = num_engines * parameters * BYTES_PER_ELEMENT[generator.dtype]
+    kv_cache = num_engines * round(generator.kv_cache_gib * 2**30)
+    if weights + kv_cache > host_bytes:
+        yield Problem(
+            field="generator.kv_cache_gib",
+            value=generator.kv_cache_gib,
+            remedy=f"{num_engines} engine processes need {_gib(weights)} GiB for weights and "
+            f"{_gib(kv_cache)} GiB for KV caches; this machine has {_gib(host_bytes)} GiB available",
+        )
+
+
 def _trainer_state_bytes(config: RunConfig, num_parameters: int) -> int:
     """Bytes on one rank: float32 parameters, gradients and two moments, or a frozen model."""
     if config.lora is not None:
@@ -83,6 +100,9 @@ def _trainer_state_bytes(config: RunConfig, num_parameters: int) -> int:
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g}"
 
+
+NUM_SNAPSHOTS = 2
+"""Snapshots of a trainer rank in shared memory."""
 
 PAYLOAD_HEADER_BYTES = 256
 """Header, table and alignment of the arrays of one payload."""
@@ -110,10 +130,26 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
             num_bytes=version,
             how=f"one {what}, for all replicas of a host",
         ),
+        *_snapshots(config, facts),
         *merged,
         *_host_shadow(config, facts, machine),
         _payload_store(config, facts),
     ]
+
+
+def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of shared memory that snapshots of all trainer ranks take: weights and both moments, twice."""
+    if config.trainer.recovery.snapshot_every_steps is None:
+        return 0
+    trained = trained_parameters_per_rank(config, facts, count_parameters(facts))
+    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * 3 * FLOAT32_BYTES * trained
+
+
+def _snapshots(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:
+    if (num_bytes := snapshot_memory_bytes(config, facts)) == 0:
+        return []
+    how = f"{NUM_SNAPSHOTS} x what is trained and its moments, float32: one whole, one written"
+    return [MemoryItem(name="trainer snapshots, all ranks", num_bytes=num_bytes, how=how)]
 
 
 def _host_shadow(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[MemoryItem]:

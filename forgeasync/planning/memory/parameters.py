@@ -8,6 +8,7 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import EXPERT_TARGETS
 from forgeasync.config.run import RunConfig
 from forgeasync.models.checkpoint_shapes import expected_shapes
+from forgeasync.models.sizes import num_adapter_parameters
 from forgeasync.planning.memory.items import Machine
 
 _REPLICATED = (".mlp.gate.", ".kv_a_proj_with_mqa.", ".q_a_proj.")
@@ -95,6 +96,15 @@ def trainer_parameters_per_rank(config: RunConfig, counts: ParameterCounts) -> i
     # Experts: over ep ranks and then over the fsdp * tensor / ep that are left, or over tensor and fsdp.
     owned = (counts.experts + counts.split) / (fsdp * parallel.tensor) + counts.replicated / fsdp
     return math.ceil(owned)
+
+
+def trained_parameters_per_rank(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
+    """Parameters that one trainer rank trains: its shard, or its part of the adapters."""
+    if config.lora is None:
+        return trainer_parameters_per_rank(config, counts)
+    parallel = config.trainer.parallel
+    num_shards = parallel.data_shard * parallel.context * parallel.tensor
+    return math.ceil(num_adapter_parameters(facts, config.lora) / num_shards)
 
 
 def generator_parameters_per_rank(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:

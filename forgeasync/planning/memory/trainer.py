@@ -3,18 +3,17 @@
 import math
 from dataclasses import dataclass
 
-from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
 from forgeasync.models.sizes import (
     BYTES_PER_ELEMENT,
     LOGITS_CHUNK_TOKENS,
-    num_adapter_parameters,
 )
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem, total_bytes
 from forgeasync.planning.memory.moments import Moment, step_moments
 from forgeasync.planning.memory.parameters import (
     ParameterCounts,
+    trained_parameters_per_rank,
     trainer_parameters_per_rank,
 )
 
@@ -71,7 +70,7 @@ def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> li
     element = BYTES_PER_ELEMENT[config.trainer.dtype]
     items = [MemoryItem(name="parameters", num_bytes=owned * FLOAT32_BYTES, how="float32 masters, own shard")]
     if config.lora is not None:
-        trained = _adapters_per_rank(config, facts, config.lora)
+        trained = trained_parameters_per_rank(config, facts, counts)
         frozen = MemoryItem(
             name="parameters", num_bytes=owned * element, how=f"frozen, in {dtype}, own shard"
         )
@@ -88,10 +87,3 @@ def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> li
         how = f"for algorithm.kl: frozen, in {dtype}, own shard"
         items.append(MemoryItem(name="reference model", num_bytes=owned * element, how=how))
     return items
-
-
-def _adapters_per_rank(config: RunConfig, facts: ModelFacts, lora: LoraSection) -> int:
-    parallel = config.trainer.parallel
-    return math.ceil(
-        num_adapter_parameters(facts, lora) / (parallel.data_shard * parallel.context * parallel.tensor)
-    )

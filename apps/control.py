@@ -1,0 +1,37 @@
+"""Changes a run that goes on.
+
+    python -m apps.control RUN generators=N
+
+RUN is the run's folder. More generators are started beside the others and given groups once they have the
+newest weights; those that are too many end their groups first. Prints what the run answers.
+
+Exit code: 0 if the run has accepted; 1 if not, or if there is no such run.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from forgeasync.controller.control import Refused, ask, parse_change
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m apps.control", description="Changes a run that goes on.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("change", metavar="generators=N", help="how many generators are given groups")
+    arguments = parser.parse_args()
+    try:
+        answer = ask(arguments.run, parse_change(arguments.change))
+    except (Refused, TimeoutError) as problem:
+        print(f"refused: {problem}", file=sys.stderr)
+        return 1
+    if not answer.is_accepted:
+        print(f"refused: {answer.words}", file=sys.stderr)
+        return 1
+    print(f"accepted: {answer.words}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Evaluates a model on the held-out problems and evaluation sets of a config, without training.
+
+    python -m apps.evaluate --config FILE [--config FILE ...] [key.path=value ...]
+        [--model PATH | --base-url URL [--endpoint-model NAME] [--api-key-env NAME]]
+        [--samples N] [--concurrency N] [--out FOLDER]
+
+The model is that of the config, another Hugging Face folder (such as the export of a run,
+runs/x/checkpoints/final), or one behind an OpenAI-compatible endpoint of others. Our own model is sampled by
+generators as in a run; against an endpoint there is neither engine nor GPU. Episodes run in the environment's
+workers, single responses are scored by the rewards of the config.
+
+    sample    have every problem answered --samples times; each rollout is written when it has ended
+    sum up    accuracy, mean score and pass@k of every set, with confidence intervals
+    tell      a table here, summary.json and episodes.jsonl in --out, which python -m apps.show reads
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+from forgeasync.actors.endpoint_sampling import EndpointResponses, NoTrajectories
+from forgeasync.actors.environment import agent_roles
+from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.group_sampling import GroupSampler, HeldOutRollout
+from forgeasync.actors.procs import Procs
+from forgeasync.actors.start_environment import start_environment
+from forgeasync.actors.start_generators import start_generators
+from forgeasync.actors.start_scorer import start_scorer
+from forgeasync.config.load import dump_config, load_config
+from forgeasync.controller.cli import config_parser, exit_code
+from forgeasync.controller.evaluation import sample_problems
+from forgeasync.controller.evaluation_report import EvaluationFolder, problem_scores, summary_table
+from forgeasync.controller.evaluation_setup import (
+    LocalModel,
+    PreparedEvaluation,
+    find_endpoint,
+    prepare_evaluation,
+)
+from forgeasync.controller.starting import connect_groups
+from forgeasync.controller.stopping import run_main
+from forgeasync.environments.sandboxes.build import sandbox_warning
+from forgeasync.observability.console import StepConsole
+from forgeasync.observability.logs import configure_controller_logging, separate_native_output
+from forgeasync.observability.pass_rates import SetSummary, summarize
+from forgeasync.observability.run_dir import RUNS_FOLDER
+
+DEFAULT_CONCURRENCY = 32
+"""Responses or episodes that an endpoint is asked for at once."""
+
+
+class NothingScored(RuntimeError):
+    """No response of any set was scored."""
+
+
+async def evaluate(prepared: PreparedEvaluation, concurrency: int | None) -> None:
+    """Start what samples and scores, evaluate every set, and stop it."""
+    folder = EvaluationFolder.create(prepared.out, dump_config(prepared.config))
+    separate_native_output(folder.log("controller"))
+    configure_controller_logging(folder.log("controller"))
+    start_s = time.perf_counter()
+    summaries: dict[str, SetSummary] = {}
+    with StepConsole(1) as console, folder:
+        console.message(f"evaluating {described(prepared)} into {folder.path}")
+        for warning in prepared.warnings:
+            console.message(f"warning: {warning}")
+        if prepared.config.environment is not None:
+            if (alarm := sandbox_warning(prepared.config.sandbox)) is not None:
+                console.alarm(alarm)
+        procs = Procs(folder.logs.resolve())
+        try:
+            async with procs.naming_deaths(), started(prepared, procs, folder, console) as groups:
+                async with asyncio.TaskGroup() as watching:
+                    watch = watching.create_task(procs.watch())
+                    for name in prepared.sets:
+                        summaries[name] = await evaluate_set(
+                            prepared, name, groups, folder, console, concurrency
+                        )
+                    watch.cancel()
+        finally:
+            console.phase("ending all procs")
+            await procs.close()
+            console.end_phase()
+        folder.write_summary(
+            described(prepared),
+            summaries,
+            wall_s=time.perf_counter() - start_s,
+            warnings=prepared.warnings,
+        )
+        console.message(summary_table(summaries))
+        console.message(f"episodes: python -m apps.show {folder.path}")
+    if all(one.accuracy is None for one in summaries.values()):
+        raise NothingScored(f"no response was scored; {folder.episodes} says why of each")
+
+
+async def evaluate_set(
+    prepared: PreparedEvaluation,
+    name: str,
+    groups: GroupSampler,
+    folder: EvaluationFolder,
+    console: StepConsole,
+    concurrency: int | None,
+) -> SetSummary:
+    """Sample and score all responses to the problems of a set; write each as it ends."""
+    one = prepared.sets[name]
+    if concurrency is None:
+        generator = prepared.config.generator
+        is_ours = isinstance(prepared.model, LocalModel)
+        # As many as the engines decode at once: more would wait there, under the deadline of a request.
+        concurrency = generator.max_num_seqs * generator.num_replicas if is_ours else DEFAULT_CONCURRENCY
+    num_rollouts = len(one.tasks) * one.num_samples
+    console.phase(
+        f"{name}: {len(one.tasks)} problems, {num_rollouts} responses, {concurrency} at once",
+        num_parts=num_rollouts,
+    )
+
+    def on_ended(problem: int, sample: int, rollout: HeldOutRollout) -> None:
+        folder.write(name, problem, sample, one.tasks[problem], rollout)
+        console.part_done()
+
+    rollouts = await sample_problems(
+        one.tasks,
+        groups,
+        sampling=one.sampling,
+        num_samples=one.num_samples,
+        on_ended=on_ended,
+        max_concurrent=concurrency,
+        keeps_record=True,
+    )
+    console.end_phase()
+    return summarize(problem_scores(rollouts, len(one.tasks)), num_samples=one.num_samples)
+
+
+@asynccontextmanager
+async def started(
+    prepared: PreparedEvaluation, procs: Procs, folder: EvaluationFolder, console: StepConsole
+) -> AsyncIterator[GroupSampler]:
+    """Start what the evaluation needs: generators for our own model, workers for an environment, a scorer."""
+    config, model = prepared.config, prepared.model
+    artifacts = folder.artifacts.resolve()
+    console.phase("starting")
+    await procs.open(console.message)
+    if isinstance(model, LocalModel):
+        generators, scorer, environment = await asyncio.gather(
+            start_generators(procs, config, model.facts, model.path),
+            start_scorer(procs, config),
+            start_environment(procs, config, model.path, console.message, artifacts=artifacts),
+        )
+        console.end_phase()
+        yield await connect_groups(config, model.prompts, environment, generators, scorer)
+    elif config.environment is not None:
+        pool = await start_environment(
+            procs, config, Path(), console.message, artifacts=artifacts, endpoint=model
+        )
+        assert pool is not None, "the config has an environment"
+        console.end_phase()
+        yield GroupEpisodes(
+            pool,
+            NoTrajectories(),
+            roles=agent_roles(config.agents),
+            group_size=config.algorithm.group_size,
+            sampling=config.sampling,
+            section=config.episodes,
+            max_lost_per_group=config.generator.max_lost_per_group,
+        )
+    else:
+        scorer = await start_scorer(procs, config)
+        console.end_phase()
+        responses = EndpointResponses(
+            model,
+            scorer,
+            system_prompt=config.data.system_prompt,
+            limit_s=config.timeouts.generate_s,
+        )
+        try:
+            yield responses
+        finally:
+            await responses.close()
+
+
+def described(prepared: PreparedEvaluation) -> str:
+    """Return what is evaluated, in words."""
+    model = prepared.model
+    if isinstance(model, LocalModel):
+        return prepared.config.model.path
+    return f"{model.model} at {model.base_url}"
+
+
+def read_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = config_parser("Evaluates a model on the held-out problems and evaluation sets of a config.")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--model", metavar="PATH", help="Hugging Face folder; default: model.path")
+    models.add_argument("--base-url", metavar="URL", help="endpoint of others, such as http://host:8000/v1")
+    parser.add_argument(
+        "--endpoint-model", metavar="NAME", help="the model's name there; default: the only one that it has"
+    )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the endpoint's key; default: no key"
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="responses to each problem; default: 1, and as sets say"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help=f"most responses at once; default: {DEFAULT_CONCURRENCY} of an endpoint, or what engines decode",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="new folder; default: runs/evaluate-<name>-<time>")
+    arguments = parser.parse_intermixed_args()
+    for name, value in (
+        ("--endpoint-model", arguments.endpoint_model),
+        ("--api-key-env", arguments.api_key_env),
+    ):
+        if value is not None and arguments.base_url is None:
+            parser.error(f"{name}: needs --base-url; a model of ours has neither a name nor a key")
+    if arguments.concurrency is not None and arguments.concurrency < 1:
+        parser.error(f"--concurrency {arguments.concurrency}: must be at least 1")
+    return arguments
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    arguments = read_arguments()
+
+    def run() -> None:
+        config = load_config(arguments.config, arguments.overrides)
+        endpoint = None
+        if arguments.base_url is not None:
+            endpoint = find_endpoint(
+                arguments.base_url, model=arguments.endpoint_model, api_key_variable=arguments.api_key_env
+            )
+        default_out = RUNS_FOLDER / f"evaluate-{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        prepared = prepare_evaluation(
+            config,
+            model=arguments.model,
+            endpoint=endpoint,
+            num_samples=arguments.samples,
+            out=default_out if arguments.out is None else Path(arguments.out),
+        )
+        run_main(evaluate(prepared, arguments.concurrency))
+
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

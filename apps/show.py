@@ -1,0 +1,71 @@
+"""Shows the episodes of a run, or of an evaluation, to people.
+
+    python -m apps.show RUN [NUMBER] [--json]
+
+Without a number: a table of all episodes that the run has written so far (rollouts.jsonl), or that an
+evaluation has kept (episodes.jsonl), each with its number. With one: that episode with all messages, tool
+calls and its verdict; a negative number counts from the end. ``--json`` gives the same as JSON, one object a
+line. Works while a run goes on.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from forgeasync.observability.episode_view import (
+    NoEpisodes,
+    episode_lines,
+    find_file,
+    read_episodes,
+    table,
+)
+from forgeasync.schema.problems import EXIT_REFUSED
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Shows the episodes of a run or an evaluation.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run or of an evaluation")
+    parser.add_argument("number", metavar="NUMBER", type=int, nargs="?", help="number of an episode")
+    parser.add_argument("--json", action="store_true", help="print JSON, one object a line")
+    arguments = parser.parse_args()
+    try:
+        lines = shown(arguments.run, arguments.number, as_json=arguments.json)
+    except NoEpisodes as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    # A pipe or a terminal may know less than UTF-8, and texts of models have everything.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough. Nothing is to be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def shown(folder: Path, number: int | None, *, as_json: bool) -> list[str]:
+    """Return the lines to print.
+
+    Raises:
+        NoEpisodes: the folder has no episodes, or none of this number.
+    """
+    file = find_file(folder)
+    episodes = read_episodes(file)
+    if number is None:
+        if as_json:
+            return [json.dumps(one) for one in episodes]
+        return table(episodes) if episodes else [f"{file} has no episode yet"]
+    if not -len(episodes) <= number < len(episodes):
+        what = f"0 to {len(episodes) - 1}" if episodes else "none: it is empty"
+        raise NoEpisodes(f"NUMBER = {number}; the episodes of {file} are {what}")
+    if as_json:
+        return [json.dumps(episodes[number])]
+    return episode_lines(episodes[number], width=shutil.get_terminal_size((100, 24)).columns)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""The generators of a run as a set that changes: notices those that are gone, and replaces them.
+
+Who waits for whom: a group waits for a healthy generator; ``watch`` waits for nobody and looks at every
+process and heartbeat several times a second. A generator that is gone ends all calls to it with
+``ReplicaLost``; whoever asked goes on elsewhere. The one that replaces it loads its engine beside the run and
+becomes healthy by an update of its weights, which is the serving loop's work.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from forgeasync.actors.deaths import Proc
+from forgeasync.actors.generator_losses import GeneratorLosses
+from forgeasync.actors.replica import LiveReplica, SpawnedReplica
+from forgeasync.config.generator import GeneratorSection
+from forgeasync.faults.fault_log import FaultLog, Role
+from forgeasync.faults.replica_states import ReplicaState, ReplicaTable
+from forgeasync.generator.reports import EngineStats
+from forgeasync.launch.hosts import Host
+from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.rollouts.in_flight_log import InFlightRead
+from forgeasync.waiting import Monitor, comes_within, forget
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between two looks at the generators."""
+
+BEAT_S = 1.0
+"""Seconds between two heartbeats of a generator."""
+
+SUSPECT_SHARE = 0.5
+"""A generator whose answer takes so much of ``generator.heartbeat_s`` gets no new groups until it comes."""
+
+STALL_S = 1.0
+"""A look that comes later than this says that the controller itself stood still, not the generators."""
+
+END_S = 10.0
+"""Time for a killed process to be gone."""
+
+SpawnReplica = Callable[[int, int], Awaitable[SpawnedReplica]]
+"""Starts the process of a rank and of a number, and loads its engine."""
+
+ConnectReplica = Callable[[SpawnedReplica, int], Awaitable[None]]
+"""Connects the generator of a rank, which comes later than others, to the trainer's weights."""
+
+OnChange = Callable[[], Awaitable[None]]
+
+
+class GeneratorsFail(RuntimeError):
+    """Generators cannot be started any more."""
+
+
+class GeneratorPool:
+    """All generators of a run, by rank; a rank's host never changes."""
+
+    def __init__(
+        self,
+        spawn: SpawnReplica,
+        section: GeneratorSection,
+        hosts: Sequence[Host],
+        *,
+        faults: FaultLog,
+        listing: ProcsFile,
+    ) -> None:
+        """``hosts`` says for every rank where it is; the last ``section.num_spares`` begin as spares."""
+        self._spawn = spawn
+        self._section = section
+        self._hosts = list(hosts)
+        self._faults = faults
+        self._listing = listing
+        self.table = Monitor(ReplicaTable())
+        """States of the generators; loops wait for them."""
+        self.connect: ConnectReplica | None = None
+        """How one that joins is connected to the weights; None: weights are not connected."""
+        self._replicas: dict[int, LiveReplica] = {}
+        self._has_started = False
+        self._starting: set[asyncio.Task[None]] = set()
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._num_failed_starts = 0
+        self._failure: Exception | None = None
+        self._looked_s = time.monotonic()
+        self._losses = GeneratorLosses(faults)
+        self._followers: list[OnChange] = []
+        self._pids: dict[int, tuple[Host, int]] = {}
+        """Processes that have been started and not yet seen to be gone, by number."""
+
+    async def start(self) -> None:
+        """Start a generator for each rank.
+
+        Raises:
+            Exception: what kept one of them from starting.
+        """
+        async with asyncio.TaskGroup() as starting:
+            for rank in range(len(self._hosts)):
+                is_spare = rank >= len(self._hosts) - self._section.num_spares
+                starting.create_task(self._start_replica(rank, is_spare=is_spare))
+        self._has_started = True
+
+    @property
+    def replicas(self) -> tuple[LiveReplica, ...]:
+        """Those that have not been lost, by rank."""
+        return tuple(sorted(self._replicas.values(), key=lambda one: one.rank))
+
+    def get(self, number: int) -> LiveReplica | None:
+        """One that has not been lost."""
+        return self._replicas.get(number)
+
+    def at(self, rank: int) -> LiveReplica | None:
+        """The one that has a rank now."""
+        return next((one for one in self._replicas.values() if one.rank == rank), None)
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """Each host of generators once, in the order of ranks."""
+        return tuple({host.id: host for host in self._hosts}.values())
+
+    def host_of(self, rank: int) -> Host:
+        """Where a rank is."""
+        return self._hosts[rank]
+
+    def rank_on_host(self, rank: int) -> int:
+        """Its place among the ranks of its host."""
+        return sum(host.id == self._hosts[rank].id for host in self._hosts[:rank])
+
+    def follow(self, on_change: OnChange) -> None:
+        """Have ``on_change`` called whenever a generator has come or gone."""
+        self._followers.append(on_change)
+
+    async def assigned(self, num_rollouts: int) -> LiveReplica:
+        """Give rollouts to the healthy generator with the fewest, as soon as there is one.
+
+        ``table.ended`` has to follow.
+        """
+        return self._replicas[await self.table.until(lambda table: table.assign(num_rollouts))]
+
+    async def watch(self) -> None:
+        """Look after the generators until cancelled.
+
+        Raises:
+            GeneratorsFail: they cannot be started any more.
+        """
+        self._looked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._failure is not None:
+                raise self._failure
+            self._forgive_own_stall()
+            replicas = self.replicas
+            have_ended = await asyncio.gather(*(one.proc().has_ended() for one in replicas))
+            for replica, has_ended in zip(replicas, have_ended, strict=True):
+                if has_ended:
+                    self.lose(replica, "has died")
+                elif replica.number in self._replicas:
+                    self._look_at_heartbeat(replica)
+
+    def _forgive_own_stall(self) -> None:
+        """Do not hold against generators that this process stood still or was stopped."""
+        now_s = time.monotonic()
+        late_s = now_s - self._looked_s - LOOK_S
+        self._looked_s = now_s
+        if late_s > STALL_S:
+            for replica in self._replicas.values():
+                replica.beat_since_s += late_s
+
+    def _look_at_heartbeat(self, replica: LiveReplica) -> None:
+        now_s, limit_s = time.monotonic(), self._section.heartbeat_s
+        if replica.beat is None:
+            if now_s >= replica.beat_since_s:
+                replica.beat_since_s = now_s
+                replica.beat = asyncio.ensure_future(replica.actor.beat.call_one())
+                replica.beat.add_done_callback(forget)
+        elif replica.beat.done():
+            if replica.beat.exception() is None:
+                self.heard(replica, replica.beat.result())
+                self.table.change(lambda table: table.clear(replica.number))
+            replica.beat, replica.beat_since_s = None, now_s + BEAT_S
+        elif now_s - replica.beat_since_s > limit_s:
+            self.lose(replica, f"has not answered for generator.heartbeat_s = {limit_s:g} s")
+        elif now_s - replica.beat_since_s > SUSPECT_SHARE * limit_s:
+            self.table.change(lambda table: table.suspect(replica.number, "it does not answer"))
+
+    def lose(self, replica: LiveReplica, what: str) -> None:
+        """Give a generator up: all calls to it end, it is killed, and another one is started.
+
+        ``what`` is what is wrong with it, as the rest of a sentence. No news if it is lost already.
+        """
+        if self._replicas.pop(replica.number, None) is None:
+            return
+        known = self.table.state.of(replica.number)
+        if not known.was_healthy:
+            self._count_failed_start(replica.rank, RuntimeError(f"{replica.name} {what}"))
+        is_wanted, is_spare = known.state is not ReplicaState.DRAINING, known.is_spare
+        self.table.change(lambda table: table.lose(replica.number, what))
+        self._losses.count(replica)
+        if replica.beat is not None:
+            replica.beat.cancel()
+        self._listing.remove("generator", replica.rank)
+        fault = self._faults.detected(Role.GENERATOR, replica.name, what)
+        replica.gone.set()
+        promoted = None
+        if is_wanted and not is_spare:
+            promoted = self.table.change(lambda table: table.promote())
+        if not is_wanted:
+            self._faults.recovered(fault, "was to be removed")
+        elif promoted is not None:
+            spare = self._replicas[promoted]
+            self._faults.recovered(fault, f"was replaced by the spare {spare.name}")
+        else:
+            self._losses.wait_for(replica.rank, fault)
+        self._tell_followers()
+        self._in_background(
+            self._starting,
+            self._replace(replica, is_wanted=is_wanted, is_spare=is_spare or promoted is not None),
+        )
+
+    async def _replace(self, replica: LiveReplica, *, is_wanted: bool, is_spare: bool) -> None:
+        left = InFlightRead(groups={}, problem="its host does not answer")
+        try:
+            await self._end(replica.number)
+            left = await self._read_left(replica)
+        finally:
+            # Groups wait for it.
+            replica.left.set_result(left)
+        self._in_background(self._stopping, replica.stop())
+        if is_wanted:
+            await self._start_replica(replica.rank, is_spare=is_spare)
+
+    async def _read_left(self, replica: LiveReplica) -> InFlightRead:
+        """Read what a generator had in flight, now that its process has ended."""
+        if replica.in_flight is None:
+            return InFlightRead(groups={}, problem="it has kept no log (generator.keep_in_flight)")
+        left = await replica.host.read_in_flight(replica.in_flight, sorted(replica.groups))
+        await replica.host.remove_in_flight(replica.in_flight)
+        self._losses.read(left)
+        if left.problem is not None:
+            logger.warning("%s: what it had in flight is lost: %s", replica.name, left.problem)
+        return left
+
+    async def _end(self, number: int) -> None:
+        """Kill a process and wait until it has given everything back, its GPUs among it."""
+        host, pid = self._pids[number]
+        await host.kill(pid)
+        proc = Proc(role="generator", rank=number, pid=pid, host=host)
+        end_s = time.monotonic() + END_S
+        while not await proc.has_ended() and time.monotonic() < end_s:
+            await asyncio.sleep(0.05)
+        self._pids.pop(number, None)
+
+    async def _start_replica(self, rank: int, *, is_spare: bool) -> None:
+        host = self._hosts[rank]
+        number = self.table.change(lambda table: table.start(rank, host.id, is_spare=is_spare))
+        try:
+            spawned = await self._spawn(rank, number)
+            self._pids[number] = (spawned.host, spawned.pid)
+            try:
+                if self.connect is not None:
+                    await self.connect(spawned, rank)
+            except BaseException:
+                await self._end(number)
+                self._in_background(self._stopping, spawned.stop())
+                raise
+        except Exception as error:
+            what = str(error)
+            self.table.change(lambda table: table.lose(number, what))
+            if not self._has_started:
+                raise
+            self._count_failed_start(rank, error)
+            if self._failure is None:
+                logger.warning("generator %d cannot be started; trying again", rank, exc_info=error)
+                self._in_background(self._starting, self._start_replica(rank, is_spare=is_spare))
+            return
+        self._replicas[number] = LiveReplica(
+            number=number,
+            rank=rank,
+            actor=spawned.actor,
+            pid=spawned.pid,
+            host=spawned.host,
+            stop=spawned.stop,
+            in_flight=spawned.in_flight,
+            give_up=self.lose,
+            beat_since_s=time.monotonic(),
+        )
+        self._listing.put("generator", rank, pid=spawned.pid, host=spawned.host.id)
+        self.table.change(lambda table: table.ready(number))
+        self.look_for_healed()
+        self._tell_followers()
+
+    def _count_failed_start(self, rank: int, error: Exception) -> None:
+        self._num_failed_starts += 1
+        if self._num_failed_starts >= self._section.max_restarts:
+            self._failure = GeneratorsFail(
+                f"generator {rank}: {self._num_failed_starts} engines in a row did not come to sample "
+                f"(generator.max_restarts = {self._section.max_restarts}); the last one: {error}"
+            )
+            self._failure.__cause__ = error
+
+    def want(self, num: int, add_place: Callable[[], Host], *, drain_s: float) -> str:
+        """Have so many generators be given groups from now on; returns in words what is done for it.
+
+        More are started at free places, or at those that ``add_place`` makes. Those that are too many get no
+        more groups, and end when theirs have; what goes on after ``drain_s`` is continued elsewhere.
+
+        Raises:
+            ValueError: there is no place for them, or those that are too many are just being started.
+        """
+        working = self.table.state.working
+        if num < len(working):
+            drained = [self._replicas[one.number] for one in working[num:] if one.number in self._replicas]
+            if len(drained) < len(working) - num:
+                raise ValueError("generators that would have to go are just being started; try again later")
+            for replica in drained:
+                self.table.change(lambda table, number=replica.number: table.drain(number, "not wanted"))
+                self._in_background(self._starting, self._retire(replica, drain_s=drain_s))
+            return f"ending {', '.join(replica.name for replica in drained)}"
+        places: list[int] = []
+        free = sorted(set(range(len(self._hosts))) - {one.rank for one in self.table.state.present})
+        for _ in range(num - len(working)):
+            if not free:
+                self._hosts.append(add_place())
+                free.append(len(self._hosts) - 1)
+            places.append(free.pop(0))
+        for rank in places:
+            self._in_background(self._starting, self._start_replica(rank, is_spare=False))
+        return f"starting generators {places}" if places else "there are so many already"
+
+    async def _retire(self, replica: LiveReplica, *, drain_s: float) -> None:
+        number = replica.number
+        await comes_within(drain_s, self.table.until(lambda table: table.of(number).num_live == 0))
+        if self._replicas.pop(number, None) is None:
+            return
+        self.table.change(lambda table: table.remove(number))
+        self._losses.count(replica)
+        if replica.beat is not None:
+            replica.beat.cancel()
+        self._listing.remove("generator", replica.rank)
+        replica.gone.set()
+        self._tell_followers()
+        await self._replace(replica, is_wanted=False, is_spare=False)
+
+    def look_for_healed(self) -> None:
+        """Take note of generators that have become healthy in the place of lost ones."""
+        for replica in self.replicas:
+            if self.table.state.of(replica.number).was_healthy and self._losses.heal(replica):
+                self._num_failed_starts = 0
+
+    def stats(self) -> list[EngineStats]:
+        """What was last heard of every generator; the last entry is of all that were lost together."""
+        return [*(one.stats for one in self.replicas), self._losses.stats]
+
+    def heard(self, replica: LiveReplica, stats: EngineStats) -> None:
+        """Take note of what a generator has counted; a heartbeat does not measure memory."""
+        replica.stats = replace(stats, memory=stats.memory or replica.stats.memory)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return counts and current values under their names in metrics.jsonl."""
+        table = self.table.state
+        return {
+            "generator/num_healthy": table.count(ReplicaState.HEALTHY),
+            "generator/num_suspect": table.count(ReplicaState.SUSPECT),
+            "generator/num_starting": table.count(ReplicaState.STARTING) + table.count(ReplicaState.STALE),
+            "generator/num_lost": table.num_lost,
+            "generator/num_removed": table.num_removed,
+            "faults/tokens_kept_share": self._losses.tokens_kept_share,
+        }
+
+    async def close(self) -> None:
+        """Begin nothing more, and kill those that cannot end by themselves."""
+        for task in (*self._starting, *self._stopping):
+            task.cancel()
+        await asyncio.gather(*self._starting, *self._stopping, return_exceptions=True)
+        now_s = time.monotonic()
+        for replica in self.replicas:
+            is_silent = replica.beat is not None and now_s - replica.beat_since_s > BEAT_S
+            if replica.beat is not None:
+                replica.beat.cancel()
+            if is_silent:
+                # Monarch would wait for its answer.
+                await self._end(replica.number)
+
+    def _tell_followers(self) -> None:
+        for on_change in self._followers:
+            self._in_background(self._stopping, on_change())
+
+    def _in_background(self, tasks: "set[asyncio.Task[None]]", work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._note_failure)
+
+    def _note_failure(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("in the background of the generators", exc_info=error)

@@ -1,0 +1,163 @@
+"""Versions for the generators of one host, which share memory and so take each of them together.
+
+The generators of an update are those that are live when it begins and have an older version. One that is lost
+on the way ends the update for the others too, unless all have staged their shares already; they keep their
+weights, and the next update is made without it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.replica import LiveReplica, ReplicaLost
+from forgeasync.config.run import TimeoutSection
+from forgeasync.generator.reports import SwapReport
+from forgeasync.waiting import DeadlineExceeded, deadline
+from forgeasync.weights.fetcher import FetchReport, HostShare, of_host
+from forgeasync.weights.manifest import Manifest
+
+T = TypeVar("T")
+
+MAX_FAILED_FETCHES = 5
+"""In a row, of one generator, after which it is replaced; each has tried every bad block several times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedReplica:
+    """One generator that samples under a new version."""
+
+    number: int
+    report: SwapReport
+
+
+def named_generators(ranks: Sequence[int]) -> str:
+    """Return how messages call them."""
+    return f"generator{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+class HostUpdates:
+    """The updates of one host's generators, one after the other."""
+
+    def __init__(self, pool: GeneratorPool, host_id: str, timeouts: TimeoutSection) -> None:
+        self._pool = pool
+        self._host_id = host_id
+        self._timeouts = timeouts
+        self._taking_part: tuple[int, ...] = ()
+        """Those of the update under way, or of the last one; by number."""
+        self._num_failed: Counter[int] = Counter()
+        """Fetches in a row that did not arrive, by number."""
+
+    async def begin(self, manifest: Manifest) -> FetchReport | None:
+        """Have the generators fetch a leased version; when this returns the lease may end.
+
+        If a part of it does not arrive, all of them keep their weights. None: there was nobody to fetch it,
+        or one of them was lost meanwhile, and the others keep their weights.
+        """
+        table = self._pool.table
+        numbers = table.state.behind(self._host_id, manifest.version)
+        replicas = [one for one in map(self._pool.get, numbers) if one is not None]
+        if not replicas:
+            return None
+        is_new = numbers != self._taking_part
+        self._taking_part = numbers
+        shares = [HostShare(index=index, count=len(replicas)) for index in range(len(replicas))]
+        table.change(lambda state: state.published(manifest.version))
+        for replica in replicas:
+            table.change(lambda state, number=replica.number: state.begin_update(number, manifest.version))
+        what = f"fetching version {manifest.version}"
+        fetched = await self._of_all(
+            replicas,
+            what,
+            [
+                lambda one=one, share=share: one.actor.begin_update.call_one(
+                    manifest, share if is_new else None
+                )
+                for one, share in zip(replicas, shares, strict=True)
+            ],
+        )
+        reports = [report for report in fetched if report is not None]
+        if len(reports) < len(replicas) or not all(report.is_complete for report in reports):
+            await self._abandon(
+                [one for one, report in zip(replicas, fetched, strict=True) if report is not None]
+            )
+        if len(reports) < len(replicas):
+            return None
+        for replica, report in zip(replicas, reports, strict=True):
+            self._count(replica, report)
+        return of_host(reports)
+
+    async def finish(self, version: int) -> list[SwappedReplica]:
+        """Wait until the generators sample under ``version``, which they have fetched; returns those that do.
+
+        A generator that drains waits for its longest sequence. ``taken`` has to follow for each of them.
+        """
+        replicas = [one for one in map(self._pool.get, self._taking_part) if one is not None]
+        what = f"swapping in version {version}"
+        staged: list[bool | None] = [None]
+        if len(replicas) == len(self._taking_part):
+            # Each stages a part for all: none may swap before the last has staged.
+            staged = await self._of_all(
+                replicas, what, [lambda one=one: _done(one.actor.stage_update.call_one()) for one in replicas]
+            )
+        if None in staged:
+            await self._abandon([one for one in replicas if not one.gone.is_set()])
+            return []
+        swaps = await self._of_all(
+            replicas, what, [lambda one=one: one.actor.finish_update.call_one() for one in replicas]
+        )
+        return [
+            SwappedReplica(number=one.number, report=swap)
+            for one, swap in zip(replicas, swaps, strict=True)
+            if swap is not None
+        ]
+
+    async def _abandon(self, replicas: Sequence[LiveReplica]) -> None:
+        for number in self._taking_part:
+            self._pool.table.change(lambda state, number=number: state.abandon_update(number))
+        await self._of_all(
+            replicas,
+            "giving up a version",
+            [lambda one=one: _done(one.actor.abandon_update.call_one()) for one in replicas],
+        )
+
+    def _count(self, replica: LiveReplica, report: FetchReport) -> None:
+        if report.is_complete:
+            del self._num_failed[replica.number]
+            return
+        self._num_failed[replica.number] += 1
+        if (num_failed := self._num_failed[replica.number]) >= MAX_FAILED_FETCHES:
+            replica.give_up(
+                replica,
+                f"could not fetch weights: {num_failed} fetches in a row did not arrive as their manifests "
+                "say; a lease that is too short (weights.lease_timeout_s) or faulty memory does this",
+            )
+
+    async def _of_all(
+        self, replicas: Sequence[LiveReplica], what: str, calls: Sequence[Callable[[], Awaitable[T]]]
+    ) -> list[T | None]:
+        """Return the answer of each; None of those that were lost, or took too long and were given up."""
+        limit_s = self._timeouts.weights_s + self._timeouts.generate_s
+        key = "timeouts.weights_s + timeouts.generate_s"
+        if what.startswith("fetching"):
+            limit_s, key = self._timeouts.weights_s, "timeouts.weights_s"
+
+        async def one_of_them(replica: LiveReplica, call: Callable[[], Awaitable[T]]) -> T | None:
+            try:
+                async with deadline(limit_s, call=f"generator {replica.rank} {what}", key=key):
+                    return await replica.while_there(call)
+            except ReplicaLost:
+                return None
+            except DeadlineExceeded as late:
+                replica.give_up(replica, f"was too late: {late}")
+                return None
+
+        return list(await asyncio.gather(*map(one_of_them, replicas, calls)))
+
+
+async def _done(call: Awaitable[None]) -> bool:
+    """Tell an answer that says nothing from none."""
+    await call
+    return True

@@ -1,0 +1,24 @@
+"""Starts the replay buffer."""
+
+from pathlib import Path
+
+from forgeasync.actors.buffer import BufferActor
+from forgeasync.actors.procs import Procs
+from forgeasync.config.run import RunConfig
+from forgeasync.launch.hosts import LOCAL_HOST_ID
+from forgeasync.ledger.lines import CheckpointedBuffer
+from forgeasync.waiting import deadline
+
+
+async def start_buffer(
+    procs: Procs, config: RunConfig, ledger: Path, resumed: CheckpointedBuffer | None = None
+) -> BufferActor:
+    """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
+
+    ``ledger`` is the file that says what becomes of prompts.
+    """
+    actor = procs.spawn_here("buffer").spawn("buffer", BufferActor, procs.log_dir)
+    async with deadline(config.timeouts.setup_s, call="setting up the replay buffer", key="timeouts.setup_s"):
+        pid = await actor.setup.call_one(config, ledger, resumed)
+    procs.listing.put("buffer", 0, pid=pid, host=LOCAL_HOST_ID)
+    return actor

@@ -1,0 +1,152 @@
+"""Starts the generators, and connects them to the weights of the trainer."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
+from forgeasync.actors.generator_pool import LOOK_S, GeneratorPool
+from forgeasync.actors.procs import GENERATOR, Procs
+from forgeasync.actors.replica import ReplicaLost, SpawnedReplica
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.model import Dtype
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import RoutingReplay
+from forgeasync.launch.hosts import Host
+from forgeasync.launch.jobs import HostRole
+from forgeasync.rollouts.records import Records
+from forgeasync.waiting import deadline, forget
+from forgeasync.weights.staging import NUM_SLOTS
+from forgeasync.weights.transports.build import build_transport, require_reach
+
+T = TypeVar("T")
+
+
+async def start_generators(
+    procs: Procs, config: RunConfig, facts: ModelFacts, model_path: Path
+) -> GeneratorRouter:
+    """Start the generators, with their engines loaded, behind a router that replaces those that are lost."""
+    section = config.generator
+    capacity_bytes = int(config.payload.capacity_gib * 2**30)
+    procs.hosts.allot(HostRole.GENERATORS, section.num_engines, gpus_per_proc=section.tensor_parallel)
+    hosts = procs.hosts.of_procs(HostRole.GENERATORS, section.num_engines)
+    # All generators together hold no more than that: on every host it is asked for once.
+    ids = [host.id for host in hosts]
+    sizes = [capacity_bytes if ids.index(name) == index else 0 for index, name in enumerate(ids)]
+    folders = procs.payload_folders = await make_folders(hosts, sizes)
+    setup = GeneratorSetup(
+        model_path=model_path,
+        facts=facts,
+        section=section,
+        max_context_length=config.model.max_context_length,
+        seed=config.seed,
+        records=Records(
+            routing=config.trainer.routing_replay is not RoutingReplay.OFF,
+            kept_tokens=config.trainer.keep_sampling_mask and config.sampling.cuts_vocabulary,
+            num_dense_layers=facts.num_dense_layers,
+        ),
+        weights=config.weights,
+        lora=config.lora,
+        payload_capacity_bytes=capacity_bytes,
+    )
+
+    folder_of = dict(zip(ids, folders, strict=True))
+
+    async def spawn(rank: int, number: int) -> SpawnedReplica:
+        # More ranks may be added later.
+        name, host = f"{GENERATOR}{rank}-{number}", pool.host_of(rank)
+        mesh = procs.hosts.spawn_one(HostRole.GENERATORS, name, rank)
+        actor = mesh.spawn(name, GeneratorActor, procs.log_dir, rank)
+        call = f"loading the engine of generator {rank}"
+        pid = 0
+        try:
+            async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+                pid = await actor.pid.call_one()
+                setting_up = actor.setup.call_one(setup, host.id, folder_of[host.id])
+                await _while_running(host, pid, setting_up)
+                in_flight = await actor.in_flight.call_one()
+        except BaseException:
+            if pid:
+                await host.kill(pid)
+            procs.in_background(procs.hosts.stop_one(mesh))
+            raise
+        return SpawnedReplica(
+            actor=actor,
+            pid=pid,
+            host=host,
+            stop=lambda: procs.hosts.stop_one(mesh),
+            in_flight=in_flight,
+        )
+
+    pool = GeneratorPool(spawn, section, hosts, faults=procs.faults, listing=procs.listing)
+    procs.generators = pool
+    call = "loading the generators' engines"
+    async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
+        await pool.start()
+    return GeneratorRouter(pool, config.timeouts, max_lost_per_group=section.max_lost_per_group)
+
+
+async def _while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
+    """Wait for an answer of a process that no pool looks after yet.
+
+    Raises:
+        ReplicaLost: it has ended.
+    """
+    answer = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
+            if not await host.is_running(pid):
+                raise ReplicaLost(f"its process {pid} has ended while it was started")
+        return answer.result()
+    finally:
+        answer.add_done_callback(forget)
+        answer.cancel()
+
+
+async def connect_weights(
+    procs: Procs, config: RunConfig, trainer: TrainerMesh, generators: GeneratorRouter
+) -> list[str]:
+    """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
+
+    Returns in words how engines take versions.
+
+    Raises:
+        ValueError: trainer and engines do not have the same tensors, the transport asked for cannot work,
+            or a host has not enough shared memory.
+    """
+    trainer_hosts = procs.hosts.of_procs(HostRole.TRAINER, trainer.num_procs)
+    generator_hosts = procs.hosts.of_procs(HostRole.GENERATORS, config.generator.num_engines)
+    choice = config.weights.transport
+    transport = build_transport(choice)
+    require_reach(transport, choice, (host.id for host in (*trainer_hosts, *generator_hosts)))
+    await transport.start(procs.spawn_here)
+    # Adapters are small, and merged in float32.
+    dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
+    layout = await trainer.lay_out_weights(dtype)
+    staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
+    receive_buffer = sum(rank.num_bytes for rank in layout.ranks)
+    # The generators of a host share one.
+    received = [
+        receive_buffer * (generators.pool.rank_on_host(rank) == 0) for rank in range(len(generator_hosts))
+    ]
+    folders = await make_folders([*trainer_hosts, *generator_hosts], [*staged, *received])
+    sources = await trainer.open_staging(
+        folders[: trainer.num_procs],
+        choice,
+        generator_hosts=frozenset(host.id for host in generator_hosts),
+    )
+    return await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
+
+
+async def make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:
+    """Make a folder on each host, large enough for all its sizes; return the folder of each entry."""
+    totals: dict[str, int] = {}
+    by_id = {host.id: host for host in hosts}
+    for host, size in zip(hosts, sizes, strict=True):
+        totals[host.id] = totals.get(host.id, 0) + size
+    made = await asyncio.gather(*(by_id[name].make_folder(total) for name, total in totals.items()))
+    folders = dict(zip(totals, made, strict=True))
+    return [folders[host.id] for host in hosts]

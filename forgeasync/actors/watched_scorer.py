@@ -1,0 +1,256 @@
+"""The scorer as its callers see it: one process at a time, looked after and replaced.
+
+Who waits for whom: a call waits while there is no scorer; ``watch`` waits for nobody and looks at the process
+and its heartbeat twice a second. A call whose process is gone ends with ``ScorerLost``; whoever asked decides
+whether to ask again.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+from forgeasync.actors.scorer import ScoredResponses, ScorerActor
+from forgeasync.actors.watched_process import (
+    END_S,
+    Heartbeat,
+    is_running,
+    kill_marked,
+    kill_with_children,
+    until_gone,
+)
+from forgeasync.config.run import ScorerSection
+from forgeasync.environments.reward import Response
+from forgeasync.faults.fault_log import Fault, FaultLog, Role
+from forgeasync.launch.hosts import LOCAL_HOST_ID
+from forgeasync.observability.failures import last_words
+from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.rollouts.score import VerifierCounts
+from forgeasync.rollouts.task import Task
+from forgeasync.waiting import forget
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between two looks at the scorer."""
+
+RETRY_S = 1.0
+"""Seconds between two attempts at starting a scorer."""
+
+
+class ScorerLost(RuntimeError):
+    """The scorer's process was gone before it answered: nothing is known of the responses."""
+
+
+class ScorerFails(RuntimeError):
+    """The scorer ends or cannot be started again and again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SpawnedScorer:
+    """A scorer that has been set up."""
+
+    actor: ScorerActor
+    pid: int
+    mark: str
+    """What the scorer has started carries it, also when the scorer is gone."""
+    isolation: str
+    """What isolates verifiers, in words."""
+    stop: Callable[[], Awaitable[None]]
+    """Give back what Monarch holds of its proc, which may be gone."""
+
+
+SpawnScorer = Callable[[int], Awaitable[SpawnedScorer]]
+"""Starts and sets up a scorer; the number is new for each."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """One process."""
+
+    spawned: SpawnedScorer
+    process: psutil.Process
+    beat: Heartbeat[None]
+    counts: VerifierCounts = field(default_factory=VerifierCounts)
+    """What it has counted since it began, when it was last heard of."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WatchedScorer:
+    """The scorer of a run."""
+
+    def __init__(
+        self,
+        spawn: SpawnScorer,
+        section: ScorerSection,
+        *,
+        limit_s: float,
+        faults: FaultLog,
+        listing: ProcsFile,
+    ) -> None:
+        """``limit_s`` is ``timeouts.score_s``, the deadline of a group, which the scorer keeps.
+
+        No more than ``scorer.max_concurrent`` groups are with it, so that none waits there for longer than
+        that many deadlines: a scorer that takes longer is replaced.
+        """
+        self._backstop_s = limit_s * section.max_concurrent
+        self._spawn = spawn
+        self._section = section
+        self._faults = faults
+        self._listing = listing
+        self._life: _Life | None = None
+        self._next_number = 0
+        self._has_changed = asyncio.Condition()
+        self._starting: asyncio.Task[None] | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._lost: list[psutil.Process] = []
+        """Processes that were killed, or have died, and may take a moment to be gone."""
+        self._lost_counts = VerifierCounts()
+        self._num_restarts_in_a_row = 0
+        self._failure: ScorerFails | None = None
+
+    async def start(self) -> str:
+        """Start the scorer; returns what isolates its verifiers, in words.
+
+        Raises:
+            Exception: what kept it from starting.
+        """
+        self._life = await self._begin()
+        return self._life.spawned.isolation
+
+    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        """Return the score of each response, from the scorer that there is as soon as there is one.
+
+        Raises:
+            ScorerLost: its process was gone before it answered.
+            ScorerFails: there will be no scorer any more.
+            Exception: whatever the scorer raises.
+        """
+        async with self._has_changed:
+            await self._has_changed.wait_for(lambda: self._life is not None or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+        life = self._life
+        assert life is not None
+        scoring = asyncio.ensure_future(life.spawned.actor.score.call_one(task, responses))
+        gone = asyncio.ensure_future(life.gone.wait())
+        try:
+            ended, _ = await asyncio.wait(
+                [scoring, gone], timeout=self._backstop_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not ended:
+                limit = "timeouts.score_s, times scorer.max_concurrent"
+                self._lose(life, f"has not scored a group within {self._backstop_s:g} s ({limit})")
+            if scoring.done() and (error := scoring.exception()) is not None:
+                # A dying scorer's call can fail before its process is seen to be gone.
+                if isinstance(error, SupervisionError):
+                    self._lose(life, "is gone, as a call has shown")
+                elif not is_running(life.process):
+                    await gone
+            if life.gone.is_set():
+                raise ScorerLost(f"the scorer (process {life.process.pid}) was gone before it answered")
+            scored = scoring.result()
+        finally:
+            gone.cancel()
+            scoring.add_done_callback(forget)
+            scoring.cancel()
+        self._num_restarts_in_a_row = 0
+        # Replies can arrive out of order, and counts only rise.
+        life.counts = life.counts.merged(scored.counts)
+        return dataclasses.replace(scored, counts=self._lost_counts + life.counts)
+
+    async def watch(self) -> None:
+        """Look after the scorer until cancelled.
+
+        Raises:
+            ScorerFails: it ends or cannot be started again and again.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._failure is not None:
+                raise self._failure
+            life = self._life
+            if life is None:
+                continue
+            if not is_running(life.process):
+                self._lose(life, "has died")
+            elif life.beat.look():
+                limit = f"scorer.heartbeat_s = {self._section.heartbeat_s:g} s"
+                self._lose(life, f"has not answered for {limit}")
+
+    async def close(self) -> None:
+        """End the scorer with all that it has started, and wait until it is gone, for at most ``END_S``."""
+        tasks = [*self._stopping, *([] if self._starting is None else [self._starting])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._life is not None:
+            self._life.beat.stop()
+            kill_with_children(self._life.process)
+            await asyncio.to_thread(kill_marked, self._life.spawned.mark)
+            self._lost.append(self._life.process)
+        for process in await until_gone(self._lost):
+            logger.warning("the scorer (process %d) still runs %g s after its kill", process.pid, END_S)
+
+    async def _begin(self) -> _Life:
+        number, self._next_number = self._next_number, self._next_number + 1
+        spawned = await self._spawn(number)
+        self._listing.put(Role.SCORER, 0, pid=spawned.pid, host=LOCAL_HOST_ID)
+        return _Life(
+            spawned=spawned,
+            process=psutil.Process(spawned.pid),
+            beat=Heartbeat(spawned.actor.beat.call_one, limit_s=self._section.heartbeat_s),
+        )
+
+    def _lose(self, life: _Life, why: str) -> None:
+        """End a process and have another one started; no news if it was lost already."""
+        if life.gone.is_set():
+            return
+        life.gone.set()
+        assert life is self._life
+        self._life = None
+        life.beat.stop()
+        kill_with_children(life.process)
+        self._lost = [process for process in (*self._lost, life.process) if is_running(process)]
+        self._lost_counts += life.counts
+        who = f"the scorer (process {life.process.pid})"
+        fault = self._faults.detected(Role.SCORER, who, f"{why}: another one starts and scores its groups")
+        self._listing.remove(Role.SCORER, 0)
+        cleaning = asyncio.create_task(_clean_up(life.spawned))
+        self._stopping.add(cleaning)
+        cleaning.add_done_callback(self._stopping.discard)
+        cleaning.add_done_callback(forget)
+        self._starting = asyncio.create_task(self._replace(fault))
+        self._starting.add_done_callback(forget)
+
+    async def _replace(self, fault: Fault) -> None:
+        """Start a scorer in place of a lost one, as often as the budget allows."""
+        reason = f"{fault.who} {fault.what}"
+        while self._num_restarts_in_a_row < self._section.max_restarts:
+            self._num_restarts_in_a_row += 1
+            try:
+                self._life = await self._begin()
+            except Exception as error:
+                reason = f"it could not be started: {last_words(error)}"
+                logger.warning("a scorer could not be started", exc_info=True)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._faults.recovered(fault, f"was replaced by process {self._life.process.pid}")
+                break
+        else:
+            self._failure = ScorerFails(
+                f"the scorer was restarted {self._section.max_restarts} times in a row without a group that "
+                f"it has scored (scorer.max_restarts); at last: {reason}"
+            )
+        async with self._has_changed:
+            self._has_changed.notify_all()
+
+
+async def _clean_up(scorer: SpawnedScorer) -> None:
+    """End what a scorer that is gone has left."""
+    await asyncio.to_thread(kill_marked, scorer.mark)
+    await scorer.stop()

@@ -1,0 +1,99 @@
+"""Rules on environments that come with the package and concern several sections."""
+
+from collections.abc import Iterator
+
+from forgeasync.config.adapters import OpenEnvServer, TextAction, VerifiersServer
+from forgeasync.config.coding import CodingAgent
+from forgeasync.config.data import named_sources
+from forgeasync.config.environments import McpEnvironment, PlayGames, PythonTool
+from forgeasync.config.evaluation import named_sets
+from forgeasync.config.games import GameSource
+from forgeasync.config.run import RunConfig
+from forgeasync.config.serving import ServedEnvironment
+from forgeasync.schema.problems import Problem
+from forgeasync.schema.python_code import PythonCode
+
+
+def check_built_in(config: RunConfig) -> Iterator[Problem]:
+    """Check what environments of the package need of the rest of the config."""
+    yield from _check_games(config)
+    environment = config.environment
+    # Rules on people who are served are in serving_rules.py.
+    if environment is None or isinstance(environment, PythonCode | ServedEnvironment):
+        return
+    if config.agents is not None:
+        yield Problem(
+            field="agents",
+            value=", ".join(config.agents),
+            remedy=f"must be left out: the environment {environment.kind!r} talks to one agent",
+        )
+    # The programs of a Verifiers server decide for themselves whether they offer tools.
+    if isinstance(environment, PlayGames | VerifiersServer):
+        return
+    yield from _check_tools(config, environment)
+
+
+def _check_tools(
+    config: RunConfig, environment: PythonTool | McpEnvironment | CodingAgent | OpenEnvServer
+) -> Iterator[Problem]:
+    needs_no_template, other = False, ""
+    if isinstance(environment, PythonTool):
+        needs_no_template, other = environment.plain_calls is not None, ", or give environment.plain_calls"
+    elif isinstance(environment, OpenEnvServer):
+        needs_no_template = isinstance(environment.action, TextAction)
+        other = ", or environment.action.kind must be 'text'"
+    if not config.data.chat_template and not needs_no_template:
+        yield Problem(
+            field="data.chat_template",
+            value=config.data.chat_template,
+            remedy=f"must be true with environment.kind = {environment.kind!r}, whose tools are told by the "
+            f"chat template{other}",
+        )
+    episodes = config.episodes
+    if episodes.tool_s >= episodes.step_s:
+        yield Problem(
+            field="episodes.tool_s",
+            value=episodes.tool_s,
+            remedy=f"must be less than episodes.step_s = {episodes.step_s:g}: a model can be told "
+            "that a call took too long only while its episode goes on",
+        )
+    if isinstance(environment, McpEnvironment) and environment.start_s >= episodes.setup_s:
+        yield Problem(
+            field="environment.start_s",
+            value=environment.start_s,
+            remedy=f"must be less than episodes.setup_s = {episodes.setup_s:g}, the limit for all that "
+            "precedes the first turn",
+        )
+    # With OpenEnv no turn follows the last round.
+    if isinstance(environment, OpenEnvServer):
+        if environment.max_rounds > episodes.max_turns:
+            yield Problem(
+                field="environment.max_rounds",
+                value=environment.max_rounds,
+                remedy=f"must be at most episodes.max_turns = {episodes.max_turns}",
+            )
+    elif environment.max_rounds >= episodes.max_turns:
+        yield Problem(
+            field="environment.max_rounds",
+            value=environment.max_rounds,
+            remedy=f"must be less than episodes.max_turns = {config.episodes.max_turns}: one more turn "
+            "follows the last round",
+        )
+
+
+def _check_games(config: RunConfig) -> Iterator[Problem]:
+    """Games need somebody who plays them with the model, who in turn can do nothing else."""
+    for source in (*named_sources(config.data), *named_sets(config.evaluation)):
+        is_game = isinstance(source.source, GameSource)
+        if is_game and not isinstance(config.environment, PlayGames | PythonCode):
+            yield Problem(
+                field=f"{source.field}.kind",
+                value=source.source.kind,
+                remedy="needs environment: {kind: game}, which plays the games with the model",
+            )
+        if not is_game and isinstance(config.environment, PlayGames):
+            yield Problem(
+                field=f"{source.field}.kind",
+                value=source.source.kind,
+                remedy="must be 'game' with environment.kind = 'game'",
+            )

@@ -1,0 +1,140 @@
+"""The sections on environments: those that come with the package, and your own."""
+
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from forgeasync.config.adapters import OpenEnvServer, VerifiersServer
+from forgeasync.config.coding import CodingAgent
+from forgeasync.config.data import AnswerPart
+from forgeasync.config.mcp import McpServerName, McpServerSection
+from forgeasync.config.serving import ServedEnvironment
+from forgeasync.schema.python_code import PythonCode
+from forgeasync.schema.section import Seconds, Section
+
+Rounds = Annotated[int, Field(gt=0, le=10_000)]
+
+
+class AnswerMatch(StrEnum):
+    """When an answer is the reference."""
+
+    EXACT = "exact"
+    """Both are the same text, but for white space at the edges."""
+    NUMBER = "number"
+    """Both are decimal numbers of the same value: ``1,200.50`` and ``1200.5``."""
+
+
+class AnswerCheck(Section):
+    """Where the answer stands in the model's last turn, and how it is compared with the task's. Nothing in it
+    is evaluated."""
+
+    prefix: str = ""
+    """The answer is the text after the last occurrence of this prefix; empty: the whole turn."""
+    part: AnswerPart = AnswerPart.ALL
+    """Which part of that text is the answer."""
+    match: AnswerMatch = AnswerMatch.EXACT
+
+
+class PlainCalls(Section):
+    """How a model without a chat template calls the tool: it writes the code between two marks, and the
+    result follows as text.
+
+        [7+8]15          with call_prefix "[" and call_suffix "]"
+    """
+
+    call_prefix: Annotated[str, Field(min_length=1, max_length=100)]
+    """What begins a call; everything after its first occurrence in a turn is the call."""
+    call_suffix: Annotated[str, Field(min_length=1, max_length=100)]
+    """What ends a call and with it the turn. The model's end of a turn ends a call as well."""
+    result_prefix: str = ""
+    """Text before a result. A newline precedes it if the tokenizer has one."""
+    result_suffix: str = ""
+    """Text after a result."""
+    error_text: str | None = None
+    """What takes the place of a result where a call has failed, for a model whose vocabulary has no words for
+    it; null: what went wrong, in words."""
+
+    def call(self, code: str) -> str:
+        """Return what the model writes to call the tool."""
+        return f"{self.call_prefix}{code}{self.call_suffix}"
+
+    def result(self, text: str) -> str:
+        """Return what the model is told of a result, or of what went wrong."""
+        return f"{self.result_prefix}{text}{self.result_suffix}"
+
+    @model_validator(mode="after")
+    def _can_begin(self) -> Self:
+        if self.call_suffix in self.call_prefix:
+            raise PydanticCustomError(
+                "key_of_section",
+                "is {suffix}; must not occur in call_prefix, where it would end the turn",
+                {"key": "call_suffix", "suffix": repr(self.call_suffix)},
+            )
+        return self
+
+
+class PythonTool(Section):
+    """The model answers a task and may run Python in a sandbox meanwhile; variables last from call to call.
+
+    The tool is ``python(code)``. The score is 1 if the answer is that of the task, else 0.
+    """
+
+    kind: Literal["python_tool"]
+    system_prompt: str | None = None
+    """Text of a system message before every task."""
+    max_rounds: Rounds = 8
+    """Most turns that may call the tool; after them the model gets one more turn."""
+    max_result_characters: Annotated[int, Field(gt=0, le=10_000_000)] = 4000
+    """Most characters that the model is told of one call."""
+    answer: AnswerCheck = AnswerCheck()
+    plain_calls: PlainCalls | None = None
+    """Calls as plain text, for models without a chat template; null: calls in the form of the chat
+    template."""
+
+
+class McpEnvironment(Section):
+    """The model answers a task with the tools of MCP servers. The score is 1 if the answer is that of the
+    task, else 0."""
+
+    kind: Literal["mcp"]
+    servers: Annotated[dict[McpServerName, McpServerSection], Field(min_length=1)]
+    """Servers by name. With several, tools are called ``<server>__<tool>``."""
+    start_s: Seconds = 30.0
+    """Time for a server to come up."""
+    system_prompt: str | None = None
+    """Text of a system message before every task."""
+    max_rounds: Rounds = 20
+    """Most turns that may call tools; after them the model gets one more turn."""
+    max_result_characters: Annotated[int, Field(gt=0, le=10_000_000)] = 20_000
+    """Most characters that the model is told of one call."""
+    answer: AnswerCheck = AnswerCheck()
+
+
+class PlayGames(Section):
+    """The model plays games against the environment; the tasks come from sources of kind ``game``."""
+
+    kind: Literal["game"]
+    system_prompt: str | None = None
+    """Text of a system message before every game."""
+    max_illegal_moves: Annotated[int, Field(ge=0, le=1000)] = 3
+    """So many illegal moves are told to the model; one more ends the game with score 0."""
+
+
+EnvironmentSection = Annotated[
+    PythonTool
+    | McpEnvironment
+    | PlayGames
+    | CodingAgent
+    | ServedEnvironment
+    | VerifiersServer
+    | OpenEnvServer
+    | PythonCode,
+    Field(discriminator="kind"),
+]
+
+
+def environment_name(section: EnvironmentSection) -> str:
+    """Return the name of an environment in messages."""
+    return section.factory if isinstance(section, PythonCode) else section.kind

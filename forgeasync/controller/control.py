@@ -1,0 +1,178 @@
+"""Changes of a run that goes on: requests and answers as files in its folder ``control``.
+
+``apps.control`` writes a request under a name of its own; the run looks for requests twice a second, and
+writes an answer beside each. Files get their final names when they are whole.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.procs import Procs
+from forgeasync.config.run import RunConfig
+from forgeasync.launch.hosts import Host
+from forgeasync.launch.jobs import HostRole
+from forgeasync.rollouts.run_folder import is_running
+
+LOOK_S = 0.5
+"""Seconds between two looks for requests."""
+
+ANSWER_S = 60.0
+"""Seconds within which a run that lives answers."""
+
+MAX_GENERATORS = 64
+
+MAX_REQUEST_BYTES = 4096
+
+logger = logging.getLogger(__name__)
+
+_REQUEST = re.compile(r"request-([0-9a-f]{16})\.json")
+
+
+class Refused(ValueError):
+    """The run cannot be changed as asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a run says to a request."""
+
+    is_accepted: bool
+    words: str
+
+
+def parse_change(text: str) -> int:
+    """Return how many generators ``generators=N`` asks for.
+
+    Raises:
+        Refused: it is no such change; names the field, the value and what would be right.
+    """
+    key, separator, value = text.partition("=")
+    if not separator or key != "generators":
+        raise Refused(f"{key!r}: must be generators=N, with N from 1 to {MAX_GENERATORS}")
+    if re.fullmatch(r"[0-9]{1,6}", value) is None:
+        raise Refused(f"generators={value}: must be a whole number from 1 to {MAX_GENERATORS}")
+    return check_generators(int(value))
+
+
+def check_generators(num: object) -> int:
+    """Return ``num`` if so many generators can be asked for.
+
+    Raises:
+        Refused: they cannot.
+    """
+    if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= MAX_GENERATORS:
+        raise Refused(f"generators={num}: must be a whole number from 1 to {MAX_GENERATORS}")
+    return num
+
+
+class ControlDesk:
+    """Answers the requests of one run."""
+
+    def __init__(
+        self, folder: Path, pool: GeneratorPool, *, add_place: Callable[[], Host], drain_s: float
+    ) -> None:
+        """``add_place`` makes a place for one more generator; ``drain_s`` is ``timeouts.generate_s``."""
+        self._folder = folder
+        self._pool = pool
+        self._add_place = add_place
+        self._drain_s = drain_s
+
+    async def loop(self) -> None:
+        """Answer requests until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_S)
+
+    def look(self) -> None:
+        """Answer the requests that there are."""
+        if not self._folder.is_dir():
+            return
+        for file in sorted(self._folder.iterdir()):
+            if (match := _REQUEST.fullmatch(file.name)) is None:
+                continue
+            try:
+                answer = self._answer(file)
+                # First: a request whose answer cannot be written is not answered twice.
+                file.unlink(missing_ok=True)
+                _write_whole(self._folder / f"answer-{match[1]}.json", asdict(answer))
+            except OSError as error:
+                # Whoever asks is told by its own limit; the run goes on.
+                logger.warning("cannot answer %s: %s", file, error)
+
+    def _answer(self, file: Path) -> Answer:
+        try:
+            num = check_generators(_read_request(file))
+            words = self._pool.want(num, self._add_place, drain_s=self._drain_s)
+        except Refused as refused:
+            return Answer(is_accepted=False, words=str(refused))
+        except ValueError as error:
+            return Answer(is_accepted=False, words=f"generators={num}: {error}")
+        return Answer(is_accepted=True, words=f"generators={num}: {words}")
+
+
+def control_desk(folder: Path, procs: Procs, pool: GeneratorPool, config: RunConfig) -> ControlDesk:
+    """Return what answers the requests in a run's folder ``control``."""
+    return ControlDesk(
+        folder,
+        pool,
+        add_place=lambda: procs.hosts.allot_more(
+            HostRole.GENERATORS, gpus_per_proc=config.generator.tensor_parallel
+        ),
+        drain_s=config.timeouts.generate_s,
+    )
+
+
+def _read_request(file: Path) -> object:
+    if file.stat().st_size > MAX_REQUEST_BYTES:
+        raise Refused(f"a request of {file.stat().st_size} bytes: must have at most {MAX_REQUEST_BYTES}")
+    try:
+        request = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Refused(f"a request that is no JSON: {error}") from error
+    if not isinstance(request, dict) or set(request) != {"generators"}:
+        raise Refused('a request must be {"generators": N}')
+    return request["generators"]
+
+
+def ask(run: Path, num_generators: int, *, limit_s: float = ANSWER_S) -> Answer:
+    """Ask the run in a folder for so many generators, and wait for its answer.
+
+    Raises:
+        Refused: there is no run in the folder, or it has ended.
+        TimeoutError: it does not answer within ``limit_s``.
+    """
+    procs = run / "procs.json"
+    try:
+        controller = json.loads(procs.read_text(encoding="utf-8"))["controller"]
+    except FileNotFoundError:
+        raise Refused(f"{run}: must be the folder of a run that goes on; it has no {procs.name}") from None
+    if not is_running(controller):
+        raise Refused(f"{run}: must be the folder of a run that goes on; its process {controller} has ended")
+    folder = run / "control"
+    folder.mkdir(exist_ok=True)
+    name = secrets.token_hex(8)
+    request, answer = folder / f"request-{name}.json", folder / f"answer-{name}.json"
+    _write_whole(request, {"generators": num_generators})
+    end_s = time.monotonic() + limit_s
+    while not answer.exists():
+        if time.monotonic() > end_s or not is_running(controller):
+            request.unlink(missing_ok=True)
+            raise TimeoutError(f"{run}: the run has not answered within {limit_s:g} s, or has ended")
+        time.sleep(0.05)
+    said = json.loads(answer.read_text(encoding="utf-8"))
+    answer.unlink()
+    return Answer(is_accepted=said["is_accepted"], words=said["words"])
+
+
+def _write_whole(file: Path, content: dict[str, object]) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    partial.replace(file)

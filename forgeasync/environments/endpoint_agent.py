@@ -1,0 +1,339 @@
+"""An agent whose model is behind an endpoint of others: OpenAI's Chat Completions, by the openai SDK 3.52.
+
+Nothing of it trains: there are texts, and no tokens. It serves to evaluate models with the environments and
+rewards of a run.
+"""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forgeasync.config.generator import SamplingSection
+from forgeasync.environments.artifacts import EpisodeArtifacts
+from forgeasync.environments.branches import RecordedBranch, recorded_branches, turn_facts
+from forgeasync.environments.conversation import ConversationTree
+from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.environments.environment import (
+    ContextFull,
+    EpisodeInterrupted,
+    EpisodeOver,
+    TooManyTurns,
+    Turn,
+)
+from forgeasync.environments.messages import (
+    BrokenToolCall,
+    Message,
+    NestedTooDeeply,
+    ToolCall,
+    ToolSpec,
+    check_nesting,
+    checked_message,
+    checked_messages,
+    checked_tools,
+)
+from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.rollouts.rollout import FinishReason
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletion
+
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+}
+
+_CONTEXT_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
+"""Of OpenAI and of llama.cpp."""
+
+_CONTEXT_WORDS = re.compile(r"context (length|window|size)|context_length", re.IGNORECASE)
+"""Other servers say it in words; vLLM: "This model's maximum context length is 160 tokens. However, ..."."""
+
+
+def open_client(endpoint: EndpointModel, *, limit_s: float) -> "AsyncOpenAI":
+    """Return a client of the SDK, for one event loop. It takes 20 ms to make.
+
+    Raises:
+        ValueError: the variable with the key is not set.
+    """
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(
+        base_url=endpoint.base_url,
+        api_key=endpoint.api_key(),
+        max_retries=endpoint.max_retries,
+        timeout=limit_s,
+    )
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True, kw_only=True)
+class EndpointAgent:
+    """An ``Agent`` over an endpoint. Each belongs to one episode, and to the event loop that it runs on."""
+
+    endpoint: EndpointModel
+    sampling: SamplingSection
+    limit_s: float
+    """Time for a turn with all its retries: ``timeouts.generate_s``."""
+    max_turns: int
+    name: str = "agent"
+    artifacts: EpisodeArtifacts = field(default_factory=lambda: EpisodeArtifacts(folder=None))
+    on_begin: Callable[[], object] = _nothing
+    """Called when a turn begins."""
+    on_end: Callable[[], object] = _nothing
+    """Called when it has ended, however it did."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Stops the deadlines of the episode."""
+    tool_s: float = 60.0
+    """Time for one call of a tool: ``episodes.tool_s``."""
+    num_rewritten: int = 0
+    num_faulty_calls: int = 0
+    num_from_text: int = 0
+    """Never any, nor the next: no tokens are made here."""
+    num_reserved: int = 0
+    tool_calls: Counter[ToolStatus] = field(default_factory=Counter)
+    tool_calls_s: list[float] = field(default_factory=list)
+    session_counts: Mapping[str, int] = field(default_factory=dict)
+    """Empty: an agent with its own loop talks to the endpoint itself."""
+    has_given_url: bool = False
+    """Whether turns may have been taken that nobody here has seen."""
+    has_hit_length: bool = False
+    has_hit_max_turns: bool = False
+    is_cancelled: bool = False
+    """Never: nothing gives up an episode of an endpoint."""
+    failure: Exception | None = None
+    """Never: an endpoint that fails ends the episode, not the run."""
+    versions: None = None
+    _tree: ConversationTree[dict[str, Any]] = field(default_factory=ConversationTree)
+    """Keeps the facts of the turns."""
+    _num_begun: int = 0
+    _is_closed: bool = False
+    client: "AsyncOpenAI | None" = None
+    """Connections that several agents of one event loop share; None: this agent opens and closes its own."""
+    _own_client: "AsyncOpenAI | None" = None
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns that the model has taken."""
+        return self._tree.num_turns
+
+    @property
+    def tool_limit_s(self) -> float:
+        """See ``Agent``."""
+        return self.tool_s
+
+    def count_tool_call(self, status: ToolStatus, *, took_s: float | None = None) -> None:
+        """See ``Agent``."""
+        self.tool_calls[status] += 1
+        if took_s is not None:
+            self.tool_calls_s.append(took_s)
+
+    @property
+    def base_url(self) -> str:
+        """The endpoint itself: what is asked there is not counted, and is in no record."""
+        self.has_given_url = True
+        return self.endpoint.base_url
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Refused: nothing is known of the endpoint but that it has Chat Completions."""
+        raise ValueError(
+            f"{self.endpoint.base_url} is evaluated by Chat Completions; agents that speak Anthropic's API "
+            "can be evaluated with --model, which starts generators with sessions"
+        )
+
+    @property
+    def api_key(self) -> str:
+        """The endpoint's key."""
+        return self.endpoint.api_key()
+
+    def branches(self) -> list[RecordedBranch]:
+        """Return all conversations, for people."""
+        return recorded_branches(self._tree, lambda facts: facts)
+
+    def keep(self, name: str, data: bytes | str) -> "Path | None":
+        """See ``Agent``."""
+        return self.artifacts.keep(name, data)
+
+    def waiting_for_person(self) -> AbstractContextManager[None]:
+        """See ``Agent``."""
+        return self.waiting()
+
+    def close(self) -> None:
+        """Refuse further turns."""
+        self._is_closed = True
+
+    async def leave(self) -> None:
+        """Close the connections."""
+        client, self._own_client = self._own_client, None
+        if client is not None:
+            await client.close()
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
+        """See ``Agent``.
+
+        Reasoning of earlier turns is not sent back: Chat Completions have no field for it.
+
+        Raises:
+            EpisodeInterrupted: the endpoint could not be reached, refused, failed or took longer than
+                ``timeouts.generate_s``, after all retries; or it answered with something that is no turn.
+            EpisodeOver: the episode has ended.
+        """
+        if self._is_closed:
+            raise EpisodeOver("respond was called after the episode had ended; call it within rollout only")
+        specs = checked_tools(tools)
+        checked = checked_messages(messages)
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens = {max_tokens}; must be at least 1")
+        if self._num_begun >= self.max_turns:
+            self.has_hit_max_turns = True
+            raise TooManyTurns(f"the model has taken {self._num_begun} turns, which is episodes.max_turns")
+        self._num_begun += 1
+        bound = self.sampling.max_response_tokens
+        texts = (*self.sampling.stop, *stop)
+        request: dict[str, Any] = {
+            "model": self.endpoint.model,
+            "messages": [_sent(message) for message in checked],
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "max_tokens": bound if max_tokens is None else min(bound, max_tokens),
+        }
+        if texts:
+            request["stop"] = list(texts)
+        if specs:
+            request["tools"] = [spec.message_form for spec in specs]
+        turn = self._turn(await self._asked(request), texts)
+        self._add(checked, specs, turn)
+        return turn
+
+    async def _asked(self, request: dict[str, Any]) -> "ChatCompletion":
+        """Ask with the SDK's retries, which wait longer each time and as long as the server says."""
+        from openai import APIError
+
+        endpoint = self.endpoint
+        client = self.client or self._own_client
+        if client is None:
+            client = self._own_client = open_client(endpoint, limit_s=self.limit_s)
+        self.on_begin()
+        try:
+            async with asyncio.timeout(self.limit_s):
+                completion: ChatCompletion = await client.chat.completions.create(**request)
+        except TimeoutError:
+            raise EpisodeInterrupted(
+                f"{endpoint.base_url} took longer than timeouts.generate_s = {self.limit_s:g} s"
+            ) from None
+        except APIError as error:
+            if _is_context_full(error):
+                self.has_hit_length = True
+                raise ContextFull(f"{endpoint.base_url}: {error.message}"[:500]) from None
+            words = f"{endpoint.base_url}: {type(error).__name__}: {error.message}"
+            raise EpisodeInterrupted(words[:500]) from None
+        finally:
+            self.on_end()
+        return completion
+
+    def _turn(self, completion: "ChatCompletion", stops: Sequence[str]) -> Turn:
+        """Read an answer, of whose form a server of others assures nothing."""
+        if not completion.choices or completion.usage is None:
+            what = "choice" if not completion.choices else "usage, which says how many tokens it has"
+            raise EpisodeInterrupted(f"{self.endpoint.base_url} answered without a {what}")
+        choice = completion.choices[0]
+        finish_reason = FINISH_REASONS.get(choice.finish_reason)
+        if finish_reason is None:
+            raise EpisodeInterrupted(
+                f"{self.endpoint.base_url} ended a turn with finish_reason {choice.finish_reason!r}; must be "
+                f"one of {', '.join(FINISH_REASONS)}"
+            )
+        calls: list[ToolCall] = []
+        broken: list[BrokenToolCall] = []
+        for number, call in enumerate(choice.message.tool_calls or ()):
+            read = _read_call(call.model_dump(), f"call_{number}")
+            (calls if isinstance(read, ToolCall) else broken).append(read)  # type: ignore[arg-type]
+        self.num_faulty_calls += len(broken)
+        stop_text = (choice.model_extra or {}).get("stop_reason")
+        more = choice.message.model_extra or {}
+        reasoning = more.get("reasoning_content") or more.get("reasoning")
+        return Turn(
+            text=choice.message.content or "",
+            num_prompt_tokens=completion.usage.prompt_tokens,
+            num_tokens=completion.usage.completion_tokens,
+            finish_reason=finish_reason,
+            # Servers like vLLM say which text it was; one of theirs alone would be news to the environment.
+            stop_text=stop_text if stop_text in stops else None,
+            reasoning=reasoning if isinstance(reasoning, str) else None,
+            tool_calls=tuple(calls),
+            broken_tool_calls=tuple(broken),
+        )
+
+    def _add(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], turn: Turn) -> None:
+        found = self._tree.find(messages, tools)
+        self.num_rewritten += found.is_rewritten
+        answered = (*messages, checked_message("turn", turn.message))
+        facts = turn_facts(versions=None, num_tokens=turn.num_tokens, finish_reason=turn.finish_reason)
+        self._tree.add(answered, tools, facts, after=found.after)
+
+
+def _sent(message: Message) -> dict[str, Any]:
+    """A checked message as the endpoint takes it: arguments of calls are text."""
+    sent = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if "tool_calls" in sent:
+        sent["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in sent["tool_calls"]
+        ]
+    return sent
+
+
+def _read_call(call: dict[str, Any], default_id: str) -> ToolCall | BrokenToolCall:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        return BrokenToolCall(text=json.dumps(call)[:2000], problem="is no call of a function with a name")
+    name, written = function["name"], function.get("arguments")
+    text = written if isinstance(written, str) else json.dumps(written)
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        return BrokenToolCall(text=text, problem=f"arguments of {name} are no JSON: {error}")
+    if not isinstance(arguments, dict):
+        return BrokenToolCall(text=text, problem=f"arguments of {name} are no JSON object")
+    try:
+        check_nesting(f"arguments of {name} are", arguments)
+    except NestedTooDeeply as error:
+        return BrokenToolCall(text=text, problem=str(error))
+    return ToolCall(id=call.get("id") or default_id, name=name, arguments=arguments)
+
+
+def _is_context_full(error: Any) -> bool:
+    """Whether an APIError of the SDK says that the conversation is too long."""
+    from openai import BadRequestError
+
+    if not isinstance(error, BadRequestError):
+        return False
+    body = error.body if isinstance(error.body, dict) else {}
+    codes = {str(error.code), str(error.type), str(body.get("code")), str(body.get("type"))}
+    return bool(_CONTEXT_CODES & codes) or _CONTEXT_WORDS.search(error.message) is not None

@@ -1,0 +1,121 @@
+"""Runs a coroutine on an event loop and a thread of its own, so that a blocking call delays nothing else.
+
+A thread cannot be killed. One that is to end is asked three times: its coroutine is cancelled, which reaches
+every await; the processes that it has started are killed, which ends every wait for them; and an exception is
+raised in it, which reaches Python code between two bytecodes. What blocks in C after that stays.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import ctypes
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import psutil
+
+R = TypeVar("R")
+
+
+def kill(processes: Iterable[psutil.Process]) -> int:
+    """Kill processes; return the number of those that still ran."""
+    num_killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                num_killed += 1
+    return num_killed
+
+
+def started_by(native_id: int) -> list[psutil.Process]:
+    """Return the processes that a thread of this process has started and that still run, with all of theirs.
+
+    Empty where the thread has ended: the kernel then no longer says what it has started.
+    """
+    try:
+        started = Path(f"/proc/self/task/{native_id}/children").read_text().split()
+    except OSError:
+        return []
+    found = []
+    for pid in started:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(int(pid))
+            found += [*process.children(recursive=True), process]
+    return found
+
+
+class ThreadCancelled(RuntimeError):
+    """The coroutine was cancelled, by whoever has started it or by itself."""
+
+
+class ThreadInterrupted(BaseException):
+    """Raised in a thread that has not ended after its coroutine was cancelled."""
+
+
+class EpisodeThread(Generic[R]):
+    """One coroutine on a thread. Its methods are called from other threads."""
+
+    def __init__(self, work: Callable[[], Awaitable[R]], *, name: str) -> None:
+        self._work = work
+        self._ended: concurrent.futures.Future[R] = concurrent.futures.Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[R] | None = None
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> "asyncio.Future[R]":
+        """Start the thread; the future, on the caller's loop, ends with the coroutine."""
+        self._thread.start()
+        return asyncio.wrap_future(self._ended)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Cancel the coroutine, wherever it awaits."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._loop is not None and self._task is not None:
+                # A loop that has closed meanwhile needs no cancelling.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes that the thread has started and that still run, with all of theirs."""
+        return [] if self._thread.native_id is None else started_by(self._thread.native_id)
+
+    def interrupt(self) -> None:
+        """Raise an exception in the thread's Python code."""
+        if self._thread.ident is not None and self._thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident), ctypes.py_object(ThreadInterrupted)
+            )
+
+    def _run(self) -> None:
+        try:
+            # Cleaning up after the coroutine can take longer, for instance where calls in further threads
+            # still run; its result does not wait for that.
+            asyncio.run(self._main())
+        except BaseException as error:
+            if not self._ended.done():
+                self._ended.set_exception(error)
+
+    async def _main(self) -> None:
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.current_task()
+        try:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            self._ended.set_result(await self._work())
+        except asyncio.CancelledError:
+            self._ended.set_exception(ThreadCancelled("the coroutine was cancelled"))
+        except BaseException as error:
+            # Whatever the coroutine raises is for whoever waits for it.
+            self._ended.set_exception(error)

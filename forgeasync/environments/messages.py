@@ -1,0 +1,272 @@
+"""Messages of a conversation in the format of chat endpoints, and tool calls in them.
+
+    {"role": "user", "content": "2 + 2 ="}
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function",
+        "function": {"name": "add", "arguments": "{\\"a\\": 2, \\"b\\": 2}"}}]}
+    {"role": "tool", "tool_call_id": "call_0", "content": "4"}
+
+An assistant's message may also carry ``reasoning_content``.
+"""
+
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+"""A message in the format of chat endpoints: ``{"role": "user", "content": "2 + 2 ="}``."""
+
+ASSISTANT = "assistant"
+TOOL = "tool"
+
+MAX_SHOWN = 80
+"""Most characters of a message that an error quotes."""
+
+MAX_DEPTH = 128
+"""How deep objects and lists may be nested in a tool's parameters and in the arguments of a call. Sessions
+take less of their clients."""
+
+_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """A tool as the model is told of it; ``parameters`` is a JSON schema of type object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def message_form(self) -> dict[str, Any]:
+        """The tool as chat endpoints take it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @property
+    def lookup_key(self) -> Hashable:
+        """Equal for equal tools; ``parameters`` must be JSON within ``MAX_DEPTH``."""
+        return self.name, self.description, _frozen(self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model has written out in full. Nothing has checked yet whether such a tool exists."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def message_form(self) -> dict[str, Any]:
+        """The call as it stands in an assistant's message."""
+        arguments = json.dumps(self.arguments, ensure_ascii=False)
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenToolCall:
+    """Something that begins as a tool call and is none: cut off, no JSON, or without a name."""
+
+    text: str
+    """What the model wrote."""
+    problem: str
+    """What is wrong with it, to tell the model."""
+
+
+class NestedTooDeeply(ValueError):
+    """A JSON value is nested more deeply than may be."""
+
+
+def levels(value: object, *, max_depth: int) -> Iterator[list[Any]]:
+    """Yield the values of a JSON value by their depth, keys of objects included: first ``value`` itself.
+
+    Does not recurse, so that nothing that is nested can exhaust the stack.
+
+    Raises:
+        NestedTooDeeply: when there are more than ``max_depth`` levels.
+    """
+    level: list[Any] = [value]
+    for _ in range(max_depth):
+        yield level
+        objects = [one for one in level if isinstance(one, Mapping)]
+        lists = [one for one in level if isinstance(one, list | tuple)]
+        level = [child for one in objects for pair in one.items() for child in pair]
+        level += [child for one in lists for child in one]
+        if not level:
+            return
+    raise NestedTooDeeply(f"nested deeper than {max_depth}")
+
+
+def check_nesting(what: str, value: object) -> None:
+    """Refuse a JSON value that is nested deeper than ``MAX_DEPTH``; ``what`` says whose it is.
+
+    Raises:
+        NestedTooDeeply: it is.
+    """
+    try:
+        for _ in levels(value, max_depth=MAX_DEPTH):
+            pass
+    except NestedTooDeeply as error:
+        # Not quoted: representing it could recurse too deeply.
+        raise NestedTooDeeply(f"{what} {error}") from None
+
+
+def checked_tools(tools: Sequence[ToolSpec] | None) -> tuple[ToolSpec, ...]:
+    """Return the tools that a model is told of.
+
+    Raises:
+        ValueError: parameters of one are nested deeper than ``MAX_DEPTH``; names the tool.
+    """
+    specs = tuple(tools or ())
+    for index, tool in enumerate(specs):
+        check_nesting(f"tools[{index}], {show(tool.name)}: its parameters are", tool.parameters)
+    return specs
+
+
+def checked_messages(messages: str | Sequence[Message]) -> tuple[Message, ...]:
+    """Return copies of the messages in one form: a string is one user message, arguments are objects.
+
+    Raises:
+        ValueError: a message is malformed, or there is none, or the last one is the model's; names it.
+    """
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages must be a list of messages or a string, not {show(messages)}")
+    if not messages:
+        raise ValueError("messages is empty; must have at least one message that the model answers to")
+    copies = tuple(checked_message(f"messages[{index}]", one) for index, one in enumerate(messages))
+    if copies[-1]["role"] == ASSISTANT:
+        raise ValueError(
+            f"messages[{len(copies) - 1}], the last one, has role {ASSISTANT!r}; must be what the model "
+            "answers to"
+        )
+    return copies
+
+
+def checked_message(where: str, message: object) -> Message:
+    """Return a copy of one message in the form that ``is_same_message`` compares.
+
+    Raises:
+        ValueError: it is malformed; names ``where``.
+    """
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} is {show(message)}; must read {{'role': 'user', 'content': '...'}}")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"{where}: its 'role' is {show(message.get('role'))}; must be a string")
+    if unknown := message.keys() - _KEYS:
+        raise ValueError(f"{where} has {show(sorted(unknown))}; must have no other keys than {sorted(_KEYS)}")
+    copy = {key: value for key, value in message.items() if value is not None}
+    calls = copy.get("tool_calls", [])
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise ValueError(f"{where}: its 'tool_calls' is {show(calls)}; must be a list")
+    # Chat endpoints send null where an assistant only calls tools.
+    copy["content"] = _text(where, copy.get("content", "" if calls else None))
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if key in copy and not isinstance(copy[key], str):
+            raise ValueError(f"{where}: its {key!r} is {show(copy[key])}; must be a string")
+    if calls:
+        copy["tool_calls"] = [
+            _checked_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)
+        ]
+    else:
+        copy.pop("tool_calls", None)
+    return copy
+
+
+def is_same_message(ours: Message, theirs: Message) -> bool:
+    """Whether ``theirs``, handed back by whoever leads the conversation, is our message ``ours``.
+
+    Many clients drop the reasoning of an assistant's message and the ids of its tool calls: a message
+    without them is the same. Everything that is there must be equal.
+    """
+    if ours["role"] != theirs["role"] or ours["content"] != theirs["content"]:
+        return False
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if key in theirs and ours.get(key) != theirs[key]:
+            return False
+    own_calls, their_calls = ours.get("tool_calls", ()), theirs.get("tool_calls", ())
+    return len(own_calls) == len(their_calls) and all(
+        own["function"] == other["function"] and ("id" not in other or other["id"] == own.get("id"))
+        for own, other in zip(own_calls, their_calls, strict=True)
+    )
+
+
+def lookup_key(message: Message) -> Hashable:
+    """Return what all messages have in common that ``is_same_message`` calls the same: all but what clients
+    may drop. Messages with different keys are never the same."""
+    calls = tuple(
+        (call["function"]["name"], _frozen(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    )
+    return message["role"], message["content"], calls
+
+
+def show(value: object) -> str:
+    """Return the beginning of a value's representation, for an error."""
+    try:
+        shown = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to be shown"
+    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+
+
+def _frozen(value: object) -> Hashable:
+    """Return a hashable value that is equal for equal JSON values."""
+    match value:
+        case Mapping():
+            return frozenset((key, _frozen(one)) for key, one in value.items())
+        case list() | tuple():
+            return tuple(_frozen(one) for one in value)
+        case None | bool() | int() | float() | str():
+            return value
+    # No JSON, which an environment may pass nonetheless: left to the comparison that follows.
+    return type(value)
+
+
+def _text(where: str, content: object) -> str:
+    """The text of a message's content, which may be a list of text parts."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = []
+        for part in content:
+            if (
+                not isinstance(part, Mapping)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                raise ValueError(
+                    f"{where}: its 'content' has {show(part)}; must have parts of type 'text' only"
+                )
+            parts.append(part["text"])
+        return "".join(parts)
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: its 'content' is {show(content)}; must be a string")
+    return content
+
+
+def _checked_call(where: str, call: object) -> Mapping[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"{where} is {show(call)}; must read {{'id': ..., 'type': 'function', 'function': "
+            "{'name': ..., 'arguments': ...}}"
+        )
+    assert isinstance(call, Mapping)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except RecursionError:
+            raise NestedTooDeeply(f"{where}: its arguments are nested deeper than {MAX_DEPTH}") from None
+        except ValueError as error:
+            raise ValueError(f"{where}: its arguments {show(arguments)} are no JSON: {error}") from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where}: its arguments are {show(arguments)}; must be an object")
+    check_nesting(f"{where}: its arguments are", arguments)
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {
+        **identity,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments)},
+    }

@@ -1,0 +1,165 @@
+"""The supervisor of a box: starts a process for every call, reaps, and keeps watch over memory and processes.
+
+It reads nothing that a box's own code has written. That code has the same user and may kill or stop it: then
+the host ends the box, whose first process is out of its reach.
+"""
+
+from __future__ import annotations
+
+import _signal
+import _socket
+import os
+import select
+import sys
+import time
+
+from . import calls, setup, tree, wire
+
+TYPE_CHECKING = False  # typing itself takes 13 ms to import
+if TYPE_CHECKING:
+    from typing import Any
+
+WATCH_INTERVAL_S = 0.05
+_END_LIMIT_S = 0.3
+
+
+def serve(control: Any, settings: dict[str, Any]) -> None:
+    """Serve the host, in a box that has been set up."""
+    control.sendall(wire.READY)
+    Supervisor(control, settings).run()
+
+
+def tell_failure(control: Any, error: Exception) -> None:
+    """Tell the host why a box could not be set up."""
+    control.sendall(wire.FAILED_SETUP + f"{type(error).__name__}: {error}".encode())
+
+
+def _receive(sock: Any, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            sys.exit(0)
+        data += part
+    return data
+
+
+class Supervisor:
+    """The loop of the supervisor."""
+
+    def __init__(self, control: Any, settings: dict[str, Any]) -> None:
+        self._control = control
+        self._settings = settings
+        self._calls: dict[int, int] = {}
+        """Number of the call by the id of its process."""
+        self._next_watch = 0.0
+        self._pid = os.getpid()
+        self._wake_up, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        _signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGCHLD, lambda number, frame: None)
+
+    def run(self) -> None:
+        """Serve until the host closes the control socket."""
+        poll = select.poll()
+        poll.register(self._control.fileno(), select.POLLIN)
+        poll.register(self._wake_up, select.POLLIN)
+        while True:
+            watching = self._settings["isolated"] and bool(self._calls)
+            for fd, _ in poll.poll(WATCH_INTERVAL_S * 1000 if watching else None):
+                if fd == self._wake_up:
+                    os.read(self._wake_up, 4096)
+                elif not self._serve_ask():
+                    self._end_all(wire.LOST_ASKED)
+                    return
+            self._reap()
+            if watching and time.monotonic() >= self._next_watch:
+                self._watch()
+                self._next_watch = time.monotonic() + WATCH_INTERVAL_S
+
+    def _serve_ask(self) -> bool:
+        data, ancillary, _, _ = self._control.recvmsg(
+            wire.ASK.size, _socket.CMSG_LEN(4), _socket.MSG_CMSG_CLOEXEC
+        )
+        if not data:
+            return False
+        ask, number = wire.ASK.unpack(data + _receive(self._control, wire.ASK.size - len(data)))
+        if ask == wire.ASK_END_ALL:
+            self._end_all(wire.LOST_ASKED)
+            return True
+        (_, _, fds) = ancillary[0]
+        call_fd = int.from_bytes(fds[:4], sys.byteorder)
+        try:
+            pid = os.fork()
+        except OSError:
+            self._tell_lost(number, wire.LOST_NO_PROCESS)
+            os.close(call_fd)
+            return True
+        if pid == 0:
+            self._become_call(call_fd)
+        os.close(call_fd)
+        self._calls[pid] = number
+        return True
+
+    def _become_call(self, call_fd: int) -> None:
+        code = 1
+        try:
+            _signal.set_wakeup_fd(-1)
+            _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+            for fd in (self._wake_up, self._woken):
+                os.close(fd)
+            self._control.detach()
+            calls.serve(_socket.socket(fileno=call_fd), self._settings)
+            code = 0
+        finally:
+            # Whatever was raised: this process must not go on as a second supervisor.
+            os._exit(code)
+
+    def _reap(self) -> None:
+        tampered = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid in self._calls and status == 0:
+                del self._calls[pid]
+            tampered |= pid in self._calls
+        if tampered:
+            # What that call has started has lost its watcher, and cannot be told from other calls' processes.
+            self._end_all(wire.LOST_TAMPERED)
+
+    def _watch(self) -> None:
+        pids = [pid for pid in tree.all_pids() if pid != self._pid]
+        most_bytes = self._settings["memory_bytes"]
+        if len(pids) > self._settings["max_processes"] + setup.RESERVED_PROCESSES:
+            self._end_all(wire.LOST_PROCESSES)
+        elif (
+            tree.resident_bytes(pids, shared_once=False) > most_bytes
+            and tree.resident_bytes(pids, shared_once=True) > most_bytes
+        ):
+            self._end_all(wire.LOST_MEMORY)
+
+    def _end_all(self, cause: int) -> None:
+        if self._settings["isolated"]:
+            tree.end_all_of_namespace()
+            try:
+                while True:
+                    os.waitpid(-1, 0)
+            except ChildProcessError:
+                pass
+        else:
+            try:
+                tree.end_descendants(_END_LIMIT_S)
+            except tree.StillRunning:
+                pass  # Nothing stronger is left without a namespace: docs/sandboxes.md says so.
+        lost, self._calls = self._calls, {}
+        for number in lost.values():
+            self._tell_lost(number, cause)
+
+    def _tell_lost(self, number: int, cause: int) -> None:
+        try:
+            self._control.sendall(wire.LOST.pack(number, cause))
+        except OSError:
+            return  # The host is gone, and the loop ends with its next look at the socket.

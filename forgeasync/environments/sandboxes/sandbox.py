@@ -1,0 +1,168 @@
+"""``fa.Sandbox``: a box for code that nobody vouches for."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from forgeasync.config.sandbox import Bubblewrap, SandboxSection
+from forgeasync.environments.sandboxes.backend import PythonSession, SandboxBackend, Shell
+from forgeasync.environments.sandboxes.build import build_backend
+from forgeasync.environments.sandboxes.results import ExecResult, SandboxClosed
+from forgeasync.schema.section import MAX_SECONDS
+
+MAX_READ_BYTES = 64 * 2**20
+_DEFAULT = Bubblewrap()
+MAX_COMMAND_BYTES = 100_000
+"""The kernel takes 128 KiB for one argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    """Files that a box has given back."""
+
+    files: dict[str, bytes]
+    """Content by declared path."""
+    missing: tuple[str, ...]
+    """Declared paths at which there was no file."""
+
+
+class Sandbox:
+    """A box in which commands run, isolated from the host and limited in what they use.
+
+        async with fa.Sandbox(fa.Bubblewrap(memory_mib=512)) as box:
+            await box.write("answer.py", b"print(6 * 7)")
+            result = await box.exec(["python3", "answer.py"], timeout_s=5)
+            assert result.stdout == "42\\n"
+
+    Commands start in ``/work``, the workspace; ``/work``, ``/tmp`` and ``/dev/shm`` can be written to. Files
+    last as long as the box. What a command leaves running ends with it; background processes last in a
+    session (``shell``, ``python``), until that ends. Calls and sessions of a box may run concurrently, all on
+    the event loop that has entered it; other boxes may live on other loops. A call that is cancelled is
+    killed.
+
+    With Docker, Podman and backends of your own these rules hold as far as docs/sandboxes.md says.
+    """
+
+    def __init__(self, section: SandboxSection = _DEFAULT, *, workspace: str | Path | None = None) -> None:
+        """``section`` is the config's ``sandbox`` section; ``workspace`` a folder that the box starts with a
+        copy of."""
+        self._section = section
+        self._workspace = None if workspace is None else Path(workspace)
+        self._backend: SandboxBackend | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start the box.
+
+        Raises:
+            SandboxUnavailable: it cannot be started here; the text says why and what helps.
+        """
+        if self._backend is not None:
+            raise SandboxClosed("a box can be entered once; make another Sandbox")
+        self._backend = build_backend(self._section)
+        await self._backend.start(self._workspace)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def exec(self, command: str | Sequence[str], *, timeout_s: float) -> ExecResult:
+        """Run a command: text for ``sh -c``, or a program with its arguments.
+
+        After ``timeout_s`` it and everything that it has started are killed. Standard input is empty.
+
+        Raises:
+            ValueError: no command, a zero byte in it, a deadline that is not positive.
+            SandboxClosed: the box is closed.
+            SandboxError: the box has no room for another process.
+        """
+        arguments = ["sh", "-c", command] if isinstance(command, str) else list(command)
+        _check_arguments(arguments)
+        return await self._open_backend.exec(arguments, timeout_s=_check_seconds(timeout_s))
+
+    async def read(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
+        """Return the content of a file. Links are followed as the box's own processes would: never to a file
+        of the host.
+
+        Raises:
+            FileNotFoundError: there is none.
+            FileTooLarge: it has more than ``max_bytes``.
+            SandboxError: it is no file, or the box may not read it.
+        """
+        return await self._open_backend.read(_check_path(path), max_bytes=max_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, and the folders above it where they are missing.
+
+        Raises:
+            SandboxError: the box may not, or has no room.
+        """
+        await self._open_backend.write(_check_path(path), data)
+
+    async def artifacts(self, paths: Sequence[str], *, max_bytes: int = MAX_READ_BYTES) -> Artifacts:
+        """Read declared files, at most ``max_bytes`` each, to hand them to another box.
+
+        Raises:
+            FileTooLarge, SandboxError: as ``read``.
+        """
+        files: dict[str, bytes] = {}
+        for path in paths:
+            try:
+                files[path] = await self.read(path, max_bytes=max_bytes)
+            except FileNotFoundError:
+                continue
+        return Artifacts(files=files, missing=tuple(path for path in paths if path not in files))
+
+    async def shell(self) -> Shell:
+        """Start a shell session: directory, variables and background processes last from run to run.
+
+        Raises:
+            SandboxError: the box cannot start one.
+        """
+        return await self._open_backend.shell()
+
+    async def python(self) -> PythonSession:
+        """Start a Python session: variables last from run to run, and the last line's value is returned.
+
+        Raises:
+            SandboxError: the box cannot start one.
+        """
+        return await self._open_backend.python()
+
+    async def close(self) -> None:
+        """End the box with all its processes and files; may be called again."""
+        if self._backend is not None:
+            await self._backend.close()
+
+    @property
+    def _open_backend(self) -> SandboxBackend:
+        if self._backend is None:
+            raise SandboxClosed("the box has not been entered: async with fa.Sandbox() as box")
+        return self._backend
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    if not arguments or not all(isinstance(one, str) for one in arguments):
+        raise ValueError("command must be text, or a list of texts that begins with the program")
+    for one in arguments:
+        if "\0" in one or len(one.encode("utf-8", "surrogateescape")) > MAX_COMMAND_BYTES:
+            raise ValueError(
+                f"command has an argument with a zero byte or more than {MAX_COMMAND_BYTES} bytes; write it "
+                "to a file of the box and run that"
+            )
+
+
+def _check_seconds(timeout_s: float) -> float:
+    if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_SECONDS):
+        raise ValueError(f"timeout_s = {timeout_s}: must be above 0 and at most {MAX_SECONDS:.0f} seconds")
+    return float(timeout_s)
+
+
+def _check_path(path: str) -> str:
+    if not path or "\0" in path:
+        raise ValueError(f"path = {path!r}: must be the path of a file, without zero bytes")
+    return path

@@ -1,0 +1,237 @@
+"""Chat Completions: ``POST /v1/chat/completions`` as openai 3.52 speaks it.
+
+Reasoning stands in ``reasoning_content``, where other servers of open models have it: the API has no field
+for it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from forgeasync.environments.environment import Turn
+from forgeasync.environments.messages import ASSISTANT, TOOL, Message
+from forgeasync.environments.sessions.asked import Asked, Reply, openai_error, pieces, sse
+from forgeasync.environments.sessions.fields import (
+    Fields,
+    Json,
+    checked_arguments,
+    checked_text,
+    joined_text,
+    make_tool,
+    read_stops,
+    read_tools,
+    wrong,
+)
+from forgeasync.environments.sessions.openai_fields import (
+    check_common_fields,
+    read_stream_options,
+    read_tool_choice,
+)
+from forgeasync.environments.sessions.problems import RequestError
+from forgeasync.environments.sessions.shown_turns import shown
+from forgeasync.rollouts.rollout import FinishReason
+
+MAX_TURNS = 128
+"""Most turns of one request, ``n``; the API has the same bound."""
+
+_NOT_HONOURED = (
+    "frequency_penalty",
+    "logit_bias",
+    "min_p",
+    "presence_penalty",
+    "reasoning_effort",
+    "repetition_penalty",
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "verbosity",
+)
+
+
+class ChatCompletions:
+    """The ``Api`` of Chat Completions."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """See ``Api``."""
+        fields = Fields(body)
+        checked_text("model", fields.required("model"))
+        messages = fields.required_items("messages")
+        tools, ignored = read_tools(fields, _read_tool)
+        may_call = read_tool_choice(fields)
+        asked = Asked(
+            messages=tuple(_read_message(f"messages[{i}]", one) for i, one in enumerate(messages)),
+            tools=tools if may_call else (),
+            max_tokens=_read_max_tokens(fields),
+            stop=read_stops(fields, "stop"),
+            num_turns=fields.count("n", most=MAX_TURNS) or 1,
+            is_streamed=fields.flag("stream"),
+            ignored=fields.given(_NOT_HONOURED) + ignored,
+            body=body,
+        )
+        read_stream_options(fields, "include_usage", "include_obfuscation")
+        check_common_fields(fields)
+        fields.only("response_format", {"type": "text"}, why="must be {'type': 'text'}")
+        fields.only("logprobs", False, why="must be false: log-probabilities are not given out")
+        fields.only("store", False, why="must be false: a session stores nothing for later reading")
+        fields.only("modalities", ["text"], why="must be ['text']")
+        fields.given(["metadata"])
+        fields.done()
+        return asked
+
+    def whole(self, asked: Asked, reply: Reply) -> Json:
+        """See ``Api``."""
+        return {
+            **_head(reply, "chat.completion"),
+            "choices": [_choice(index, turn) for index, turn in enumerate(reply.turns)],
+            "usage": _usage(reply),
+        }
+
+    def events(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+        """See ``Api``."""
+        has_usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
+        head = {**_head(reply, "chat.completion.chunk"), **({"usage": None} if has_usage else {})}
+        for index, turn in enumerate(reply.turns):
+            for delta in _deltas(turn):
+                choice = {"index": index, "delta": delta, "finish_reason": None}
+                yield sse({**head, "choices": [choice]})
+            last = {"index": index, "delta": {}, "finish_reason": _finish_reason(turn)}
+            yield sse({**head, "choices": [last]})
+        if has_usage:
+            yield sse({**head, "choices": [], "usage": _usage(reply)})
+        yield b"data: [DONE]\n\n"
+
+    def error(self, problem: RequestError) -> Json:
+        """See ``Api``."""
+        return openai_error(problem)
+
+    def error_event(self, problem: RequestError) -> bytes:
+        """See ``Api``."""
+        return sse(openai_error(problem))
+
+
+def _read_max_tokens(fields: Fields) -> int | None:
+    old, new = fields.count("max_tokens"), fields.count("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise wrong("max_tokens", old, f"differs from max_completion_tokens = {new}; give one of them")
+    return old if new is None else new
+
+
+def _read_tool(where: str, tool: object) -> tuple[Any, bool]:
+    """The tool, and whether it asks for arguments that are sure to follow the schema."""
+    fields = Fields(tool, where)
+    kind = fields.take("type")
+    if kind != "function":
+        raise wrong(f"{where}.type", kind, "must be 'function'", code="unsupported_value")
+    function = Fields(fields.required("function"), f"{where}.function")
+    fields.done()
+    made = make_tool(
+        f"{where}.function",
+        function.required("name"),
+        function.text("description"),
+        function.take("parameters"),
+    )
+    is_strict = function.flag("strict")
+    function.done()
+    return made, is_strict
+
+
+def _read_message(where: str, value: object) -> Message:
+    fields = Fields(value, where)
+    role = fields.required("role")
+    content = fields.take("content")
+    message: Json = {"role": role}
+    match role:
+        case "assistant":
+            message["content"] = "" if content is None else joined_text(f"{where}.content", content, ["text"])
+            if (reasoning := fields.text("reasoning_content")) is not None:
+                message["reasoning_content"] = reasoning
+            calls = fields.items("tool_calls")
+            if calls:
+                message["tool_calls"] = [
+                    _read_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)
+                ]
+            fields.only("annotations", [], why="must be empty")
+            fields.take("parsed")  # The SDK's ``parse`` and ``stream`` add it to what they return.
+        case "user" | "system" | "developer" | "tool":
+            if content is None:
+                raise RequestError(f"{where}.content is missing", param=f"{where}.content")
+            # The model's template knows no developer; the API calls the newer name of the same thing so.
+            message["role"] = "system" if role == "developer" else role
+            message["content"] = joined_text(f"{where}.content", content, ["text"])
+            if role == TOOL and (call_id := fields.text("tool_call_id")) is not None:
+                message["tool_call_id"] = call_id
+        case _:
+            raise wrong(f"{where}.role", role, "must be 'system', 'developer', 'user', 'assistant' or 'tool'")
+    if (name := fields.text("name")) is not None:
+        message["name"] = name
+    fields.done()
+    return message
+
+
+def _read_call(where: str, value: object) -> Json:
+    fields = Fields(value, where)
+    call: Json = {"type": fields.take("type") or "function"}
+    if call["type"] != "function":
+        raise wrong(f"{where}.type", call["type"], "must be 'function'")
+    if (call_id := fields.text("id")) is not None:
+        call["id"] = call_id
+    fields.take("index")  # Loops that put a stream together by hand leave it there.
+    function = Fields(fields.required("function"), f"{where}.function")
+    call["function"] = {
+        "name": checked_text(f"{where}.function.name", function.required("name")),
+        "arguments": checked_arguments(f"{where}.function.arguments", function.take("arguments") or "{}"),
+    }
+    function.take("parsed_arguments")
+    function.done()
+    fields.done()
+    return call
+
+
+def _head(reply: Reply, kind: str) -> Json:
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created_s, "model": reply.model}
+
+
+def _choice(index: int, turn: Turn) -> Json:
+    seen = shown(turn)
+    message: Json = {
+        "role": ASSISTANT,
+        "content": None if seen.tool_calls and not seen.text else seen.text,
+        "refusal": None,
+    }
+    if seen.reasoning is not None:
+        message["reasoning_content"] = seen.reasoning
+    if seen.tool_calls:
+        message["tool_calls"] = [call.message_form for call in seen.tool_calls]
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": _finish_reason(turn)}
+
+
+def _deltas(turn: Turn) -> Iterator[Json]:
+    seen = shown(turn)
+    yield {"role": ASSISTANT, "content": None if seen.tool_calls and not seen.text else ""}
+    for piece in pieces(seen.reasoning or ""):
+        yield {"reasoning_content": piece}
+    for piece in pieces(seen.text):
+        yield {"content": piece}
+    for index, call in enumerate(seen.tool_calls):
+        form = call.message_form
+        function = {"name": call.name, "arguments": ""}
+        yield {"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]}
+        for piece in pieces(form["function"]["arguments"]):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+
+
+def _finish_reason(turn: Turn) -> str:
+    if turn.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if shown(turn).tool_calls else "stop"
+
+
+def _usage(reply: Reply) -> Json:
+    # All turns of a request answer the same prompt, which counts once.
+    num_before = reply.turns[0].num_prompt_tokens
+    num_sampled = sum(turn.num_tokens for turn in reply.turns)
+    return {
+        "prompt_tokens": num_before,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_before + num_sampled,
+    }

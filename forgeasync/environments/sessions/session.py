@@ -1,0 +1,324 @@
+"""One session: an agent behind URLs, with what it remembers of its client."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from forgeasync.environments.environment import Turn
+from forgeasync.environments.messages import Message, ToolSpec
+from forgeasync.environments.sessions.asked import Asked, Reply
+from forgeasync.environments.sessions.feedback import Feedback
+from forgeasync.environments.sessions.limits import SessionLimits
+from forgeasync.environments.sessions.problems import RequestError, as_request_error, closed
+from forgeasync.environments.sessions.samplings import Attempt, KeyReused, Sampling, Samplings
+from forgeasync.environments.sessions.session_end import SessionEnd
+from forgeasync.environments.sessions.shown_turns import History, ShownTurns, shown
+
+_LOGGER = logging.getLogger(__name__)
+
+MAX_FEEDBACK = 64
+"""Most verdicts that a session takes."""
+
+
+class RespondingAgent(Protocol):
+    """What a session asks of an ``Agent``."""
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
+        """See ``Agent``."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionCounts:
+    """What has happened in a session so far."""
+
+    num_requests: int = 0
+    """Requests for turns, whatever became of them."""
+    num_refused: int = 0
+    """Requests that were answered with a status from 400 to 499."""
+    num_failed: int = 0
+    """Requests that were answered with a status from 500 on."""
+    num_turns: int = 0
+    """Turns sampled."""
+    num_retries_joined: int = 0
+    """Requests that got a sampling which an earlier attempt had begun."""
+    num_not_honoured: int = 0
+    """Requests with fields that a policy in training cannot honour, such as ``temperature``."""
+    num_abandoned: int = 0
+    """Turns sampled, or begun, that no client has got."""
+    num_ours: int = 0
+    """Assistant's messages in requests that are turns of ours, unchanged."""
+    num_rewritten: int = 0
+    """Other assistant's messages in requests: changed, after a changed history, or written elsewhere."""
+    num_shown_as_text: int = 0
+    """Tool calls that cannot be read and were shown as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Turns on their way."""
+
+    asked: Asked
+    reply: asyncio.Task[Reply]
+
+
+class Session:
+    """Made by ``SessionServer.open``. Its methods may be called from any thread unless they say otherwise."""
+
+    def __init__(
+        self,
+        agent: RespondingAgent,
+        *,
+        name: str,
+        origin: str,
+        api_key_of: Callable[[str], str],
+        when_closed: Callable[["Session"], None],
+        limits: SessionLimits,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """``origin`` is the server's URL without a path; ``api_key_of`` makes the key that belongs to an
+        id; ``when_closed`` is called on ``loop``, which is the server's, and on which the agent is called."""
+        self.id = secrets.token_urlsafe(16)
+        self.name = name
+        """What clients are told that the model is called."""
+        self.anthropic_base_url = f"{origin}/sessions/{self.id}"
+        """For Anthropic's clients, which append ``/v1/messages``."""
+        self.base_url = f"{self.anthropic_base_url}/v1"
+        """For OpenAI's clients."""
+        self.api_key = api_key_of(self.id)
+        self.created_s = int(time.time())
+        self.counts = SessionCounts()
+        self.feedback: list[Feedback] = []
+        self.end: SessionEnd | None = None
+        """How it ended; None while it is open."""
+        self.num_open_requests = 0
+        self._agent = agent
+        self._limits = limits
+        self._loop = loop
+        self._when_closed = when_closed
+        self._samplings: Samplings[Work] = Samplings(
+            keep_s=limits.keep_reply_s, max_kept=limits.max_kept_replies
+        )
+        self._shown = ShownTurns(max_turns=limits.max_shown_turns)
+        self._responses: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
+        """Conversations up to the responses that can be gone on from, without their instructions."""
+        self._lock = threading.Lock()
+        self._num_sampling = 0
+        self._has_warned = False
+        self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """The counts so far, by their names."""
+        return dataclasses.asdict(self.counts)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self.end is not None
+
+    def close(self, end: SessionEnd = SessionEnd.CLOSED) -> None:
+        """Sample nothing more: turns under way are cancelled, and requests get 410 from now on.
+
+        ``end`` is told to clients. Closing a session again does nothing.
+        """
+        with self._lock:
+            if self.end is not None:
+                return
+            self.end = end
+        self._finished.set_result(None)
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    async def finished(self) -> tuple[Feedback, ...]:
+        """Wait until feedback has ended the session or it was closed, and return all feedback.
+
+        May be awaited on any loop.
+        """
+        await asyncio.shield(asyncio.wrap_future(self._finished))
+        return tuple(self.feedback)
+
+    def add_feedback(self, feedback: Feedback, *, is_last: bool) -> None:
+        """Keep a verdict; the last one ends the session, as ``close`` does.
+
+        Raises:
+            RequestError: the session is closed, or has had too many.
+        """
+        if self.end is not None:
+            raise closed(self.end)
+        if len(self.feedback) >= MAX_FEEDBACK:
+            raise RequestError(f"the session has {MAX_FEEDBACK} verdicts, and takes no more", param="score")
+        self.feedback.append(feedback)
+        if is_last:
+            self.close(SessionEnd.FEEDBACK)
+
+    def begin(self, asked: Asked, attempt: Attempt) -> Sampling[Work]:
+        """Return the sampling that answers a request; call on the server's loop, and ``leave`` afterwards.
+
+        Raises:
+            RequestError: the session is closed or busy, or the request contradicts an earlier one.
+        """
+        self._forget()
+        if self.end is not None:
+            raise closed(self.end)
+        try:
+            sampling = self._samplings.find(attempt)
+        except KeyReused as error:
+            raise RequestError(
+                f"Idempotency-Key {str(error)[:80]!r} came with another body before; must be new for "
+                "each body",
+                param="Idempotency-Key",
+            ) from error
+        if sampling is not None:
+            self.counts.num_retries_joined += 1
+        else:
+            self._check_room(asked, attempt)
+            self._note(asked)
+            work = Work(asked=asked, reply=self._loop.create_task(self._sample(asked)))
+            sampling = self._samplings.begin(attempt, work)
+            self._num_sampling += asked.num_turns
+            work.reply.add_done_callback(lambda _: self._ended(sampling))
+        sampling.num_waiting += 1
+        return sampling
+
+    def leave(self, sampling: Sampling[Work], *, is_delivered: bool) -> None:
+        """A request waits no longer; ``is_delivered`` if its answer was written out in full."""
+        sampling.num_waiting -= 1
+        sampling.is_delivered |= is_delivered
+
+    def _check_room(self, asked: Asked, attempt: Attempt) -> None:
+        most = self._limits.max_turns_at_once
+        if asked.num_turns > most:
+            raise RequestError(f"n is {asked.num_turns}; must be at most {most} here", param="n")
+        if self._num_sampling + asked.num_turns > most:
+            self._samplings.refused(attempt)
+            raise RequestError(
+                f"{self._num_sampling} turns of this session are being sampled; at most {most} may be",
+                status=429,
+                code="too_many_requests",
+                retry_after_s=1,
+            )
+
+    def _note(self, asked: Asked) -> None:
+        if not asked.ignored:
+            return
+        self.counts.num_not_honoured += 1
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "session %r: a client asks for %s; the run's own sampling is used (said once per session)",
+                self.name,
+                ", ".join(asked.ignored),
+            )
+
+    async def _sample(self, asked: Asked) -> Reply:
+        """Raises RequestError, and nothing else."""
+        try:
+            history = self._shown.history(self._conversation(asked))
+            self.counts.num_ours += history.num_ours
+            self.counts.num_rewritten += history.num_rewritten
+            reply = await self._reply(asked, history)
+        except Exception as error:
+            raise as_request_error(error) from error
+        if asked.keeps_response:
+            num_before = int(asked.instructions is not None)
+            self._responses[f"resp_{reply.id}"] = (*history.messages[num_before:], reply.turns[0].message)
+            while len(self._responses) > self._limits.max_shown_turns:
+                self._responses.popitem(last=False)
+        return reply
+
+    async def _reply(self, asked: Asked, history: History) -> Reply:
+        responses = [
+            self._loop.create_task(
+                self._agent.respond(
+                    history.messages, asked.tools or None, max_tokens=asked.max_tokens, stop=asked.stop
+                )
+            )
+            for _ in range(asked.num_turns)
+        ]
+        try:
+            # Unlike wait_for, this holds no answer up until an agent that is cancelled has ended.
+            _, late = await asyncio.wait(responses, timeout=self._limits.turn_s)
+        finally:
+            for response in responses:
+                response.cancel()
+        if late:
+            self.counts.num_abandoned += asked.num_turns
+            raise RequestError(
+                f"no turn within {self._limits.turn_s:g} s",
+                status=504,
+                code="deadline_exceeded",
+                may_retry=False,
+            )
+        # Nobody but the agent can have cancelled a turn here: its episode ends.
+        end = self.end or SessionEnd.CLOSED
+        errors = [closed(end) if response.cancelled() else response.exception() for response in responses]
+        failures = [error for error in errors if error is not None]
+        turns = tuple(
+            response.result() for response, error in zip(responses, errors, strict=True) if error is None
+        )
+        self.counts.num_turns += len(turns)
+        if failures:
+            self.counts.num_abandoned += len(turns)
+            raise failures[0]
+        for turn in turns:
+            self._shown.remember(history, turn)
+            self.counts.num_shown_as_text += shown(turn).num_as_text
+        return Reply(id=secrets.token_hex(16), created_s=int(time.time()), model=self.name, turns=turns)
+
+    def _conversation(self, asked: Asked) -> tuple[Message, ...]:
+        first: tuple[Message, ...] = ()
+        if asked.instructions is not None:
+            first = ({"role": "system", "content": asked.instructions},)
+        if asked.previous_id is None:
+            return first + asked.messages
+        earlier = self._responses.get(asked.previous_id)
+        if earlier is None:
+            raise RequestError(
+                f"previous_response_id is {asked.previous_id[:80]!r}; must be a response of this session "
+                "that was not asked for with store = false",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return first + earlier + asked.messages
+
+    def _ended(self, sampling: Sampling[Work]) -> None:
+        task = sampling.work.reply
+        self._num_sampling -= sampling.work.asked.num_turns
+        problem = None if task.cancelled() else task.exception()
+        has_failed = task.cancelled() or problem is not None
+        self._samplings.ended(sampling, has_failed=has_failed, now_s=self._loop.time())
+        if task.cancelled():
+            self.counts.num_abandoned += sampling.work.asked.num_turns
+        elif isinstance(problem, RequestError) and problem.status >= 500 and problem.may_retry:
+            for _ in range(sampling.num_waiting):
+                self._samplings.refused(sampling.attempt)
+        self._forget()
+
+    def _forget(self) -> None:
+        for gone in self._samplings.expired(self._loop.time()):
+            self._count_abandoned(gone)
+
+    def _count_abandoned(self, gone: Sampling[Work]) -> None:
+        if gone.ended_s is not None and not gone.is_delivered:
+            self.counts.num_abandoned += gone.work.asked.num_turns
+
+    def _cancel(self) -> None:
+        self._when_closed(self)
+        for gone in self._samplings.clear():
+            gone.work.reply.cancel()
+            self._count_abandoned(gone)

@@ -1,0 +1,199 @@
+"""What a Python function takes, as a JSON schema for the model, and the model's arguments checked by it.
+
+Types come from the function's annotations and descriptions from its docstring. Whatever pydantic can read
+from JSON can be described: str, int, float, bool, Literal, enums, lists, dicts, Optional, dataclasses,
+TypedDict (that of ``typing_extensions`` before Python 3.12) and pydantic's models.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn, NotRequired, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
+from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
+from typing_extensions import TypedDict
+
+from forgeasync.environments.messages import ToolSpec, show
+
+TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-.]{0,63}", re.ASCII)
+"""Names of tools that chat endpoints and templates take."""
+
+MAX_NAMED_PROBLEMS = 5
+"""Most wrong arguments of one call that the model is told of."""
+
+_SECTION = re.compile(r"^(args|arguments|parameters)\s*:\s*$", re.IGNORECASE)
+_OTHER_SECTION = re.compile(r"^(returns?|raises?|yields?|examples?|notes?)\s*:\s*$", re.IGNORECASE)
+_ENTRY = re.compile(r"^(?P<name>\w+)\s*(\([^)]*\))?\s*:\s*(?P<text>.*)$")
+_FIELD = re.compile(r"^:param\s+(?:[^:]*\s)?(?P<name>\w+)\s*:\s*(?P<text>.*)$")
+_OTHER_FIELD = re.compile(r"^:\w+[^:]*:")
+
+
+class BadArguments(ValueError):
+    """The arguments of a call do not fit the tool; the text tells the model what is wrong."""
+
+
+class Signature:
+    """The arguments of one function."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        """Read annotations and docstring.
+
+        Raises:
+            ValueError: something cannot be described; names the function and the parameter.
+        """
+        name, signature = _name_and_signature(function)
+        description, lines = read_docstring(inspect.getdoc(function) or "")
+        if not description:
+            raise ValueError(
+                f"tool {name}: has no docstring; its first lines must tell the model what it is for"
+            )
+        if unknown := lines.keys() - signature.parameters.keys():
+            raise ValueError(
+                f"tool {name}: its docstring describes {sorted(unknown)}, which are none of its parameters"
+            )
+        fields: dict[str, Any] = {}
+        for parameter, hint in _hints(function, name, signature).items():
+            fields[parameter] = _field(name, signature.parameters[parameter], hint, lines.get(parameter))
+        self._arguments = _adapter(name, fields)
+        schema = self._arguments.json_schema(schema_generator=_Schema)
+        schema.pop("title", None)
+        self.spec = ToolSpec(
+            name=name, description=description, parameters={"properties": {}, "required": []} | schema
+        )
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments as the function takes them; those that are left out keep their defaults.
+
+        Nothing is converted that JSON itself tells apart: the text "1" is no number.
+
+        Raises:
+            BadArguments: one is missing, unknown, of another type or out of its bounds.
+        """
+        try:
+            text = json.dumps(arguments)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadArguments(f"the arguments are no JSON object ({type(error).__name__})") from error
+        try:
+            return self._arguments.validate_json(text, strict=True)
+        except ValidationError as error:
+            # The input itself can be long, and the model knows it.
+            problems = error.errors(include_url=False, include_input=False)
+        told = "; ".join(map(_told, problems[:MAX_NAMED_PROBLEMS]))
+        more = len(problems) - MAX_NAMED_PROBLEMS
+        raise BadArguments(told + (f"; and {more} more problems" if more > 0 else ""))
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring into its description and the lines on parameters.
+
+    These are in a section ``Args:`` (``name: text``) or in fields ``:param name: text``; further lines that
+    are indented more continue them. What follows in other sections is for programmers and left out.
+    """
+    description: list[str] = []
+    entries: dict[str, str] = {}
+    place, current, entry_indent = "description", None, 0
+    for line in text.expandtabs().splitlines():
+        stripped, indent = line.strip(), len(line) - len(line.lstrip())
+        if match := _FIELD.match(stripped):
+            place, current, entry_indent = "field", match["name"], indent
+            entries[current] = match["text"]
+        elif _SECTION.match(stripped) and not indent:
+            place, current = "args", None
+        elif (_OTHER_SECTION.match(stripped) and not indent) or _OTHER_FIELD.match(stripped):
+            place, current = "other", None
+        elif not stripped:
+            if place == "description":
+                description.append("")
+        elif place == "args" and not indent:
+            # Text at the margin ends the section.
+            place = "description"
+            description.append(stripped)
+        elif current is not None and indent > entry_indent:
+            entries[current] = f"{entries[current]} {stripped}".strip()
+        elif place == "args" and (match := _ENTRY.match(stripped)):
+            current, entry_indent = match["name"], indent
+            entries[current] = match["text"]
+        elif place == "description":
+            description.append(stripped)
+    return "\n".join(description).strip(), entries
+
+
+class _Schema(GenerateJsonSchema):
+    """JSON schema without titles, which repeat the names of parameters."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
+        raise ValueError(f"{kind}: {detail}")
+
+
+def _name_and_signature(function: Callable[..., object]) -> tuple[str, inspect.Signature]:
+    if not inspect.isroutine(function):
+        raise ValueError(f"{show(function)} is no function; a tool is made of a function or a method")
+    name = function.__name__
+    if TOOL_NAME.fullmatch(name) is None:
+        raise ValueError(f"tool {name!r}: a tool needs a name that the model can write: letters, digits, '_'")
+    signature = inspect.signature(function)
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            _refuse(
+                name, parameter.name, f"is {parameter}; must be an argument that can be given by its name"
+            )
+    return name, signature
+
+
+def _hints(function: Callable[..., object], name: str, signature: inspect.Signature) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception as error:
+        # Annotations can be any expression.
+        raise ValueError(f"tool {name}: its annotations cannot be read: {error}") from error
+    for parameter in signature.parameters:
+        if parameter not in hints:
+            _refuse(name, parameter, "has no type; annotate it, for instance as str")
+    return {parameter: hints[parameter] for parameter in signature.parameters}
+
+
+def _field(name: str, parameter: inspect.Parameter, hint: Any, description: str | None) -> Any:
+    try:
+        TypeAdapter(hint).json_schema(schema_generator=_Schema)
+    except (PydanticUserError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        _refuse(name, parameter.name, f"has type {show(hint)}, which JSON cannot carry: {reason}")
+    extra: dict[str, Any] = {}
+    if parameter.default is not parameter.empty:
+        try:
+            extra["default"] = to_jsonable_python(parameter.default)
+        except PydanticSerializationError as error:
+            _refuse(name, parameter.name, f"has a default that JSON cannot carry: {error}")
+    described = Field(description=description or None, json_schema_extra=extra or None)
+    field = Annotated[hint, described]
+    return NotRequired[field] if extra else field
+
+
+def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[dict[str, Any]]:
+    make: Any = TypedDict
+    arguments = make(name, fields)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+    return TypeAdapter(arguments)
+
+
+def _refuse(name: str, parameter: str, remedy: str) -> NoReturn:
+    raise ValueError(f"tool {name}: its parameter {parameter!r} {remedy}")
+
+
+def _told(problem: ErrorDetails) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    match problem["type"]:
+        case "missing":
+            return f"{place!r} is missing"
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return f"there is no argument {show(place)}"
+        case "json_invalid":
+            return "the arguments are no JSON object"
+    return f"{place!r}: {problem['msg']}"

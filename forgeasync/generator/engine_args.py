@@ -1,0 +1,49 @@
+"""What a vLLM engine is started with."""
+
+from pathlib import Path
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from forgeasync.config.generator import GeneratorSection
+from forgeasync.generator.workarounds.served_adapters import AdapterSetup, engine_modules, engine_rank
+from forgeasync.rollouts.records import Records
+
+CPU_WORKER = "forgeasync.generator.workarounds.cpu_worker.UpdatableCPUWorker"
+
+GPU_WORKER_EXTENSION = "forgeasync.generator.gpu_worker.UpdatableGPUWorker"
+
+
+def engine_args(
+    *,
+    model_path: Path,
+    generator: GeneratorSection,
+    max_context_length: int,
+    seed: int,
+    records: Records,
+    adapters: AdapterSetup | None,
+    is_cpu: bool,
+) -> AsyncEngineArgs:
+    """Return vLLM's arguments for an engine of the CPU build or of another."""
+    return AsyncEngineArgs(
+        model=str(model_path),
+        dtype=generator.dtype.value,
+        max_model_len=max_context_length,
+        max_num_seqs=generator.max_num_seqs,
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        tensor_parallel_size=generator.tensor_parallel,
+        enable_expert_parallel=generator.expert_parallel,
+        worker_cls=CPU_WORKER if is_cpu else "auto",
+        worker_extension_cls="" if is_cpu else GPU_WORKER_EXTENSION,
+        kv_cache_memory_bytes=int(generator.kv_cache_gib * 2**30),
+        enforce_eager=not generator.compile,
+        # The distribution really drawn from: after temperature, top-k, top-p and min-p.
+        logprobs_mode="processed_logprobs",
+        # Step outputs then belong to the weights of that very step, which makes version labels exact.
+        async_scheduling=False,
+        seed=seed,
+        enable_return_routed_experts=records.routing and not is_cpu,
+        return_sampling_mask=records.kept_tokens and not is_cpu,
+        enable_lora=adapters is not None,
+        max_lora_rank=16 if adapters is None else engine_rank(adapters.lora.rank),
+        lora_target_modules=None if adapters is None else engine_modules(adapters),
+    )

@@ -1,0 +1,249 @@
+"""Writes the log of what an engine has in flight, from what vLLM says after each of its steps.
+
+Every step's outputs name, for each request, the tokens that it has sampled with their log-probabilities and
+kept sets, the rows of routed experts that have become known, and the version of the weights (vLLM 0.32,
+``v1/core/sched/scheduler.py``, ``update_from_output``, the same with every model runner). They are logged on
+the engine's thread before anybody else sees them; nothing of sampling knows of it. Turns begin and end on the
+event loop, so a lock stands around the log.
+
+Only turns of groups that were opened are logged. A log that cannot be written is given up with all groups in
+it, which is counted; groups that are opened later begin a new one.
+"""
+
+import itertools
+import logging
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import FinishReason as EngineFinishReason
+
+from forgeasync.rollouts.in_flight import LoggedTurn
+from forgeasync.rollouts.in_flight_format import (
+    FINISHES,
+    NO_ROWS,
+    BegunTurn,
+    EndedTurn,
+    ForgottenTurns,
+    InFlightRecord,
+    TokenBatch,
+)
+from forgeasync.rollouts.in_flight_log import InFlightLog
+from forgeasync.rollouts.kept_tokens import KeptTokens
+from forgeasync.rollouts.records import Records
+from forgeasync.rollouts.rollout import FinishReason
+
+TURN_ARGUMENT = "forgeasync_turn"
+"""Names a request's turn in its sampling parameters; a turn that is not logged has none."""
+
+PART_ARGUMENT = "forgeasync_part"
+"""Says which of the requests of its response or episode it is."""
+
+_FINISHES = {
+    EngineFinishReason.STOP: FINISHES.index(FinishReason.STOP),
+    EngineFinishReason.LENGTH: FINISHES.index(FinishReason.LENGTH),
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _OpenTurn:
+    """A turn that is logged and has not ended."""
+
+    group_id: int
+    num_known_rows: int
+    """Tokens of its path whose routing the log has, or needs not have."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """A request in the engine (engine thread only)."""
+
+    turn: int
+    part: int
+    num_rows: int = 0
+    """Rows of routed experts that vLLM has given out for it, of the tokens of its path in order."""
+
+
+class InFlightRecorder:
+    """The log of one engine."""
+
+    def __init__(self, folder: Path, *, records: Records, vocab_size: int) -> None:
+        """Log into ``folder``, which is made anew for each log."""
+        self._folder = folder
+        self._records = records
+        self._vocab_size = vocab_size
+        self._log: InFlightLog | None = None
+        self._keys = itertools.count()
+        self._lock = threading.Lock()
+        self._turns: dict[int, _OpenTurn] = {}
+        self._turns_of_group: dict[int, list[int]] = {}
+        """All turns of the groups that are logged, also those that have ended."""
+        self._requests: dict[str, _Request] = {}
+        self.num_failures = 0
+        """How often a log was given up."""
+
+    def open_group(self, group_id: int) -> None:
+        """Log the turns of a group from now on; what there was of an earlier one of its id is forgotten."""
+        self.forget_group(group_id)
+        with self._lock:
+            if self._log is None:
+                try:
+                    self._log = InFlightLog(self._folder)
+                except OSError as error:
+                    self._give_up(error)
+                    return
+            self._turns_of_group[group_id] = []
+
+    def forget_group(self, group_id: int) -> None:
+        """Nobody will ask for the group's tokens; one that is not logged is no news."""
+        with self._lock:
+            keys = self._turns_of_group.pop(group_id, [])
+            for key in keys:
+                self._turns.pop(key, None)
+            if keys:
+                self._append(ForgottenTurns(keys=tuple(keys)))
+
+    def forget_turns(self, keys: list[int]) -> None:
+        """Nobody will ask for these turns; their group goes on."""
+        with self._lock:
+            for key in keys:
+                self._turns.pop(key, None)
+            if keys:
+                self._append(ForgottenTurns(keys=tuple(keys)))
+
+    def begin_turn(self, begun: BegunTurn, continued: LoggedTurn | None = None) -> int | None:
+        """Log a turn that begins, with what another engine has sampled of it; returns its key in this log.
+
+        The keys in ``begun`` and ``continued`` mean nothing here. None: the turn's group is not logged.
+        """
+        with self._lock:
+            turns = self._turns_of_group.get(begun.episode.group_id)
+            if turns is None:
+                return None
+            key = next(self._keys)
+            turns.append(key)
+            turn = _OpenTurn(group_id=begun.episode.group_id, num_known_rows=begun.first_row)
+            self._turns[key] = turn
+            records: list[InFlightRecord] = [replace(begun, key=key)]
+            if continued is not None and continued.batch is not None:
+                batch = continued.batch
+                records.append(replace(batch, keys_N=np.full(batch.num_tokens, key, np.int64)))
+                turn.num_known_rows += int(batch.num_rows_N.sum())
+            self._append(*records)
+            return key
+
+    def end_turn(self, ended: EndedTurn) -> None:
+        """Log how a turn has ended; what is still sampled of it counts no more."""
+        with self._lock:
+            if self._turns.pop(ended.key, None) is not None:
+                self._append(ended)
+
+    def request_added(self, request: EngineCoreRequest) -> None:
+        """A request begins (engine thread)."""
+        assert request.sampling_params is not None
+        arguments = request.sampling_params.extra_args or {}
+        if TURN_ARGUMENT in arguments:
+            self._requests[request.request_id] = _Request(
+                turn=arguments[TURN_ARGUMENT], part=arguments[PART_ARGUMENT]
+            )
+
+    def request_ended(self, request_id: str) -> None:
+        """A request was ended from outside; one that is not logged is no news (engine thread)."""
+        self._requests.pop(request_id, None)
+
+    def stepped(self, outputs: EngineCoreOutputs) -> None:
+        """Log what a step has sampled (engine thread)."""
+        if not self._requests:
+            return
+        with self._lock:
+            found = []
+            for output in outputs.outputs:
+                request = self._requests.get(output.request_id)
+                if request is None:
+                    continue
+                if output.new_token_ids and (turn := self._turns.get(request.turn)) is not None:
+                    found.append((output, request, self._new_rows(output, request, turn)))
+                if output.finish_reason is not None:
+                    del self._requests[output.request_id]
+            if found:
+                assert outputs.weight_version is not None
+                self._append(self._batch(found, version=int(outputs.weight_version)))
+
+    def _new_rows(self, output: EngineCoreOutput, request: _Request, turn: _OpenTurn) -> np.ndarray | None:
+        """Rows of tokens whose routing was not known before; a later request computes all of them again."""
+        rows = output.routed_experts
+        if rows is None or not self._records.routing:
+            return None
+        start = request.num_rows
+        request.num_rows += len(rows)
+        assert start <= turn.num_known_rows, "vLLM gives out a request's rows without a gap"
+        # vLLM has zeros for layers without experts.
+        new = rows[turn.num_known_rows - start :, self._records.num_dense_layers :]
+        turn.num_known_rows += len(new)
+        return new
+
+    def _batch(
+        self, found: list[tuple[EngineCoreOutput, _Request, np.ndarray | None]], *, version: int
+    ) -> TokenBatch:
+        nums = [len(output.new_token_ids) for output, _, _ in found]
+        num_tokens = sum(nums)
+        last = np.cumsum(nums) - 1
+        first = np.append(0, last[:-1] + 1)
+        finishes = np.zeros(num_tokens, np.uint8)
+        finishes[last] = [_FINISHES.get(output.finish_reason, 0) for output, _, _ in found]
+        num_rows = np.zeros(num_tokens, np.int32)
+        num_rows[first] = [0 if rows is None else len(rows) for _, _, rows in found]
+        rows_RMK = None
+        if self._records.routing:
+            some = [rows for _, _, rows in found if rows is not None]
+            rows_RMK = np.concatenate(some) if some else NO_ROWS
+        kept = self._kept([output for output, _, _ in found]) if self._records.kept_tokens else None
+        return TokenBatch(
+            keys_N=np.repeat(np.asarray([request.turn for _, request, _ in found], np.int64), nums),
+            ids_N=np.asarray([one for output, _, _ in found for one in output.new_token_ids], np.int32),
+            # The first column is that of the sampled token.
+            logprobs_N=np.concatenate([output.new_logprobs.logprobs for output, _, _ in found])[:, 0],
+            versions_N=np.full(num_tokens, version, np.int32),
+            parts_N=np.repeat(np.asarray([request.part for _, request, _ in found], np.int32), nums),
+            finishes_N=finishes,
+            num_rows_N=num_rows,
+            rows_RMK=rows_RMK,
+            num_kept_N=None if kept is None else np.diff(kept.offsets).astype(np.int32),
+            kept_ids_J=None if kept is None else kept.ids_N,
+        )
+
+    def _kept(self, outputs: list[EngineCoreOutput]) -> KeptTokens:
+        masks = [output.new_sampling_mask for output in outputs]
+        assert all(mask is not None for mask in masks), "every request asks for its kept sets"
+        widths = [[len(mask.token_ids)] if mask.offsets is None else np.diff(mask.offsets) for mask in masks]
+        return KeptTokens.from_widths(
+            np.concatenate(widths).astype(np.int64),
+            np.concatenate([mask.token_ids for mask in masks]).astype(np.int32),
+            vocab_size=self._vocab_size,
+        )
+
+    def _append(self, *records: InFlightRecord) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.append(*records)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Log no group that is open now: a log with holes could not be continued from."""
+        self.num_failures += 1
+        logger.warning(
+            "tokens in flight are not logged for now: %s; if this generator dies, its %d groups begin anew",
+            error,
+            len(self._turns_of_group),
+        )
+        self._turns.clear()
+        self._turns_of_group.clear()
+        if self._log is not None:
+            self._log.close()
+            self._log = None

@@ -1,0 +1,313 @@
+"""What became of every prompt by a ledger's events, or what contradicts what. Pure: no files.
+
+A prompt is in one place at a time:
+
+    waiting -> started -> sampled -> scored -> trained (or skipped)
+       ^          |          |         |
+       +----------+----------+---------+--> filtered or dropped
+      again
+
+A run that is resumed goes on from the state at a line ``checkpointed``: all that happened after it is undone,
+and prompts whose groups were under way there wait again. What was undone stays on record.
+"""
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from forgeasync.buffer.decisions import DropReason
+from forgeasync.buffer.events import Dropped, Sampled, Scored, Started, Submitted, Trained, Update
+from forgeasync.ledger.account import (
+    ENDS,
+    OPEN,
+    UNDER_WAY,
+    Contradiction,
+    Place,
+    PromptState,
+    Resumption,
+    Totals,
+    TrainedStep,
+)
+from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Opened, Resumed
+
+
+@dataclass(slots=True, kw_only=True)
+class _Mark:
+    """A line ``checkpointed``, and what has changed between it and the next one."""
+
+    line: int
+    totals: Totals
+    before: dict[int, PromptState | None] = field(default_factory=dict)
+    """States at this line of the prompts that have changed since; None: not submitted yet."""
+
+
+class Book:
+    """Takes events line by line. Memory: some hundred bytes a prompt."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.opened: Opened | None = None
+        self.num_lines = 0
+        self.is_ended = False
+        self.steps: list[TrainedStep] = []
+        self.losses: list[tuple[int, DropReason]] = []
+        """Groups that were dropped, by line."""
+        self.resumptions: list[Resumption] = []
+        self._prompts: dict[int, PromptState] = {}
+        self._open: set[int] = set()
+        self._tasks: dict[int, tuple[str, str]] = {}
+        self._marks: list[_Mark] = []
+        self._life = 0
+
+    def apply(self, event: AnyEvent) -> None:
+        """Take the next line's event.
+
+        Raises:
+            Contradiction: the lines before it do not allow it. The book takes no further events then.
+        """
+        self.num_lines += 1
+        if self.opened is None and not isinstance(event, Opened):
+            self._contradict("comes before the line that opens the ledger")
+        if self.is_ended and not isinstance(event, Resumed):
+            self._contradict(f"says {_tag(event)} after the run has ended; only a resumption may follow")
+        match event:
+            case Opened():
+                self._open_ledger(event)
+            case Submitted():
+                self._submit(event)
+            case Started():
+                self._start(event)
+            case Sampled():
+                self._move(event, Place.STARTED, Place.SAMPLED)
+            case Scored():
+                self._move(event, Place.SAMPLED, Place.SCORED)
+            case Dropped():
+                self._drop(event)
+            case Trained():
+                self._train(event)
+            case Checkpointed():
+                self._check_step(event.step, "a checkpoint")
+                self._marks.append(_Mark(line=self.num_lines, totals=self.totals.copied()))
+            case Resumed():
+                self._resume(event)
+            case Ended():
+                self._end(event)
+
+    @property
+    def open_prompts(self) -> dict[int, int]:
+        """Prompts that have not ended, each with its attempt."""
+        return {prompt: self._prompts[prompt].attempt for prompt in sorted(self._open)}
+
+    def prompt(self, prompt: int) -> PromptState | None:
+        """Return where a prompt is; None if it was not submitted, or ended before the ledger began."""
+        return self._prompts.get(prompt)
+
+    # ---- events
+
+    def _open_ledger(self, event: Opened) -> None:
+        if self.opened is not None:
+            self._contradict("opens a ledger that line 1 has opened")
+        self.opened = event
+        totals = self.totals
+        totals.step, totals.groups_per_step = event.step, event.groups_per_step
+        totals.num_submitted, totals.next_group = event.num_submitted, event.next_group
+        for prompt, attempt in event.waiting:
+            if prompt >= event.num_submitted or prompt in self._prompts:
+                self._contradict(f"prompt {prompt} waits, but is not one of {event.num_submitted} prompts")
+            self._set(prompt, PromptState(Place.WAITING, attempt, self.num_lines))
+        self._life = self.num_lines
+
+    def _submit(self, event: Submitted) -> None:
+        if event.prompt != self.totals.num_submitted:
+            state = self._prompts.get(event.prompt)
+            self._contradict(
+                f"prompt {event.prompt} was submitted, but prompt {self.totals.num_submitted} comes next"
+                + ("" if state is None else f"; prompt {event.prompt} {state.words()}")
+            )
+        task = (event.source, event.task_id)
+        if (before := self._tasks.setdefault(event.prompt, task)) != task:
+            self._contradict(
+                f"prompt {event.prompt} is task {task[1]!r} of {task[0]!r}, and was task {before[1]!r} of "
+                f"{before[0]!r} before the run was resumed"
+            )
+        self.totals.num_submitted += 1
+        self._set(event.prompt, PromptState(Place.WAITING, 0, self.num_lines))
+
+    def _start(self, event: Started) -> None:
+        state = self._known(event.prompt, "was started")
+        if state.place is not Place.WAITING or event.attempt != state.attempt:
+            self._contradict(
+                f"prompt {event.prompt} was started as attempt {event.attempt}, but it {state.words()}"
+            )
+        if event.group != self.totals.next_group:
+            self._contradict(
+                f"prompt {event.prompt} was started as group {event.group}, but group "
+                f"{self.totals.next_group} comes next"
+            )
+        self.totals.next_group += 1
+        self.totals.num_attempts += 1
+        self._set(event.prompt, PromptState(Place.STARTED, state.attempt, self.num_lines, event.group))
+
+    def _move(self, event: Sampled | Scored, source: Place, target: Place) -> None:
+        state = self._known(event.prompt, f"was {target}")
+        if state.place is not source or state.group != event.group:
+            self._contradict(
+                f"group {event.group} of prompt {event.prompt} was {target}, but the prompt {state.words()}"
+            )
+        self._set(event.prompt, PromptState(target, state.attempt, self.num_lines, event.group))
+
+    def _drop(self, event: Dropped) -> None:
+        state = self._known(event.prompt, "was dropped")
+        if state.place not in UNDER_WAY or state.group != event.group:
+            self._contradict(
+                f"group {event.group} of prompt {event.prompt} was dropped ({event.reason}), but the prompt "
+                f"{state.words()}"
+            )
+        if event.again and event.reason is DropReason.FILTERED:
+            self._contradict(f"prompt {event.prompt} was filtered, and cannot come again")
+        self.totals.num_lost[event.reason] += 1
+        self.losses.append((self.num_lines, event.reason))
+        if event.again:
+            self.totals.num_reissued += 1
+            self._set(event.prompt, PromptState(Place.WAITING, state.attempt + 1, self.num_lines))
+            return
+        place = Place.FILTERED if event.reason is DropReason.FILTERED else Place.DROPPED
+        if place is Place.DROPPED:
+            self.totals.num_dropped[event.reason] += 1
+        self._set(
+            event.prompt,
+            PromptState(place, state.attempt, self.num_lines, event.group, reason=event.reason),
+        )
+
+    def _train(self, event: Trained) -> None:
+        if event.step != self.totals.step + 1:
+            trained = next((f" (line {one.line})" for one in self.steps if one.step == event.step), "")
+            self._contradict(
+                f"step {event.step} was trained, but step {self.totals.step + 1} comes next"
+                + (f"; step {event.step} was trained before{trained}" if trained else "")
+            )
+        if not len(event.prompts) == len(event.groups) == self.totals.groups_per_step:
+            self._contradict(
+                f"step {event.step} was trained on {len(event.prompts)} prompts and {len(event.groups)} "
+                f"groups; a step has {self.totals.groups_per_step}"
+            )
+        place = Place.SKIPPED if event.update is Update.SKIPPED else Place.TRAINED
+        for prompt, group in zip(event.prompts, event.groups, strict=True):
+            state = self._known(prompt, f"was {place} at step {event.step}")
+            if state.place is not Place.SCORED or state.group != group:
+                self._contradict(
+                    f"prompt {prompt} was {place} at step {event.step} with group {group}, but it "
+                    f"{state.words()}"
+                )
+            self._set(prompt, PromptState(place, state.attempt, self.num_lines, group, step=event.step))
+        self.totals.step = event.step
+        self.steps.append(
+            TrainedStep(
+                step=event.step,
+                line=self.num_lines,
+                num_groups=len(event.groups),
+                update=event.update,
+                life=self._life,
+            )
+        )
+
+    def _resume(self, event: Resumed) -> None:
+        number = next((index for index, mark in enumerate(self._marks) if mark.line == event.line), None)
+        if number is None or self._marks[number].totals.step != event.step:
+            known = ", ".join(f"{mark.line} (step {mark.totals.step})" for mark in self._marks[-5:]) or "none"
+            self._contradict(
+                f"goes on from the checkpoint of step {event.step} in line {event.line}; the history that "
+                f"stands has its last checkpoints in lines {known}"
+            )
+        ended = {}
+        for mark in reversed(self._marks[number:]):
+            for prompt, before in mark.before.items():
+                now = self._prompts.get(prompt)
+                if now is not None and now.place in ENDS:
+                    ended[prompt] = now
+                self._put(prompt, before)
+        del self._marks[number + 1 :]
+        mark = self._marks[number]
+        mark.before.clear()
+        self.totals = mark.totals.copied()
+        self.totals.groups_per_step = event.groups_per_step
+        self.is_ended = False
+        undone = [one for one in sorted(ended) if one not in self._prompts or one in self._open]
+        restarted = [one for one in sorted(self._open) if self._prompts[one].place in UNDER_WAY]
+        for prompt in restarted:
+            self._set(prompt, PromptState(Place.WAITING, self._prompts[prompt].attempt, self.num_lines))
+        self.totals.num_restarted += len(restarted)
+        undone_steps = tuple(one.step for one in self.steps if one.line > event.line)
+        self.steps = [one for one in self.steps if one.line <= event.line]
+        self.resumptions.append(
+            Resumption(
+                line=self.num_lines,
+                step=event.step,
+                from_line=event.line,
+                undone_steps=undone_steps,
+                undone_prompts=tuple(undone),
+                untrained_prompts=tuple(one for one in undone if ended[one].place is Place.TRAINED),
+                restarted_prompts=tuple(restarted),
+            )
+        )
+        self.losses = [(line, reason) for line, reason in self.losses if line <= event.line]
+        self._life = self.num_lines
+
+    def _end(self, event: Ended) -> None:
+        missing, extra = self._open - set(event.unfinished), set(event.unfinished) - self._open
+        if missing or extra or len(event.unfinished) != len(self._open):
+            prompt = min(missing | extra, default=None)
+            state = None if prompt is None else self._prompts.get(prompt)
+            if prompt is None:
+                words = "it names a prompt twice"
+            elif prompt in missing:
+                words = f"it leaves out prompt {prompt}, which {self._prompts[prompt].words()}"
+            else:
+                words = f"it names prompt {prompt}, which " + (
+                    "was not submitted" if state is None else state.words()
+                )
+            self._contradict(f"the run ended with {len(event.unfinished)} unfinished prompts, but {words}")
+        for prompt in event.unfinished:
+            state = self._prompts[prompt]
+            self._set(prompt, PromptState(Place.UNFINISHED, state.attempt, self.num_lines, state.group))
+        self.is_ended = True
+
+    # ---- inside
+
+    def _check_step(self, step: int, what: str) -> None:
+        if step != self.totals.step:
+            self._contradict(f"{what} of step {step} was begun, but step {self.totals.step} was the last one")
+
+    def _known(self, prompt: int, what: str) -> PromptState:
+        state = self._prompts.get(prompt)
+        if state is None:
+            before = self.opened is not None and prompt < self.opened.num_submitted
+            self._contradict(
+                f"prompt {prompt} {what}, but "
+                + ("it had ended before the ledger began" if before else "it was not submitted")
+            )
+        return state
+
+    def _set(self, prompt: int, state: PromptState) -> None:
+        before = self._prompts.get(prompt)
+        if self._marks:
+            self._marks[-1].before.setdefault(prompt, before)
+        self._put(prompt, state)
+        if state.place in ENDS:
+            self.totals.num_ended[state.place] += 1
+
+    def _put(self, prompt: int, state: PromptState | None) -> None:
+        if state is None:
+            self._prompts.pop(prompt, None)
+        else:
+            self._prompts[prompt] = state
+        if state is not None and state.place in OPEN:
+            self._open.add(prompt)
+        else:
+            self._open.discard(prompt)
+
+    def _contradict(self, words: str) -> NoReturn:
+        raise Contradiction(self.num_lines, words)
+
+
+def _tag(event: AnyEvent) -> str:
+    return repr(type(event).__struct_config__.tag)

@@ -1,0 +1,259 @@
+"""Episodes as people read them: a table of all, and one of them from its first message to its verdict.
+
+What a model or a tool has written is hostile to terminals: control characters are shown as escapes, so that
+no text can move the cursor, change colours or write into the clipboard.
+"""
+
+import json
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.cells import chop_cells
+
+FILES = ("rollouts.jsonl", "episodes.jsonl")
+"""Of a run, and of an evaluation outside of a run."""
+
+MIN_WIDTH = 40
+
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories that are shown as escapes: control, format (right-to-left marks among them), surrogates,
+private, unassigned; separators of lines and paragraphs."""
+
+
+class NoEpisodes(ValueError):
+    """The folder holds no file of episodes, or its file cannot be read."""
+
+
+def visible(text: str) -> str:
+    """Return text without anything that a terminal would act on; line breaks and tabs stay."""
+    return "".join(
+        one
+        if one == "\n" or unicodedata.category(one) not in _HIDDEN
+        else "    "
+        if one == "\t"
+        else one.encode("unicode_escape", errors="surrogatepass").decode()
+        for one in text
+    )
+
+
+def visible_line(text: object) -> str:
+    """Return text on one line."""
+    return visible(str(text)).replace("\n", "\\n")
+
+
+def find_file(folder: Path) -> Path:
+    """Return the file with the episodes of a run or an evaluation.
+
+    Raises:
+        NoEpisodes: there is none.
+    """
+    for name in FILES:
+        if (folder / name).is_file():
+            return folder / name
+    what = "is no folder" if not folder.is_dir() else f"has neither {' nor '.join(FILES)}"
+    raise NoEpisodes(f"{folder} {what}; must be the folder of a run, or of an evaluation")
+
+
+def read_episodes(file: Path) -> list[dict[str, Any]]:
+    """Read all lines. A last line without an end is being written at this moment, and is left out.
+
+    Raises:
+        NoEpisodes: another line is no JSON object; names it.
+    """
+    lines = file.read_bytes().split(b"\n")
+    episodes = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            episode = json.loads(line)
+        except ValueError as error:
+            raise NoEpisodes(f"{file}, line {number}: no JSON: {error}") from error
+        if not isinstance(episode, dict):
+            raise NoEpisodes(f"{file}, line {number}: no JSON object")
+        episodes.append(episode)
+    return episodes
+
+
+def table(episodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return one line for each episode under a heading; the first column is its number."""
+    rows = [_HEADING, *(_row(number, one) for number, one in enumerate(episodes))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADING))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+_HEADING = ("number", "where", "task", "ending", "reward", "correct", "turns", "versions")
+
+
+def _row(number: int, episode: Mapping[str, Any]) -> tuple[str, ...]:
+    record = episode.get("episode_record")
+    ending = episode.get("ending") or (record or {}).get("ending") or episode.get("finish_reason") or "-"
+    if episode.get("unscored"):
+        ending = f"{ending} (unscored)"
+    correct = episode.get("is_correct")
+    return (
+        str(number),
+        visible_line(_where(episode)),
+        visible_line(episode.get("task_id", "-"))[:40],
+        visible_line(ending),
+        _number(episode.get("reward")),
+        "-" if correct is None else "yes" if correct else "no",
+        str(_num_turns(episode)),
+        _versions(episode),
+    )
+
+
+def _where(episode: Mapping[str, Any]) -> str:
+    """Step, group and episode of a run's rollout; set, problem and sample of an evaluation's."""
+    if "set" in episode:
+        return f"{episode['set']} problem {episode.get('problem')} sample {episode.get('sample')}"
+    where = f"step {episode.get('step')} group {episode.get('group_id')} episode {episode.get('episode', 0)}"
+    agents = (episode.get("episode_record") or {}).get("agents", ())
+    return where + (f" agent {episode.get('agent')}" if len(agents) > 1 else "")
+
+
+def _num_turns(episode: Mapping[str, Any]) -> int:
+    record = episode.get("episode_record")
+    if record is None:
+        return int(episode.get("num_turns", 1))
+    return sum(agent["num_turns"] for agent in record["agents"])
+
+
+def _versions(episode: Mapping[str, Any]) -> str:
+    if spans := episode.get("version_spans"):
+        versions = [span[0] for span in spans]
+    else:
+        versions = episode.get("versions") or []
+    if not versions:
+        return "-"
+    first, last = min(versions), max(versions)
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+def episode_lines(episode: Mapping[str, Any], *, width: int) -> list[str]:
+    """Return one episode: its facts, every message of every branch, and its verdict."""
+    lines = [*_facts(episode, width)]
+    record = episode.get("episode_record")
+    if record is None:
+        prompt = {"role": "user", "content": episode.get("prompt") or ""}
+        answer = {
+            "role": "assistant",
+            "content": episode.get("response") or "",
+            "num_tokens": episode.get("response_tokens"),
+            "finish_reason": episode.get("finish_reason"),
+        }
+        return [*lines, *_branch([prompt, answer], width), *_verdict(episode, width)]
+    for agent in record["agents"]:
+        several = len(record["agents"]) > 1
+        for number, branch in enumerate(agent["branches"], 1):
+            names = [f"agent {visible_line(agent['name'])}"] if several else []
+            if len(agent["branches"]) > 1:
+                names.append(f"branch {number} of {len(agent['branches'])}")
+            if names:
+                lines += ["", _rule(", ".join(names), "=", width)]
+            lines += _branch(branch, width)
+        if several:
+            lines += [f"score of {visible_line(agent['name'])}: {_score(agent['score'])}"]
+    if record.get("num_cut_bytes"):
+        lines += ["", f"{record['num_cut_bytes']:,} bytes of these messages were not kept"]
+    return [*lines, *_verdict(episode, width)]
+
+
+def _facts(episode: Mapping[str, Any], width: int) -> Iterator[str]:
+    yield _rule(_where(episode), "=", width)
+    yield f"task      {visible_line(episode.get('task_id', '-'))}"
+    # Games and coding tasks have none.
+    if episode.get("answer"):
+        yield from _wrapped(f"answer    {visible_line(episode['answer'])}", width)
+    yield f"versions  {_versions(episode)}"
+
+
+def _branch(branch: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    lines = []
+    for message in branch:
+        lines += ["", _rule(_message_heading(message), "-", width)]
+        if reasoning := message.get("reasoning_content"):
+            lines += ["(reasoning)", *_wrapped(visible(reasoning), width), "(says)"]
+        calls = message.get("tool_calls") or ()
+        content = message.get("content") or ""
+        if content or not calls:
+            lines += _wrapped(visible(content), width)
+        for call in calls:
+            function = call["function"]
+            arguments = function["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            name = visible_line(function["name"])
+            lines += _wrapped(f"calls {name}({visible_line(text)})", width)
+    return lines
+
+
+def _message_heading(message: Mapping[str, Any]) -> str:
+    facts = [visible_line(message.get("role", "?"))]
+    if message.get("name"):
+        facts.append(visible_line(message["name"]))
+    first, last = message.get("first_version"), message.get("version")
+    if last is not None:
+        facts.append(f"version {last}" if first in (None, last) else f"versions {first} to {last}")
+    if message.get("num_tokens") is not None:
+        facts.append(f"{message['num_tokens']} tokens")
+    if message.get("finish_reason") is not None:
+        facts.append(f"ended by {visible_line(message['finish_reason'])}")
+    return ", ".join(facts)
+
+
+def _verdict(episode: Mapping[str, Any], width: int) -> list[str]:
+    record = episode.get("episode_record") or {}
+    lines = ["", _rule("verdict", "=", width)]
+    if ending := record.get("ending") or episode.get("ending"):
+        lines.append(f"ending    {visible_line(ending)}")
+    attempts = record.get("attempts") or ()
+    if len(attempts) > 1:
+        lines.append(f"attempts  {', '.join(visible_line(one['ending']) for one in attempts)}")
+    for problem in dict.fromkeys([one.get("problem") for one in attempts] + [record.get("problem")]):
+        if problem:
+            lines += _wrapped(f"problem   {visible_line(problem)}", width)
+    if episode.get("unscored"):
+        return [*lines, *_wrapped(f"unscored  {visible_line(episode['unscored'])}", width)]
+    lines += _wrapped(f"reward    {_score({**episode, 'value': episode.get('reward')})}", width)
+    for path in record.get("artifacts") or ():
+        lines.append(f"kept      {visible_line(path)}")
+    return lines
+
+
+def _score(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return "none"
+    correct = score.get("is_correct")
+    words = [_number(score.get("value"))]
+    if correct is not None:
+        words.append("correct" if correct else "not correct")
+    words += [f"{visible_line(name)} {_number(value)}" for name, value in (score.get("parts") or {}).items()]
+    words += [
+        f"penalty {visible_line(name)} {_number(value)}"
+        for name, value in (score.get("penalties") or {}).items()
+    ]
+    return ", ".join(words)
+
+
+def _rule(text: str, mark: str, width: int) -> str:
+    text = visible_line(text)[: max(width - 8, 8)]
+    return f"{mark * 3} {text} {mark * max(3, width - len(text) - 5)}"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` characters; what was longer goes on below."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        wrapped = textwrap.wrap(
+            line, max(width, MIN_WIDTH), drop_whitespace=False, replace_whitespace=False, expand_tabs=False
+        )
+        # Characters of East Asian scripts take two columns.
+        lines += [part for one in wrapped or [""] for part in chop_cells(one, max(width, MIN_WIDTH)) or [""]]
+    return lines

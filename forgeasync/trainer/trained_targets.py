@@ -1,0 +1,39 @@
+"""Which targets of a step are trained on, and what its loss is divided by.
+
+Shape suffix: T targets of a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import utils as dist_utils
+
+from forgeasync.algorithms.loss import Loss
+from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.trainer.packing import PackedRow
+
+
+def trained_mask(row: PackedRow, max_token_age: int | None) -> torch.Tensor:
+    """Which targets of a row are trained on: bool [T]; None for ``max_token_age`` trains on all."""
+    ages_T = torch.from_numpy(row.ages_L[row.mask_L]).to(DEVICE_TYPE)
+    if max_token_age is None:
+        return torch.ones_like(ages_T, dtype=torch.bool)
+    return ages_T <= max_token_age
+
+
+def count_targets(
+    loss: Loss, rows: Sequence[PackedRow], masks: Sequence[torch.Tensor], *, mesh: DeviceMesh | None
+) -> tuple[float, int, int]:
+    """Over all data-parallel ranks: what the loss is divided by, trained tokens, and all targets."""
+    counts = torch.zeros(3, dtype=torch.float64, device=DEVICE_TYPE)
+    for row, mask_T in zip(rows, masks, strict=True):
+        sequence_ids_T = torch.from_numpy(row.sequence_ids_L[row.mask_L]).to(DEVICE_TYPE)
+        sample_weights_T = torch.from_numpy(row.sample_weights_L[row.mask_L]).to(DEVICE_TYPE)
+        counts[0] += loss.count(mask_T, sequence_ids_T, sample_weights_T)
+        counts[1] += mask_T.sum()
+        counts[2] += row.num_targets
+    if mesh is not None:
+        counts = dist_utils.dist_sum_tensor(counts, mesh)
+    total, num_trained, num_targets = counts.tolist()
+    return total, int(num_trained), int(num_targets)

@@ -1,0 +1,326 @@
+"""Generators that die, stop answering and cannot be started: real processes, scripted actors."""
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgeasync.actors import generator_pool, router
+from forgeasync.actors.generator import CancelledGroup, RefusedGroup
+from forgeasync.actors.generator_pool import GeneratorsFail
+from forgeasync.actors.router import GroupGivenUp
+from forgeasync.buffer.decisions import DropReason
+from forgeasync.config.generator import SamplingSection
+from forgeasync.config.run import TimeoutSection
+from forgeasync.faults.fault_log import Role
+from forgeasync.faults.replica_states import ReplicaState
+from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.waiting import DeadlineExceeded
+from tests.support.replicas import ReplicaWorld, generators_of
+from tests.support.rollouts import make_stored_rollout
+
+SAMPLING = SamplingSection(max_response_tokens=8)
+PROMPT = np.arange(3, dtype=np.int32)
+
+
+def sample(world: ReplicaWorld, group_id: int) -> "asyncio.Task[object]":
+    return asyncio.ensure_future(
+        world.router.sample_group(group_id, PROMPT, num_samples=2, sampling=SAMPLING, seed=11)
+    )
+
+
+def running(world: ReplicaWorld) -> dict[int, int]:
+    """Generator by group."""
+    return {group: number for number, one in world.generators.items() for group in one.running}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(sent: signal.Signals) -> None:
+    async def go() -> None:
+        async with generators_of(("a", "a"), heartbeat_s=2.0) as world:
+            groups = [sample(world, group) for group in range(4)]
+            await world.until(lambda: len(running(world)) == 4)
+            assert sorted(running(world).values()) == [0, 0, 1, 1]
+            pid = world.generators[0].process.pid
+            world.kill(0, sent)
+            if sent is signal.SIGSTOP:
+                await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
+            await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+            assert world.generators[0].process.wait(60) == -signal.SIGKILL, "also one that has stopped"
+            for one in world.generators.values():
+                one.is_released.set()
+            assert await asyncio.gather(*groups) == [()] * 4
+            # Each group was sampled with its own prompt and seed, those of the lost one twice.
+            sampled = [call for call, _, when in world.log if call.startswith("sample")]
+            assert sorted(sampled) == sorted(
+                f"sample {group} [0, 1, 2] 11" for group in (0, 1, 2, 3, *(0, 2))
+            )
+            metrics = world.faults.metrics()
+            assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
+            assert world.router.metrics()["generator/num_moved_groups"] == 2
+            assert {one.pid for one in world.listing.entries} == {
+                world.generators[1].process.pid,
+                world.generators[2].process.pid,
+            }
+            await world.until(lambda: world.num_stopped == 1)
+            assert pid != world.generators[2].process.pid
+
+    asyncio.run(go())
+
+
+def test_the_only_generator_is_waited_for() -> None:
+    async def go() -> None:
+        async with generators_of(("a",)) as world:
+            group = sample(world, 5)
+            await world.until(lambda: 5 in running(world))
+            world.kill(0)
+            await world.until(lambda: running(world) == {5: 1})
+            world.generators[1].is_released.set()
+            assert await group == ()
+
+    asyncio.run(go())
+
+
+def test_a_group_that_ends_generators_is_given_up() -> None:
+    async def go() -> None:
+        async with generators_of(("a",), max_lost_per_group=2) as world:
+            group = sample(world, 5)
+            for number in range(2):
+                await world.until(lambda number=number: running(world).get(5) == number)
+                world.kill(number)
+            answer = await group
+            assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
+            assert answer.problem is not None and "sampling group 5" in answer.problem
+            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+
+    asyncio.run(go())
+
+
+def test_a_late_group_is_cancelled_repeated_and_then_dropped() -> None:
+    async def go() -> None:
+        timeouts = TimeoutSection(generate_s=0.2)
+        async with generators_of(("a", "a"), timeouts=timeouts) as world:
+            answer = await sample(world, 17)
+            assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LATE
+            assert answer.problem is not None and "sampling group 17 took longer than 0.2 s" in answer.problem
+            assert not running(world), "nothing goes on"
+            assert len(world.log) == 1 + router.MAX_LATE and world.pool.table.state.num_lost == 0
+            assert all(one.num_live == 0 for one in world.pool.table.state.present)
+            assert world.router.metrics()["generator/num_late_groups"] == 1 + router.MAX_LATE
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_group_is_not_sampled_again() -> None:
+    """Also one that has lost its generator and waits for another."""
+
+    async def go() -> None:
+        async with generators_of(("a",)) as world:
+            group = sample(world, 5)
+            await world.until(lambda: 5 in running(world))
+            await world.router.cancel_groups([5, 6])
+            assert isinstance(await group, CancelledGroup)
+            world.generators[0].holds.add("cancel_groups")
+            group = sample(world, 7)
+            await world.until(lambda: 7 in running(world))
+            cancelling = asyncio.ensure_future(world.router.cancel_groups([7]))
+            await asyncio.sleep(0)
+            world.kill(0)
+            await cancelling
+            assert isinstance(await group, CancelledGroup)
+            assert len([one for one in world.log if "sample 7" in one[0]]) == 1
+
+    asyncio.run(go())
+
+
+def test_a_response_that_loses_all_generators_is_told_to_who_asked() -> None:
+    async def go() -> None:
+        async with generators_of(("a",), max_lost_per_group=1) as world:
+            world.generators[0].respond = world.generators[0].sample_group
+            asked = asyncio.ensure_future(
+                world.router._retried("answering", 1, lambda one, continued: one.actor.beat.call_one())
+            )
+            world.generators[0].holds.add("beat")
+            await asyncio.sleep(0)
+            world.kill(0)
+            with pytest.raises(GroupGivenUp, match=r"answering: generator 0 .* is gone, as 0 before it"):
+                await asked
+
+    asyncio.run(go())
+
+
+def test_generators_that_cannot_be_started_end_the_run() -> None:
+    async def go() -> None:
+        async with generators_of(("a", "a"), max_restarts=3) as world:
+            world.fails_to_start = lambda number: number > 1
+            world.kill(0)
+            assert world.watching is not None
+            with pytest.raises(GeneratorsFail, match=r"generator 0: 3 engines in a row .*no such model"):
+                await asyncio.wait_for(world.watching, 60)
+            assert set(world.generators) == {0, 1}
+
+    asyncio.run(go())
+
+
+def test_starts_that_fail_are_repeated() -> None:
+    async def go() -> None:
+        async with generators_of(("a",), max_restarts=3) as world:
+            world.fails_to_start = lambda number: number in (1, 2)
+            world.kill(0)
+            await world.until(lambda: 3 in world.generators and world.state(3) is ReplicaState.HEALTHY)
+            (event,) = world.faults.open or (None,)
+            assert event is None and world.faults.metrics()[f"faults/recovered_{Role.GENERATOR}"] == 1
+
+    asyncio.run(go())
+
+
+def test_one_that_joins_is_given_groups_after_its_update(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with generators_of(("a", "a")) as world:
+            await world.router.connect_weights(None, (), [tmp_path] * 2)  # type: ignore[arg-type]
+            assert await world.update(0, 4)
+            world.kill(1)
+            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.STALE)
+            groups = [sample(world, group) for group in range(3)]
+            await world.until(lambda: len(running(world)) == 3)
+            assert set(running(world).values()) == {0} and world.faults.open
+            assert world.generators[2].joined, "connected before it is told of versions"
+            assert await world.update(0, 4)
+            groups.append(sample(world, 3))
+            await world.until(lambda: running(world).get(3) == 2)
+            assert not world.faults.open
+            for one in world.generators.values():
+                one.is_released.set()
+            assert await asyncio.gather(*groups) == [()] * 4
+
+    asyncio.run(go())
+
+
+def test_what_a_lost_generator_has_left_is_freed(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with generators_of(("a", "b"), folders=[tmp_path]) as world:
+            rollouts = []
+            for name in ("first", "second"):
+                rollout = make_stored_rollout((0, 0, 4), text="said")
+                ref = rollout.branches[0].response
+                file = tmp_path / name
+                file.touch()
+                object.__setattr__(ref, "file", str(file))
+                object.__setattr__(ref, "host_id", "a")
+                rollouts.append(rollout)
+            await world.router.free_payloads(rollouts[:1])
+            assert world.generators[0].freed == [str(tmp_path / "first")]
+            world.fails_to_start = lambda number: True
+            world.generators[0].holds.add("free_payloads")
+            freeing = asyncio.ensure_future(world.router.free_payloads(rollouts[1:]))
+            await asyncio.sleep(0)
+            world.kill(0)
+            await freeing
+            assert not (tmp_path / "second").exists(), "by its host"
+
+    asyncio.run(go())
+
+
+def test_counters_of_lost_generators_still_count() -> None:
+    async def go() -> None:
+        async with generators_of(("a", "a")) as world:
+            assert sum(one.num_generated_tokens for one in await world.router.stats()) == 20
+            world.kill(0)
+            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+            assert sum(one.num_generated_tokens for one in await world.router.stats()) == 30
+
+    asyncio.run(go())
+
+
+def test_generators_are_not_blamed_for_a_controller_that_stood_still() -> None:
+    async def go() -> None:
+        async with generators_of(("a",), heartbeat_s=1.0) as world:
+            replica = world.pool.replicas[0]
+            world.generators[0].holds.add("beat")
+            await world.until(lambda: replica.beat is not None)
+            sent_s = replica.beat_since_s
+            # As after a stop of this process for an hour.
+            replica.beat_since_s -= 3600.0
+            world.pool._looked_s -= 3600.0
+            await world.until(lambda: replica.beat_since_s != sent_s - 3600.0)
+            assert world.state(0) is not ReplicaState.DEAD
+            await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+
+    asyncio.run(go())
+
+
+def test_a_suspect_is_healthy_again_once_it_answers() -> None:
+    async def go() -> None:
+        async with generators_of(("a",), heartbeat_s=30.0) as world:
+            world.pool.table.change(lambda table: table.suspect(0, "it does not answer"))
+            await world.until(lambda: world.state(0) is ReplicaState.HEALTHY)
+            assert world.pool.metrics()["generator/num_suspect"] == 0
+
+    asyncio.run(go())
+
+
+def test_a_dead_engine_in_a_process_that_lives_is_replaced() -> None:
+    class EngineDeadError(Exception):
+        """As vLLM's."""
+
+    async def go() -> None:
+        async with generators_of(("a",)) as world:
+            from monarch.actor import ActorError
+
+            error = ActorError.__new__(ActorError)
+            error.exception = EngineDeadError()
+
+            async def fails() -> None:
+                raise error
+
+            with pytest.raises(Exception, match="is gone"):
+                await world.pool.replicas[0].while_there(fails)
+            assert world.state(0) is ReplicaState.DEAD
+            assert "an engine that has died" in world.faults.open[0].what
+
+    asyncio.run(go())
+
+
+def test_calls_of_other_lengths_have_their_own_deadline() -> None:
+    async def go() -> None:
+        timeouts = TimeoutSection(generate_s=0.2)
+        async with generators_of(("a",), timeouts=timeouts) as world:
+            world.generators[0].kv_usage = world.generators[0].beat
+            world.generators[0].holds.add("beat")
+            with pytest.raises(DeadlineExceeded, match="how full its KV cache is"):
+                await world.router.kv_usage(world.pool.replicas[0])
+
+    asyncio.run(go())
+
+
+def test_files_of_processes_follow(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with generators_of(("a",)) as world:
+            world.pool._listing = ProcsFile(tmp_path / "procs.json")
+            world.kill(0)
+            await world.until(lambda: 1 in world.generators and world.state(1) is ReplicaState.HEALTHY)
+            (entry,) = json.loads((tmp_path / "procs.json").read_text())["procs"]
+            assert (entry["role"], entry["rank"]) == ("generator", 0)
+            assert entry["pid"] == world.generators[1].process.pid
+
+    asyncio.run(go())
+
+
+def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_pool, "LOOK_S", 0.01)
+
+    async def go() -> None:
+        async with generators_of(("a",)) as world:
+            world.kill(0)
+            await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+            await world.pool.close()
+            num = len(world.generators)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(world.generators) == num
+
+    asyncio.run(go())

@@ -1,0 +1,204 @@
+"""A scorer that dies, stops, hangs and cannot be started: real processes, scripted actors."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.watched_scorer import ScorerFails, ScorerLost, SpawnedScorer, WatchedScorer
+from forgeasync.config.run import ScorerSection
+from forgeasync.environments.reward import Response
+from forgeasync.environments.worker_mark import WORKER_MARK, marked_processes
+from forgeasync.faults.fault_log import FaultLog
+from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.score import Score, VerifierCounts
+from tests.support.buffer_world import make_task
+from tests.support.loops import Endpoint
+
+RESPONSES = [Response("4", 1, FinishReason.STOP)]
+SCORE = Score(value=1.0, is_correct=True)
+
+
+class ScriptedScorer:
+    """An actor beside a process of its own: it answers only while that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.beat = Endpoint(self._answering)
+        self.score = Endpoint(self._score)
+        self.is_released = asyncio.Event()
+        self.num_asked = 0
+
+    async def _answering(self) -> None:
+        status = psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.Error):
+            status = psutil.Process(self.process.pid).status()
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            await asyncio.Event().wait()
+
+    async def _score(self, task: object, responses: object) -> ScoredResponses:
+        self.num_asked += 1
+        await self.is_released.wait()
+        await self._answering()
+        return ScoredResponses(scores=(SCORE,), counts=VerifierCounts(num_timeouts=self.num_asked))
+
+
+@dataclass
+class World:
+    scorer: WatchedScorer
+    faults: FaultLog
+    listing: ProcsFile
+    told: list[str]
+    actors: dict[int, ScriptedScorer] = field(default_factory=dict)
+    num_stopped: int = 0
+    fails_to_start: Callable[[int], bool] = lambda number: False
+    watching: "asyncio.Task[None] | None" = None
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not is_reached():
+                assert self.watching is None or not self.watching.done(), self.watching
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def started(
+    *, heartbeat_s: float = 60.0, limit_s: float = 60.0, max_restarts: int = 3
+) -> AsyncIterator[World]:
+    world: World
+
+    async def spawn(number: int) -> SpawnedScorer:
+        if world.fails_to_start(number):
+            raise ValueError("no such module")
+        mark = f"scorer-{os.getpid()}-{number}"
+        # The second one is what the scorer has started, and does not end with it.
+        command = ["sh", "-c", "sleep 1000 & exec sleep 1001"]
+        process = subprocess.Popen(command, env=os.environ | {WORKER_MARK: mark})
+        world.actors[number] = ScriptedScorer(process)
+
+        async def stop() -> None:
+            world.num_stopped += 1
+
+        actor = world.actors[number]
+        return SpawnedScorer(actor=actor, pid=process.pid, mark=mark, isolation="by walls", stop=stop)  # type: ignore[arg-type]
+
+    section = ScorerSection(heartbeat_s=heartbeat_s, max_restarts=max_restarts, max_concurrent=2)
+    told: list[str] = []
+    faults, listing = FaultLog(tell=told.append), ProcsFile()
+    scorer = WatchedScorer(spawn, section, limit_s=limit_s, faults=faults, listing=listing)
+    world = World(scorer=scorer, faults=faults, listing=listing, told=told)
+    try:
+        assert await scorer.start() == "by walls"
+        world.watching = asyncio.create_task(scorer.watch())
+        yield world
+    finally:
+        if world.watching is not None:
+            world.watching.cancel()
+        await scorer.close()
+        for number, actor in world.actors.items():
+            assert actor.process.wait(10) is not None
+            assert not marked_processes(f"scorer-{os.getpid()}-{number}"), "no orphan"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_a_scorer_that_is_gone_is_named_and_replaced(number: signal.Signals) -> None:
+    async def go() -> None:
+        async with started(heartbeat_s=0.5 if number is signal.SIGSTOP else 60.0) as world:
+            calls = [asyncio.create_task(world.scorer.score(make_task(one), RESPONSES)) for one in range(2)]
+            first = world.actors[0]
+            await world.until(lambda: first.num_asked == 2)
+            os.kill(first.process.pid, number)
+            await asyncio.wait(calls, timeout=60)
+            for call in calls:
+                with pytest.raises(ScorerLost, match=rf"process {first.process.pid}\) was gone"):
+                    call.result()
+            # A call that comes meanwhile waits for the next scorer.
+            again = asyncio.create_task(world.scorer.score(make_task(0), RESPONSES))
+            await world.until(lambda: not world.faults.open)
+            second = world.actors[1]
+            second.is_released.set()
+            assert (await again).scores == (SCORE,)
+            counts = world.faults.metrics()
+            assert counts["faults/detected_scorer"] == counts["faults/recovered_scorer"] == 1
+            silent = "has not answered for scorer.heartbeat_s = 0.5 s"
+            assert (silent if number is signal.SIGSTOP else "has died") in world.told[0]
+            assert f"was replaced by process {second.process.pid}" in world.told[1]
+            assert [(one.role, one.pid) for one in world.listing.entries] == [("scorer", second.process.pid)]
+            await world.until(lambda: world.num_stopped == 1)
+            assert not marked_processes(f"scorer-{os.getpid()}-0"), "nothing of it is left"
+
+    asyncio.run(go())
+
+
+def test_a_scorer_that_scores_nothing_for_too_long_is_replaced() -> None:
+    """It answers its heartbeats: only its calls hang."""
+
+    async def go() -> None:
+        async with started(limit_s=0.1) as world:
+            with pytest.raises(ScorerLost):
+                await asyncio.wait_for(world.scorer.score(make_task(0), RESPONSES), 60)
+            assert "within 0.2 s (timeouts.score_s, times scorer.max_concurrent)" in world.told[0]
+            await world.until(lambda: not world.faults.open)
+
+    asyncio.run(go())
+
+
+def test_counts_of_lost_scorers_stay() -> None:
+    async def go() -> None:
+        async with started() as world:
+            world.actors[0].is_released.set()
+            for _ in range(3):
+                scored = await world.scorer.score(make_task(0), RESPONSES)
+            assert scored.counts.num_timeouts == 3
+            os.kill(world.actors[0].process.pid, signal.SIGKILL)
+            await world.until(lambda: 1 in world.actors)
+            world.actors[1].is_released.set()
+            assert (await world.scorer.score(make_task(0), RESPONSES)).counts.num_timeouts == 4
+
+    asyncio.run(go())
+
+
+def test_losses_without_a_scored_group_between_them_end_the_run() -> None:
+    async def go() -> None:
+        async with started(max_restarts=2) as world:
+            for number in range(2):
+                os.kill(world.actors[number].process.pid, signal.SIGKILL)
+                await world.until(lambda number=number: number + 1 in world.actors and not world.faults.open)
+            os.kill(world.actors[2].process.pid, signal.SIGKILL)
+            assert world.watching is not None
+            with pytest.raises(ScorerFails, match=r"restarted 2 times in a row .*has died") as raised:
+                await asyncio.wait_for(world.watching, 60)
+            with pytest.raises(ScorerFails):
+                await asyncio.wait_for(world.scorer.score(make_task(0), RESPONSES), 60)
+            assert "scorer.max_restarts" in str(raised.value)
+
+    asyncio.run(go())
+
+
+def test_a_scored_group_gives_the_budget_back_and_a_failed_start_takes_of_it() -> None:
+    async def go() -> None:
+        async with started(max_restarts=2) as world:
+            world.fails_to_start = lambda number: number in (1, 3)
+            for number in (0, 2):
+                world.actors[number].is_released.set()
+                await world.scorer.score(make_task(0), RESPONSES)
+                os.kill(world.actors[number].process.pid, signal.SIGKILL)
+                await world.until(lambda number=number: number + 2 in world.actors and not world.faults.open)
+            world.actors[4].is_released.set()
+            await world.scorer.score(make_task(0), RESPONSES)
+            world.fails_to_start = lambda number: True
+            os.kill(world.actors[4].process.pid, signal.SIGKILL)
+            assert world.watching is not None
+            with pytest.raises(ScorerFails, match="could not be started: no such module"):
+                await asyncio.wait_for(world.watching, 60)
+            assert len(world.faults.open) == 1, "it was not recovered from"
+
+    asyncio.run(go())

@@ -1,0 +1,63 @@
+"""A run on a disk that becomes full: it waits, says so, and goes on when there is room."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from forgeasync.checkpoint.folders import list_checkpoints
+from forgeasync.config.load import dump_config
+from tests.support.app_runs import DEADLINE_S, check_ledger, finish, read_lines, start
+from tests.support.disks import fill_up, small_disk
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+NUM_STEPS = 12
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(tiny_config(write_random_model(tmp_path / "model"))))
+    with small_disk(tmp_path / "disk", num_mib=40) as disk:
+        run_dir = disk / "run"
+        process = start(file, f"run_dir={run_dir}", f"max_steps={NUM_STEPS}", "checkpoint.every_steps=1")
+        try:
+            end_s = time.monotonic() + DEADLINE_S
+            metrics = run_dir / "metrics.jsonl"
+            while not (metrics.exists() and len(metrics.read_bytes().splitlines()) > 3):
+                assert process.poll() is None and time.monotonic() < end_s
+                time.sleep(0.1)
+            filler = disk / "filler"
+            faults, num_before = run_dir / "faults.jsonl", -1
+            # It stands still once two looks, with more than a step between them, find the same steps.
+            while (num_lines := len(metrics.read_bytes().splitlines())) != num_before:
+                assert process.poll() is None and time.monotonic() < end_s
+                num_before = num_lines
+                for _ in range(400):
+                    # What the run removes, such as a checkpoint that has failed, makes room again.
+                    fill_up(filler)
+                    time.sleep(0.02)
+            assert num_lines <= NUM_STEPS, "it waits before its end"
+            assert not metrics.read_bytes() or metrics.read_bytes().endswith(b"\n"), "no half of a line"
+            for folder in list_checkpoints(run_dir / "checkpoints"):
+                assert (folder / "trainer" / ".metadata").stat().st_size, "what is shown is whole"
+            filler.unlink()
+        except BaseException:
+            process.kill()
+            raise
+        code, out, err = finish(process)
+        assert code == 0, err
+        events = [json.loads(line) for line in faults.read_text().splitlines()]
+        assert {one["role"] for one in events} == {"storage"}
+        assert [one["event"] for one in events].count("detected") == len(events) / 2 >= 1
+        assert "No space left on device" in events[0]["what"]
+        assert "cannot be written" in out and "was written after" in out
+        steps = [line["step"] for line in read_lines(metrics)]
+        assert steps == list(range(NUM_STEPS + 1)), "no line is lost, and none is there twice"
+        assert read_lines(metrics)[-1]["faults/storage_wait_s"] > 0
+        assert check_ledger(run_dir)["step"] == NUM_STEPS
+        names = [one.name for one in (run_dir / "checkpoints").iterdir()]
+        assert sorted(names) == ["final", f"step-{NUM_STEPS - 1:08d}", f"step-{NUM_STEPS:08d}"]

@@ -1,0 +1,132 @@
+"""The tools of a coding task, and the config that asks for one."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forgeasync as fa
+from forgeasync.config.load import load_config
+from forgeasync.config.rules import check_without_model
+from forgeasync.environments.build import build_environment
+from forgeasync.environments.environment import Turn
+from forgeasync.environments.messages import BrokenToolCall
+from forgeasync.rollouts.outcome import ToolStatus
+from tests.support.agents import ScriptedAgent, said
+from tests.support.config_samples import MINIMAL
+from tests.support.repositories import calls, task_of
+
+Records = Callable[[str], dict[str, Any]]
+
+
+def config_of(folder: Path, *overrides: str) -> Any:
+    path = folder / "config.yaml"
+    path.write_text(MINIMAL)
+    coding = [
+        "data.source={kind: coding, path: tasks.jsonl}",
+        "data.chat_template=true",
+        "environment={kind: coding}",
+    ]
+    return load_config(path, [*coding, *overrides])
+
+
+@pytest.fixture
+def told(folder: Path, record: Records, tmp_path: Path) -> Callable[..., list[tuple[str, str]]]:
+    """Run calls in one episode; returns what the model was told, each with the status that was counted."""
+
+    def run(*turns: Turn, tool_limit_s: float = 20.0) -> list[tuple[str, str]]:
+        config = config_of(tmp_path, "environment.max_result_characters=300")
+        environment = build_environment(config.environment, fa.Bubblewrap())
+        agent = ScriptedAgent(*turns, said("done"), tool_limit_s=tool_limit_s)
+        asyncio.run(environment.rollout(task_of(record("unittest"), folder), agent))
+        assert agent.kept.keys() == {"changes.patch", "tests.log"}
+        assert agent.heard[0][0]["role"] == "system" and len(agent.tools[0]) == 5
+        answers = [message["content"] for message in agent.heard[-1] if message["role"] in ("tool", "user")]
+        return [*answers[1:], agent.tool_calls]
+
+    return run
+
+
+def test_files_are_seen_changed_and_written(told) -> None:
+    *answers, counts = told(
+        calls(("view", {"path": "shop/prices.py", "start": 2, "end": 3})),
+        calls(
+            ("write", {"path": "shop/new/a.txt", "content": "one\r\ntwo"}),
+            ("edit", {"path": "shop/new/a.txt", "old": "two", "new": "2\n"}),
+            ("view", {"path": "shop/new/a.txt"}),
+        ),
+    )
+    assert answers[0] == "     2\t    result = 0\n     3\t    for number in numbers[1:]:\n[lines 2 to 3 of 5]"
+    assert answers[1:3] == ["shop/new/a.txt was written", "shop/new/a.txt was changed"]
+    assert answers[3] == "     1\tone\r\n     2\t2\n[lines 1 to 2 of 2]"
+    assert counts == {ToolStatus.OK: 4}
+
+
+def test_wrong_calls_are_told(told) -> None:
+    *answers, counts = told(
+        calls(("edit", {"path": "shop/prices.py", "old": "number", "new": "x"})),
+        calls(("edit", {"path": "shop/prices.py", "old": "", "new": "x"})),
+        calls(("edit", {"path": "none.py", "old": "a", "new": "x"})),
+        calls(("view", {"path": "shop"})),
+        calls(("view", {"path": "shop/prices.py", "start": 9})),
+        calls(("write", {"path": "/usr/bin/x", "content": ""})),
+        calls(("write", {"path": "big", "content": "x" * (2**20 + 1)})),
+        calls(("write", {"path": "half", "content": "\ud800"})),
+        calls(("look", {})),
+        said("", broken=[BrokenToolCall(text="{", problem="it ends early")]),
+    )
+    expected = [
+        "Error: old occurs 4 times in shop/prices.py; must occur exactly once",
+        "Error: old is empty; must be the text to replace",
+        "Error: none.py: there is no such file in the box",
+        "Error: shop: is a folder",
+        "Error: lines 9 to end: shop/prices.py has 5 lines",
+        "Error: /usr/bin/x could not be written",
+        "Error: the file would have 1048577 bytes",
+        "Error",
+        "Error: there is no tool 'look'; tools: run, view, edit, write, submit",
+        "Error: a tool call cannot be read: it ends early",
+    ]
+    for answer, begin in zip(answers, expected, strict=True):
+        assert answer.startswith(begin)
+    assert sum(counts.values()) == 10 and counts[ToolStatus.UNREADABLE] == 1 and ToolStatus.OK not in counts
+
+
+def test_commands_share_a_shell_until_it_ends(told) -> None:
+    *answers, counts = told(
+        calls(("run", {"command": "cd shop; x=5; echo out; echo err >&2; false"})),
+        calls(("run", {"command": "pwd; echo $x"})),
+        calls(("run", {"command": "sleep 60 & exit 3"})),
+        calls(("run", {"command": "pwd"})),
+        calls(("run", {"command": "trap '' TERM INT; sleep 60"})),
+        calls(("run", {"command": "head -c 1000 /dev/zero | tr '\\0' x"})),
+        tool_limit_s=1.0,
+    )
+    ended = "; the shell has ended, and the next command begins with a new one]"
+    assert answers[:5] == [
+        "out\nerr\n[exit code 1]",
+        "/work/shop\n5\n[exit code 0]",
+        f"[exit code 3{ended}",
+        "/work\n[exit code 0]",
+        f"[killed after 1 s{ended}",
+    ]
+    assert answers[5].startswith("x" * 300) and counts == {ToolStatus.OK: 5, ToolStatus.CUT: 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environment=null", "data.source.kind = 'coding': needs environment: {kind: coding}"),
+        (
+            "data.source={kind: reasoning_gym, task: chain_sum}",
+            "data.source.kind = 'reasoning_gym': must be 'coding' with environment.kind = 'coding'",
+        ),
+        ("environment.tests_s=120", "environment.tests_s = 120.0: must be less than episodes.step_s = 120"),
+        ("data.chat_template=false", "data.chat_template = False: must be true"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    assert not check_without_model(config_of(tmp_path))
+    assert message in "\n".join(map(str, check_without_model(config_of(tmp_path, override))))

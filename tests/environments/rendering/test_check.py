@@ -1,0 +1,249 @@
+"""The checks of a renderer: what passes, and one renderer for every way to fail."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgeasync.config.load import load_config
+from forgeasync.controller.preparation import check_plan
+from forgeasync.environments import check_template
+from forgeasync.environments.messages import Message, ToolSpec
+from forgeasync.environments.rendering.build import choose_renderer
+from forgeasync.environments.rendering.check import CheckRow, check_renderer
+from forgeasync.environments.rendering.comparison import Difference, Likeness, compare
+from forgeasync.environments.rendering.family import FamilyRenderer
+from forgeasync.environments.rendering.plain import PlainRenderer
+from forgeasync.environments.rendering.probes import Dialogue, assistant, user
+from forgeasync.environments.rendering.renderer import Conversation, ParsedTurn
+from forgeasync.environments.rendering.walks import walk
+from forgeasync.models.tokenizer import character_tokenizer
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.trajectory import SampledTurn
+from forgeasync.schema.problems import ConfigError
+from tests.support.chat import CHATML, LAST_ONLY, NUMBERED, make_tokenizer
+from tests.support.chat_families import TEMPLATES, family_tokenizer
+from tests.support.config_samples import HF_CONFIG, MINIMAL
+
+
+def contradictions(rows: Sequence[CheckRow]) -> dict[str, str]:
+    return {row.name: row.contradiction for row in rows if row.contradiction is not None}
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, CHATML, None])
+def test_what_is_right_passes(template: str | None) -> None:
+    tokenizer = family_tokenizer(template) if template in TEMPLATES else make_tokenizer(template)
+    chosen = choose_renderer(tokenizer, chat_template=template is not None)
+    rows = check_renderer(tokenizer, chosen.renderer, num_random=6)
+    assert contradictions(rows) == {} and len(rows) == 6
+
+
+def test_a_vocabulary_of_a_few_characters_passes() -> None:
+    """As that of the model that the default run trains."""
+    tokenizer = character_tokenizer(chat_template=False)
+    rows = check_renderer(tokenizer, PlainRenderer(tokenizer))
+    assert contradictions(rows) == {} and all(row.num_cases > 12 for row in rows[1:])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_what_is_right_passes_with_many_conversations(family: str) -> None:
+    tokenizer = family_tokenizer(family)
+    chosen = choose_renderer(tokenizer, chat_template=True)
+    assert contradictions(check_renderer(tokenizer, chosen.renderer, num_random=100, seed=1)) == {}
+
+
+@pytest.mark.parametrize("template", [LAST_ONLY, NUMBERED])
+def test_a_template_that_rewrites_history_fails(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    chosen = choose_renderer(tokenizer, chat_template=True)
+    rows = check_renderer(tokenizer, chosen.renderer)
+    assert "messages are only appended" in contradictions(rows)
+
+
+class Wrong(FamilyRenderer):
+    """A renderer of Qwen3 with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        self._tokens = family_tokenizer("qwen3")
+        super().__init__(self._tokens, "qwen3")
+        self._fault = fault
+
+    def added_ids(
+        self, conversation: Conversation, messages: tuple[Message, ...], tools: Sequence[ToolSpec] = ()
+    ) -> np.ndarray:
+        turns = conversation.turns
+        if turns and self._fault == "text tokenized again":
+            # Joins the tokens of the last turn as the tokenizer would.
+            text = self._tokens.decode(list(turns.values())[-1].ids_T.tolist())
+            again = self._tokens(text, add_special_tokens=False)["input_ids"]
+            lost = len(list(turns.values())[-1].ids_T) - len(again)
+            return np.asarray(
+                [*super().added_ids(conversation, messages, tools), *[0] * max(lost, 0)], np.int32
+            )
+        ids = super().added_ids(conversation, messages, tools)
+        if turns and self._fault == "newline left out":
+            return ids[1:]
+        if turns and self._fault == "end written twice" and next(iter(turns.values())).last_id != ids[0]:
+            return np.concatenate([[self._tokens.eos_token_id], ids])
+        if turns and self._fault == "cut turn left open":
+            last = turns[len(conversation.messages) - 1]
+            return ids[1:] if last.finish_reason is FinishReason.LENGTH else ids
+        return ids
+
+    def parse(
+        self, before_ids: Sequence[int], turn: SampledTurn, tools: Sequence[ToolSpec] = ()
+    ) -> ParsedTurn:
+        parsed = super().parse(before_ids, turn, tools)
+        match self._fault:
+            case "arguments lost":
+                calls = tuple(replace(call, arguments={}) for call in parsed.tool_calls)
+                return replace(parsed, tool_calls=calls)
+            case "reasoning in the text":
+                return replace(parsed, text=(parsed.reasoning or "") + parsed.text, reasoning=None)
+            case "raises" if not parsed.text:
+                raise ValueError("no text")
+        return parsed
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "words"),
+    [
+        ("text tokenized again", "messages are only appended", "depends on how the last one was tokenized"),
+        ("newline left out", "what is appended is what rendering anew gives", "gives other tokens"),
+        ("end written twice", "what is appended is what rendering anew gives", "gives other tokens"),
+        ("cut turn left open", "a turn that was cut is continued", "other tokens follow"),
+        ("arguments lost", "turns survive being written and read", "is read as"),
+        ("reasoning in the text", "turns survive being written and read", "is read as"),
+        ("raises", "whatever a model writes is read", "no text"),
+    ],
+)
+def test_each_fault_is_found_and_shown(fault: str, check: str, words: str) -> None:
+    renderer = Wrong(fault)
+    found = contradictions(check_renderer(family_tokenizer("qwen3"), renderer, num_random=20))
+    assert check in found
+    assert words in found[check] and "messages [{'role':" in found[check]
+
+
+def test_the_first_contradiction_shows_tokens_and_texts() -> None:
+    found = contradictions(check_renderer(family_tokenizer("qwen3"), Wrong("newline left out")))
+    assert "'<|im_start|>user" in found["what is appended is what rendering anew gives"]
+
+
+def compared(anew_text: str) -> frozenset[Likeness] | Difference:
+    """A path with reasoning, against a text."""
+    tokenizer = family_tokenizer("qwen3")
+    renderer = FamilyRenderer(tokenizer, "qwen3")
+    messages = (user("x"), assistant("abc", reasoning="hm"), user("y"))
+    walked = walk(renderer, tokenizer, Dialogue(name="", messages=messages))
+    anew = tokenizer(anew_text, add_special_tokens=False)["input_ids"]
+    return compare(tokenizer, walked, messages, anew)
+
+
+HEAD, TAIL = (
+    "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n",
+    ("<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"),
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "likeness"),
+    [
+        ("<think>\nhm\n</think>\n\nabc", Likeness.SAME),
+        ("abc", Likeness.WITHOUT_REASONING),
+        ("<think></think>abc", Likeness.WITHOUT_REASONING),
+        ("<think>\n</think>\n\nabc", Likeness.WITHOUT_REASONING),
+        # No reasoning of this message, or more than reasoning.
+        ("<think>\nhmm\n</think>\n\nabc", None),
+        ("bc", None),
+        ("", None),
+        ("!abc", None),
+        ("\nabc", Likeness.WITHOUT_REASONING),
+    ],
+)
+def test_what_rendering_anew_may_leave_out(answer: str, likeness: Likeness | None) -> None:
+    found = compared(HEAD + answer + TAIL)
+    if likeness is None:
+        assert isinstance(found, Difference) and found.index == 1
+    else:
+        assert found == {likeness}
+
+
+@pytest.mark.parametrize(
+    "text", [HEAD[1:] + "abc" + TAIL, HEAD + "abc" + TAIL + "!", HEAD + "abc" + TAIL[:-1]]
+)
+def test_given_tokens_may_not_differ(text: str) -> None:
+    assert isinstance(compared(text), Difference)
+
+
+def test_white_space_without_reasoning_may_not_be_left_out() -> None:
+    tokenizer = family_tokenizer("llama-3")
+    renderer = FamilyRenderer(tokenizer, "llama-3")
+    messages = (user("x"), assistant("abc"), user("y"))
+    walked = walk(renderer, tokenizer, Dialogue(name="", messages=messages))
+    text = tokenizer.decode(renderer.rendered_ids(messages, ()))
+    assert "\n\nabc" in text
+    anew = tokenizer(text.replace("\n\nabc", "abc"), add_special_tokens=False)["input_ids"]
+    assert isinstance(compare(tokenizer, walked, messages, anew), Difference)
+
+
+def test_a_turn_may_have_other_tokens_than_its_text() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    renderer = FamilyRenderer(tokenizer, "qwen3")
+    messages = (user("x"), assistant("parameters"), user("y"))
+
+    def characters(ids: np.ndarray) -> np.ndarray:
+        text = tokenizer.decode(ids[:-1].tolist())
+        head, tail = text.split("parameters")
+        pieces = [
+            tokenizer(one, add_special_tokens=False)["input_ids"] for one in (head, *"parameters", tail)
+        ]
+        return np.asarray([*(token for piece in pieces for token in piece), ids[-1]], np.int32)
+
+    walked = walk(renderer, tokenizer, Dialogue(name="", messages=messages), characters)
+    # As the last message an answer has an empty block of reasoning, and so has the turn.
+    text = HEAD + "<think>\n\n</think>\n\nparameters" + TAIL
+    anew = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert compare(tokenizer, walked, messages, anew) == {Likeness.RETOKENIZED}
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family_tokenizer("qwen3").save_pretrained(tmp_path / "right")
+    arguments = ["--model", str(tmp_path / "right"), "--conversations", "3"]
+    assert check_template.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "'qwen3' (it renders as the chat template does)" in printed and "CONTRADICTION" not in printed
+    make_tokenizer(LAST_ONLY).save_pretrained(tmp_path / "wrong")
+    assert check_template.main(["--model", str(tmp_path / "wrong")]) == 1
+    printed = capsys.readouterr().out
+    assert "CONTRADICTION" in printed and "does not only append" in printed
+    arguments = ["--model", str(tmp_path / "wrong"), "--renderer", "llama-3"]
+    assert check_template.main(arguments) == 1
+    assert "has no renderer 'llama-3'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        check_template.main(["--model", str(tmp_path / "nothing")])
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_run_with_an_environment_refuses_a_template_that_rewrites(tmp_path: Path) -> None:
+    """The same folder serves a run without one, whose prompts have one turn."""
+    make_tokenizer(LAST_ONLY).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 128}))
+    (tmp_path / "run.yaml").write_text(MINIMAL.replace(", ratio: 0.5, flag: true, text: a", ""))
+    overrides = [
+        f"model.path={tmp_path / 'model'}",
+        f"run_dir={tmp_path / 'run'}",
+        "data.chat_template=true",
+    ]
+    check_plan(load_config(tmp_path / "run.yaml", overrides))
+    options = "options: {hint: again, failing_digit: 7}"
+    own = f"environment={{kind: python, factory: tests.support.environments.TryAgain, {options}}}"
+    with pytest.raises(ConfigError) as refused:
+        check_plan(load_config(tmp_path / "run.yaml", [*overrides, own]))
+    assert "data.renderer = 'auto': the renderer 'template'" in str(refused.value)
+    assert "does not only append" in str(refused.value)
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    check_plan(load_config(tmp_path / "run.yaml", [*overrides, own]))

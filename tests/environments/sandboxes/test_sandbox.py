@@ -1,0 +1,315 @@
+"""A box as those see it who write environments: commands, files, limits, ends."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+import forgeasync as fa
+from forgeasync.environments.sandboxes.results import FileTooLarge, SandboxClosed
+from tests.support.resource_scenarios import processes_with
+
+
+def in_box(
+    use: Callable[[fa.Sandbox], Awaitable[object]], section: object = None, **options: object
+) -> object:
+    async def run() -> object:
+        async with fa.Sandbox(fa.Bubblewrap() if section is None else section, **options) as box:
+            return await use(box)
+
+    return asyncio.run(run())
+
+
+SECTIONS = [fa.Bubblewrap(output_kib=1), fa.UnsafeSubprocess(output_kib=1)]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
+@pytest.mark.parametrize(
+    ("command", "exit_code", "stdout", "stderr"),
+    [
+        ("echo a; echo b >&2; exit 3", 3, "a\n", "b\n"),
+        (["printf", "%s|", "a b", "$HOME", "*", ""], 0, "a b|$HOME|*||", ""),
+        ("cat", 0, "", ""),
+        ("kill -TERM $$", -15, "", ""),
+        (["no-such-program"], 127, "", "no-such-program: No such file or directory\n"),
+        (["/etc"], 127, "", "/etc: Permission denied\n"),
+        ("printf '\\377\\303\\251'", 0, "\N{REPLACEMENT CHARACTER}é", ""),
+    ],
+)
+def test_a_command_ends_as_it_would_anywhere(section, command, exit_code, stdout, stderr) -> None:
+    done = in_box(lambda box: box.exec(command, timeout_s=20), section)
+    assert (done.exit_code, done.stdout, done.stderr) == (exit_code, stdout, stderr)
+    assert not done.timed_out and done.killed_by is None and 0 < done.duration_s < 20
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
+def test_output_beyond_the_limit_is_counted(section) -> None:
+    done = in_box(
+        lambda box: box.exec("head -c 5000 /dev/zero | tr '\\0' x; head -c 1024 /dev/zero >&2", timeout_s=20),
+        section,
+    )
+    assert done.stdout == "x" * 1024 and done.num_stdout_bytes_cut == 5000 - 1024
+    assert len(done.stderr) == 1024 and done.num_stderr_bytes_cut == 0
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
+def test_a_deadline_ends_the_whole_tree(section) -> None:
+    mark = "mark-" + os.urandom(8).hex()
+    command = ["sh", "-c", 'setsid sh -c "sleep 600; :" "$0" & (sleep 600; :) & echo begun; sleep 600', mark]
+
+    async def use(box: fa.Sandbox) -> fa.ExecResult:
+        done = await box.exec(command, timeout_s=0.4)
+        assert processes_with(mark) == 0
+        assert (await box.exec("echo again", timeout_s=20)).stdout == "again\n"
+        return done
+
+    done = in_box(use, section)
+    assert done.timed_out and done.killed_by is fa.KilledBy.DEADLINE and done.exit_code == -9
+    assert done.stdout == "begun\n"
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
+def test_a_cancelled_call_is_killed_and_the_box_goes_on(section) -> None:
+    mark = "mark-" + os.urandom(8).hex()
+
+    async def use(box: fa.Sandbox) -> None:
+        call = asyncio.create_task(box.exec(["sh", "-c", "sleep 600; :", mark], timeout_s=600))
+        while not processes_with(mark):
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        end = time.monotonic() + 10
+        while processes_with(mark) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert processes_with(mark) == 0
+        assert (await box.exec("echo again", timeout_s=20)).stdout == "again\n"
+
+    in_box(use, section)
+
+
+def test_a_box_that_is_cancelled_while_it_starts_leaves_nothing() -> None:
+    async def run() -> None:
+        for delay_s in (0.0, 0.002, 0.005, 0.01):
+            starting = asyncio.create_task(fa.Sandbox(fa.Bubblewrap(env={"MARK": "x"})).__aenter__())
+            await asyncio.sleep(delay_s)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        async with fa.Sandbox() as box:
+            assert (await box.exec("echo works", timeout_s=20)).stdout == "works\n"
+
+    before = processes_with("--as-pid-1")
+    asyncio.run(run())
+    end = time.monotonic() + 10
+    while processes_with("--as-pid-1") > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert processes_with("--as-pid-1") <= before
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
+def test_files_go_in_and_out_unchanged(section) -> None:
+    data = os.urandom(3_000_001)
+
+    async def use(box: fa.Sandbox) -> None:
+        await box.write("a b/'c'/data", data)
+        assert await box.read("a b/'c'/data") == data
+        await box.write("a b/'c'/data", b"")
+        assert await box.read("a b/'c'/data") == b""
+        await box.write("-n", b"x")
+        assert (await box.exec("cat ./-n", timeout_s=20)).stdout == "x" and await box.read("-n") == b"x"
+        with pytest.raises(FileNotFoundError, match="missing"):
+            await box.read("missing")
+        with pytest.raises(fa.SandboxError, match="not a file"):
+            await box.read("a b")
+        await box.exec("mkfifo pipe", timeout_s=20)
+        with pytest.raises(fa.SandboxError, match="not a file"):
+            await box.read("pipe")
+        await box.write("large", b"x" * 1001)
+        assert len(await box.read("large", max_bytes=1001)) == 1001
+        with pytest.raises(FileTooLarge, match="1000"):
+            await box.read("large", max_bytes=1000)
+        back = await box.artifacts(["large", "missing"])
+        assert back.files == {"large": b"x" * 1001} and back.missing == ("missing",)
+
+    in_box(use, section)
+
+
+def test_a_file_that_does_not_fit_is_refused() -> None:
+    async def use(box: fa.Sandbox) -> None:
+        with pytest.raises(fa.SandboxError, match=r"No space left"):
+            await box.write("large", bytes(3 * 2**20))
+
+    in_box(use, fa.Bubblewrap(disk_mib=2))
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
+def test_a_box_starts_with_a_copy_of_a_folder(section, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "run.sh").write_text("echo ran; echo changed > input")
+    (tmp_path / "src" / "run.sh").chmod(0o700)
+    (tmp_path / "src" / "input").write_text("as prepared")
+
+    async def use(box: fa.Sandbox) -> None:
+        assert (await box.exec("cd src && ./run.sh && cat input", timeout_s=20)).stdout == "ran\nchanged\n"
+
+    in_box(use, section, workspace=tmp_path)
+    assert (tmp_path / "src" / "input").read_text() == "as prepared"
+
+
+@pytest.mark.parametrize(
+    ("limits", "match"), [({"disk_mib": 1}, "disk_mib"), ({"max_files": 16}, "max_files")]
+)
+def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, limits, match) -> None:
+    for index in range(20):
+        (tmp_path / f"{index}").write_bytes(bytes(100_000))
+    with pytest.raises(fa.SandboxError, match=match):
+        in_box(lambda box: box.exec("true", timeout_s=20), fa.Bubblewrap(**limits), workspace=tmp_path)
+
+
+def test_a_pipe_in_the_folder_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(fa.SandboxError, match="pipe is neither file"):
+        in_box(lambda box: box.exec("true", timeout_s=20), workspace=tmp_path)
+
+
+def test_mounts_are_seen_and_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("mounted")
+    (tmp_path / "data.txt").chmod(0o666)
+    tmp_path.chmod(0o777)
+    section = fa.Bubblewrap(mounts={str(tmp_path): "/data/set"}, env={"PLACE": "/data/set"})
+    command = "cat $PLACE/data.txt; echo x > $PLACE/data.txt; touch $PLACE/new; true"
+    done = in_box(lambda box: box.exec(command, timeout_s=20), section)
+    assert done.stdout == "mounted" and done.stderr.count("Read-only file system") == 2
+    assert os.listdir(tmp_path) == ["data.txt"]
+
+
+def test_boxes_know_nothing_of_each_other() -> None:
+    async def run() -> None:
+        async with fa.Sandbox() as one, fa.Sandbox() as other:
+            await one.write("file", b"x")
+            await one.exec("touch /tmp/a /dev/shm/b", timeout_s=20)
+            assert (await other.exec("ls /work /tmp /dev/shm", timeout_s=20)).stdout.split() == [
+                "/dev/shm:",
+                "/tmp:",
+                "/work:",
+            ]
+
+    asyncio.run(run())
+
+
+def test_calls_of_a_box_run_side_by_side() -> None:
+    async def use(box: fa.Sandbox) -> None:
+        begin = time.monotonic()
+        done = await asyncio.gather(*(box.exec(f"sleep 0.5; echo {i}", timeout_s=20) for i in range(12)))
+        assert [one.stdout for one in done] == [f"{index}\n" for index in range(12)]
+        assert time.monotonic() - begin < 12 * 0.5
+
+    in_box(use)
+
+
+def test_boxes_work_on_any_thread_with_a_loop() -> None:
+    said: list[str] = []
+
+    def work() -> None:
+        said.append(in_box(lambda box: box.exec("echo works", timeout_s=20)).stdout)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert said == ["works\n"] * 4
+
+
+def test_a_box_is_used_between_entering_and_closing() -> None:
+    async def run() -> None:
+        box = fa.Sandbox()
+        with pytest.raises(SandboxClosed, match="not been entered"):
+            await box.exec("true", timeout_s=1)
+        async with box:
+            call = asyncio.create_task(box.exec("sleep 600", timeout_s=600))
+            await asyncio.sleep(0.1)
+            await box.close()
+            with pytest.raises(SandboxClosed):
+                await call
+        with pytest.raises(SandboxClosed, match="ended"):
+            await box.exec("true", timeout_s=1)
+        with pytest.raises(SandboxClosed, match="entered once"):
+            await box.__aenter__()
+        await box.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("command", "timeout_s", "match"),
+    [
+        ("true", 0, "timeout_s"),
+        ("true", float("nan"), "timeout_s"),
+        ("true", float("inf"), "timeout_s"),
+        ([], 1, "command"),
+        (["a\0b"], 1, "zero byte"),
+        ("x" * 200_000, 1, "100000 bytes"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_refused(command, timeout_s, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        in_box(lambda box: box.exec(command, timeout_s=timeout_s))
+
+
+def test_a_killed_launcher_is_replaced() -> None:
+    from forgeasync.environments.sandboxes import program
+
+    in_box(lambda box: box.exec("true", timeout_s=20))
+    program._launchers[0]._process.kill()
+    program._launchers[0]._process.wait()
+    assert in_box(lambda box: box.exec("echo works", timeout_s=20)).stdout == "works\n"
+
+
+def test_a_host_that_is_killed_leaves_no_box_behind() -> None:
+    mark = "mark-" + os.urandom(8).hex()
+    code = (
+        "import asyncio, sys, forgeasync as fa\n"
+        "async def main():\n"
+        "    async with fa.Sandbox(fa.Bubblewrap(env={'MARK': sys.argv[1]})) as box:\n"
+        "        await (await box.python()).run('x = 1', timeout_s=20)\n"
+        "        command = ['sh', '-c', 'sleep 600; :', sys.argv[1] + '-in-box']\n"
+        "        await box.exec(command, timeout_s=600)\n"
+        "asyncio.run(main())\n"
+    )
+    host = subprocess.Popen([sys.executable, "-c", code, mark])
+    try:
+        end = time.monotonic() + 60
+        while not processes_with(mark + "-in-box") and time.monotonic() < end:
+            time.sleep(0.02)
+        assert processes_with(mark + "-in-box")
+    finally:
+        host.kill()
+        host.wait()
+    end = time.monotonic() + 10
+    while processes_with(mark) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert processes_with(mark) == 0
+
+
+def test_killing_every_python_spares_the_supervisor() -> None:
+    kill = (
+        "import os, signal\n"
+        "for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):\n"
+        "    if b'python' in open(f'/proc/{pid}/cmdline', 'rb').read() and pid != os.getpid():\n"
+        "        os.kill(pid, signal.SIGKILL)\n"
+    )
+
+    async def use(box: fa.Sandbox) -> None:
+        session = await box.python()
+        assert (await box.exec(["python3", "-c", kill], timeout_s=20)).exit_code == 0
+        assert (await session.run("1", timeout_s=20)).session_ended
+        assert (await box.exec("echo works", timeout_s=20)).stdout == "works\n"
+
+    in_box(use)

@@ -1,0 +1,194 @@
+"""A run that serves people: what they do trains, and nobody waits for training."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+
+from forgeasync.config.load import dump_config
+from tests.support.app_runs import finish, read_lines, start
+from tests.support.models import write_random_model
+from tests.support.people import People, found
+from tests.support.runs import tiny_config
+
+GROUPS_PER_STEP = 4
+MAX_AGE = 1
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One trainer proc, kept sets and routing replay on, all rollouts written."""
+    folder = tmp_path_factory.mktemp("served")
+    config = yaml.safe_load(dump_config(tiny_config(write_random_model(folder / "model", scale=8.0))))
+    config |= {
+        "max_steps": 3,
+        "max_off_policy_steps": MAX_AGE,
+        "data": {"source": {"kind": "served"}, "num_train": 1, "num_held_out": 0},
+        "environment": {"kind": "served"},
+        "episodes": {"num_workers": 1},
+        "evaluation": {"num_problems": 0},
+        "sampling": {"max_response_tokens": 12, "top_k": 12, "top_p": 0.9, "temperature": 0.8},
+        "algorithm": {"advantage": "reinforce_pp", "group_size": 1, "groups_per_step": GROUPS_PER_STEP},
+        "buffer": {"stale_groups": "drop"},
+        "logging": {"rollouts_per_step": 100},
+        "serving": {"keep_texts": True},
+    }
+    config["trainer"]["parallel"] = {"num_procs": 1}
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def check_files(run_dir: Path, token: str, num_steps: int) -> list[dict[str, float]]:
+    """Every sampled token of sessions with a score trains once, and the token is in one file alone."""
+    _, *steps = read_lines(run_dir / "metrics.jsonl")
+    rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == list(range(1, num_steps + 1))
+    for line in steps:
+        mine = [rollout for rollout in rollouts if rollout["step"] == line["step"]]
+        assert len(mine) == GROUPS_PER_STEP
+        num_sampled = sum(end - start for one in mine for _, start, end in one["version_spans"])
+        num_trained = line["throughput/train_tokens_per_s"] * line["time/step_s"]
+        assert round(num_trained) == num_sampled, "the trained tokens are exactly the sampled ones"
+        assert line.get("mismatch/fresh_logprob_abs_mean", 0.0) < 1e-5
+        assert line["routing/recorded_share"] == 1.0 and line["off_policy/age_max"] <= MAX_AGE
+        assert line["dropped/bad_record"] == line["dropped/episode_failed"] == 0
+        assert line["episode/num_rewritten_histories"] == 0
+    for rollout in rollouts:
+        (branch,) = rollout["episode_record"]["agents"][0]["branches"]
+        assert [one["role"] for one in branch][:4] == ["user", "assistant"] * 2
+        said = "".join(one["content"] for one in branch[1::2])
+        assert rollout["reward"] == len(set(said)), "the person's verdict"
+    holders = [
+        file.name for file in run_dir.rglob("*") if file.is_file() and token.encode() in file.read_bytes()
+    ]
+    assert holders == ["serving.json"]
+    assert steps[-1]["payload/num_bytes_held"] == 0
+    return steps
+
+
+async def use(process: "subprocess.Popen[str]", run_dir: Path) -> People:
+    """Use up all tickets, be served all the same, then come until the run is over."""
+    place = await found(run_dir / "serving.json")
+    async with aiohttp.ClientSession() as http:
+        people = People(place=place, http=http)
+        status, body = await people.request("POST", "/sessions", None)
+        assert (status, body["error"]["code"]) == (401, "invalid_token")
+        tickets, others = [], []
+        while len(tickets) < (MAX_AGE + 1) * GROUPS_PER_STEP:
+            session = await people.open()
+            (tickets if session["trains"] else others).append(session)
+            await asyncio.sleep(0.0 if session["trains"] else 0.1)
+        others += [await people.open() for _ in range(3)]
+        assert not any(session["trains"] for session in others), "the buffer lets no further group start"
+        said = await asyncio.gather(*(people.chat(one, 2) for one in (*tickets, *others)))
+        first, second = tickets[:2]
+        for method, path in (("POST", "/feedback"), ("DELETE", "")):
+            path = f"/sessions/{first['id']}{path}"
+            assert (await people.request(method, path, second["api_key"], {"score": 1}))[0] == 401
+        # The worker reports once a second.
+        await asyncio.sleep(1.5)
+        for session, text in zip(tickets, said, strict=False):
+            await people.judge(session, float(len(set(text))))
+        onlooker = others[-1]
+        visitors = [asyncio.create_task(people.keep_coming(number)) for number in range(4)]
+        path, ask = f"/sessions/{onlooker['id']}/v1/models", onlooker["api_key"]
+        while (answer := await people.request("GET", path, ask))[0] == 200:
+            assert process.poll() is None
+            await asyncio.sleep(0.1)
+        assert answer[0] == 410 and "the run that served it has ended" in answer[1]["error"]["message"]
+        await asyncio.gather(*visitors)
+        return people
+
+
+@pytest.mark.exhaustive
+def test_people_are_served_and_trained_on(config_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", app="apps.serve")
+    try:
+        people = asyncio.run(use(process, run_dir))
+    finally:
+        code, out, err = finish(process)
+    assert code == 0, err
+    assert f"serving people: POST {people.place.url}/sessions" in out and "no held-out problems" in out
+    last = check_files(run_dir, people.place.token, 3)[-1]
+    assert last["serving/num_untrained_no_ticket"] >= 3
+    assert last["serving/num_feedback"] >= 8 and last["serving/feedback_mean"] > 1
+    assert 0 < last["serving/turn_p50_s"] <= last["serving/turn_p99_s"]
+    assert last["serving/num_opened"] <= people.opened.total()
+
+
+async def lose_worker(run_dir: Path) -> People:
+    """Have the worker killed while sessions are open, and be served again at the same address."""
+    place = await found(run_dir / "serving.json")
+    async with aiohttp.ClientSession() as http:
+        people = People(place=place, http=http)
+        lost = [await people.open() for _ in range(6)]
+        await asyncio.gather(*(people.chat(session, 2) for session in lost))
+        worker = place.worker
+        os.kill(worker, signal.SIGKILL)
+        asking = f"/sessions/{lost[0]['id']}/v1/models"
+        with pytest.raises(aiohttp.ClientError):
+            while True:
+                await people.request("GET", asking, lost[0]["api_key"])
+        while True:
+            try:
+                status, body = await people.request("GET", asking, lost[0]["api_key"])
+                break
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.2)
+        assert (status, body["error"]["code"]) == (404, "session_not_found")
+        assert await found(run_dir / "serving.json") == place and place.worker != worker
+        await asyncio.gather(*(people.keep_coming(number) for number in range(6)))
+        return people
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_dies_comes_back_at_the_same_address(config_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", app="apps.serve")
+    try:
+        people = asyncio.run(lose_worker(run_dir))
+    finally:
+        code, out, err = finish(process)
+    assert code == 0, err
+    assert "its episodes run again elsewhere" in out
+    last = check_files(run_dir, people.place.token, 3)[-1]
+    assert last["environment/num_restarted_workers"] == 1
+    assert last["episode/ended_infrastructure"] >= 1
+
+
+async def interrupt(process: "subprocess.Popen[str]", run_dir: Path) -> None:
+    place = await found(run_dir / "serving.json")
+    async with aiohttp.ClientSession() as http:
+        people = People(place=place, http=http)
+        session = await people.open()
+        await people.chat(session, 1)
+        process.send_signal(signal.SIGINT)
+        path = f"/sessions/{session['id']}/v1/models"
+        while (answer := await people.request("GET", path, session["api_key"]))[0] == 200:
+            await asyncio.sleep(0.05)
+        assert answer[0] == 410 and "the run that served it has ended" in answer[1]["error"]["message"]
+        with pytest.raises(aiohttp.ClientError):
+            while (await people.request("GET", path, session["api_key"]))[0] == 410:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.exhaustive
+def test_people_are_told_when_a_run_is_interrupted(config_file: Path, tmp_path: Path) -> None:
+    """Texts are kept nowhere where the config does not say so."""
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", "serving.keep_texts=false", app="apps.serve")
+    try:
+        asyncio.run(interrupt(process, run_dir))
+    finally:
+        code, _, err = finish(process)
+    assert code == 130, err
+    files = [file for file in run_dir.rglob("*") if file.is_file()]
+    assert not [file for file in files if b"1 + 2 =" in file.read_bytes()]

@@ -1,0 +1,329 @@
+"""Connections that are lost and clients that ask again: nothing is sampled twice for one request."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from forgeasync.environments.sessions.limits import SessionLimits
+from forgeasync.environments.sessions.server import SessionServer
+from forgeasync.environments.sessions.session import Session
+from tests.support.cutting_proxy import CuttingProxy
+from tests.support.sessions import (
+    ScriptedAgent,
+    anthropic_client,
+    openai_client,
+    say,
+    serving,
+    until,
+)
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDKs wait half a second before they ask again."""
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr("anthropic._base_client.INITIAL_RETRY_DELAY", 0.01)
+
+
+def numbered() -> ScriptedAgent:
+    """An agent that gives every call an answer of its own."""
+    return ScriptedAgent(answer=lambda asking: say(f"answer {asking.number}"))
+
+
+def port_of(session: Session) -> int:
+    return int(session.base_url.split(":")[2].partition("/")[0])
+
+
+async def chat(session: Session, port: int | None = None, **options: Any) -> str:
+    if port is not None:
+        options["base_url"] = session.base_url.replace(str(port_of(session)), str(port))
+    more = {key: options.pop(key) for key in ("extra_headers", "stream") if key in options}
+    async with openai_client(session, **options) as client:
+        answer = await client.chat.completions.create(model="m", messages=[USER], **more)
+        return answer.choices[0].message.content
+
+
+async def responses(session: Session, port: int) -> str:
+    url = session.base_url.replace(str(port_of(session)), str(port))
+    async with openai_client(session, base_url=url) as client:
+        return (await client.responses.create(model="m", input="hi")).output_text
+
+
+async def messages(session: Session, port: int) -> str:
+    url = session.anthropic_base_url.replace(str(port_of(session)), str(port))
+    async with anthropic_client(session, base_url=url) as client:
+        answer = await client.messages.create(model="m", max_tokens=5, messages=[USER])
+        return answer.content[0].text
+
+
+@pytest.mark.parametrize("ask", [chat, responses, messages])
+def test_a_response_that_is_lost_on_its_way_is_given_again(ask: Any) -> None:
+    async def test() -> None:
+        agent = numbered()
+        async with (
+            serving(agent) as (_, session),
+            CuttingProxy(port_of(session), lambda number, sent: number < 2) as proxy,
+        ):
+            assert await ask(session, proxy.port) == "answer 1"
+            assert proxy.num_connections == 3
+        assert len(agent.calls) == 1
+        counts = session.counts
+        assert (counts.num_retries_joined, counts.num_turns, counts.num_abandoned) == (2, 1, 0)
+
+    asyncio.run(test())
+
+
+def test_a_connection_that_is_lost_while_the_turn_is_sampled() -> None:
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        async with (
+            serving(agent) as (_, session),
+            CuttingProxy(port_of(session), lambda number, sent: False) as proxy,
+        ):
+            asking = asyncio.create_task(chat(session, proxy.port))
+            await until(lambda: len(agent.calls) == 1)
+            proxy.cut_all()
+            await until(lambda: session.counts.num_retries_joined == 1)
+            agent.gate.set()
+            assert await asking == "answer 1"
+        assert (len(agent.calls), agent.num_cancelled) == (1, 0)
+        assert session.counts.num_abandoned == 0
+
+    asyncio.run(test())
+
+
+def test_a_client_that_runs_out_of_patience() -> None:
+    """Its first requests time out; the last attempt gets what the first one began."""
+
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        async with serving(agent) as (_, session):
+            asking = asyncio.create_task(chat(session, timeout=0.1, max_retries=50))
+            await until(lambda: session.counts.num_retries_joined == 2)
+            agent.gate.set()
+            assert await asking == "answer 1"
+        assert len(agent.calls) == 1
+
+    asyncio.run(test())
+
+
+def test_the_same_request_twice_is_two_turns() -> None:
+    async def test() -> None:
+        agent = numbered()
+        async with serving(agent) as (_, session):
+            at_once = await asyncio.gather(*(chat(session) for _ in range(5)))
+            later = await chat(session)
+        assert sorted([*at_once, later]) == [f"answer {index}" for index in range(1, 7)]
+        assert session.counts.num_retries_joined == 0
+
+    asyncio.run(test())
+
+
+def test_sub_agents_that_all_lose_their_connections_get_one_turn_each() -> None:
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        async with (
+            serving(agent) as (_, session),
+            CuttingProxy(port_of(session), lambda number, sent: False) as proxy,
+        ):
+            asking = [asyncio.create_task(chat(session, proxy.port)) for _ in range(4)]
+            await until(lambda: len(agent.calls) == 4)
+            proxy.cut_all()
+            await until(lambda: session.counts.num_retries_joined == 4)
+            agent.gate.set()
+            got = sorted(await asyncio.gather(*asking))
+        assert got == [f"answer {index}" for index in range(1, 5)]
+        assert len(agent.calls) == 4
+        assert session.counts.num_abandoned == 0
+
+    asyncio.run(test())
+
+
+def test_a_request_that_was_too_many_gets_a_turn_of_its_own_later() -> None:
+    """Its retry must not join the sampling of the sub-agent that asked the same."""
+
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        async with serving(agent, limits=SessionLimits(max_turns_at_once=1)) as (_, session):
+            first = asyncio.create_task(chat(session))
+            await until(lambda: len(agent.calls) == 1)
+            second = asyncio.create_task(chat(session))
+            await until(lambda: session.counts.num_refused == 1)
+            agent.gate.set()
+            assert await first == "answer 1"
+            assert await second == "answer 2"
+        assert session.counts.num_retries_joined == 0
+
+    asyncio.run(test())
+
+
+def test_too_many_turns_at_once_are_told_when_to_come_back() -> None:
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        async with serving(agent, limits=SessionLimits(max_turns_at_once=2)) as (_, session):
+            running = [asyncio.create_task(chat(session)) for _ in range(2)]
+            await until(lambda: len(agent.calls) == 2)
+            with pytest.raises(openai.RateLimitError, match="2 turns of this session") as caught:
+                await chat(session, max_retries=0)
+            assert caught.value.response.headers["retry-after"] == "1"
+            agent.gate.set()
+            await asyncio.gather(*running)
+
+    asyncio.run(test())
+
+
+def test_a_turn_that_failed_is_sampled_again() -> None:
+    async def test() -> None:
+        agent = ScriptedAgent([RuntimeError("lost a generator"), say("second")])
+        async with serving(agent) as (_, session):
+            assert await chat(session) == "second"
+        assert len(agent.calls) == 2
+        assert session.counts.num_failed == 1
+
+    asyncio.run(test())
+
+
+def test_a_turn_beyond_its_deadline_is_given_up_and_not_asked_for_again() -> None:
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        async with serving(agent, limits=SessionLimits(turn_s=0.02)) as (_, session):
+            with pytest.raises(openai.InternalServerError, match=r"no turn within 0\.02 s"):
+                await chat(session)
+            await until(lambda: agent.num_cancelled == 1)
+        assert len(agent.calls) == 1
+        assert session.counts.num_abandoned == 1
+
+    asyncio.run(test())
+
+
+def test_an_idempotency_key_joins_also_first_attempts() -> None:
+    async def test() -> None:
+        agent = numbered()
+        async with serving(agent) as (_, session):
+            key = {"Idempotency-Key": "one"}
+            got = [await chat(session, extra_headers=key) for _ in range(3)]
+            assert got == ["answer 1"] * 3
+            assert await chat(session, extra_headers={"Idempotency-Key": "two"}) == "answer 2"
+            async with openai_client(session) as client:
+                with pytest.raises(openai.BadRequestError, match="came with another body before"):
+                    await client.chat.completions.create(
+                        model="m", messages=[USER], max_tokens=5, extra_headers=key
+                    )
+
+    asyncio.run(test())
+
+
+def test_what_nobody_comes_back_for_is_counted_and_forgotten() -> None:
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        limits = SessionLimits(max_kept_replies=1)
+        async with (
+            serving(agent, limits=limits) as (_, session),
+            CuttingProxy(port_of(session), lambda number, sent: False) as proxy,
+        ):
+            for index in range(3):
+                with pytest.raises(openai.APIConnectionError):
+                    asking = asyncio.create_task(chat(session, proxy.port, max_retries=0))
+                    await until(lambda: len(agent.calls) == index + 1)  # noqa: B023
+                    proxy.cut_all()
+                    await asking
+            await until(lambda: session.num_open_requests == 0)
+            agent.gate.set()
+            await until(lambda: session.counts.num_turns == 3)
+            # One of the three is kept for a retry.
+            await until(lambda: session.counts.num_abandoned == 2)
+            session.close()
+            await until(lambda: session.counts.num_abandoned == 3)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("where", [b"first-half", b"[DONE]"])
+def test_a_stream_that_breaks_off_is_kept_for_a_client_that_asks_again(where: bytes) -> None:
+    """The SDK itself does not retry a stream that has begun; a client may, with the header of a retry."""
+
+    async def test() -> None:
+        agent = ScriptedAgent([say("first-half " + "x" * 500), say("other")])
+        async with (
+            serving(agent) as (_, session),
+            CuttingProxy(port_of(session), lambda number, sent: where in sent and number == 0) as proxy,
+        ):
+            url = session.base_url.replace(str(port_of(session)), str(proxy.port))
+            async with openai_client(session, base_url=url) as client:
+                texts = []
+                for count in ("0", "1"):
+                    stream = client.chat.completions.create(
+                        model="m",
+                        messages=[USER],
+                        stream=True,
+                        extra_headers={"x-stainless-retry-count": count},
+                    )
+                    text = ""
+                    try:
+                        async for chunk in await stream:
+                            text += chunk.choices[0].delta.content or ""
+                    except openai.APIConnectionError:
+                        text = "lost"
+                    texts.append(text)
+        assert texts == ["lost", "first-half " + "x" * 500]
+        assert len(agent.calls) == 1
+
+    asyncio.run(test())
+
+
+def test_a_stream_shows_signs_of_life() -> None:
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        seen = b""
+
+        def watch(number: int, sent: bytes) -> bool:
+            nonlocal seen
+            seen = sent
+            return False
+
+        async with (
+            serving(agent, limits=SessionLimits(keep_alive_s=0.01)) as (_, session),
+            CuttingProxy(port_of(session), watch) as proxy,
+        ):
+            url = session.base_url.replace(str(port_of(session)), str(proxy.port))
+            async with openai_client(session, base_url=url) as client:
+                stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
+                await until(lambda: seen.count(b": the turn is being sampled\n\n") >= 3)
+                agent.gate.set()
+                text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == "answer 1"
+
+    asyncio.run(test())
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    async def test() -> None:
+        agent = numbered()
+        agent.gate.clear()
+        async with SessionServer() as server:
+            session, other = server.open(agent), server.open(numbered())
+            asking = asyncio.create_task(chat(session))
+            await until(lambda: len(agent.calls) == 1)
+            session.close()
+            with pytest.raises(openai.APIStatusError) as caught:
+                await asking
+            assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
+            with pytest.raises(openai.APIStatusError, match="this session is closed"):
+                await chat(session)
+            session.close()
+            assert await chat(other) == "answer 1"
+        assert (agent.num_cancelled, session.counts.num_abandoned) == (1, 1)
+
+    asyncio.run(test())

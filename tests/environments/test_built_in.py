@@ -1,0 +1,310 @@
+"""Environments that come with the package, from their sections: Python in a sandbox, and MCP servers."""
+
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from forgeasync.config.environments import EnvironmentSection, environment_name
+from forgeasync.config.episodes import Ending, EpisodesSection
+from forgeasync.config.load import load_config
+from forgeasync.config.rules import check_without_model
+from forgeasync.config.sandbox import Bubblewrap, UnsafeSubprocess
+from forgeasync.environments.build import build_environment, check_environment
+from forgeasync.environments.environment import EpisodeInterrupted, ToolError, Turn
+from forgeasync.environments.episodes import AgentRole, Episodes
+from forgeasync.environments.messages import ToolCall
+from forgeasync.environments.rendering.build import build_renderer
+from forgeasync.rollouts.outcome import EpisodeOutcome, ToolStatus
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.schema.problems import ConfigError
+from tests.support.agents import ScriptedAgent, said
+from tests.support.buffer_world import make_task
+from tests.support.chat import ScriptedModel, make_tokenizer
+from tests.support.config_samples import MINIMAL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TASK = dataclasses.replace(make_task(3), prompt="7+8=", answer="15")
+SERVER = {
+    "kind": "stdio",
+    "command": [sys.executable, "-m", "tests.support.mcp_server"],
+    "env": {"PYTHONPATH": str(REPOSITORY)},
+}
+PLAIN = {"call_prefix": "[", "call_suffix": "]", "result_suffix": ";", "error_text": "?"}
+
+
+def section_of(**keys: Any) -> EnvironmentSection:
+    adapter: TypeAdapter[EnvironmentSection] = TypeAdapter(EnvironmentSection)
+    return adapter.validate_python(keys)
+
+
+def python(number: int, code: object) -> ToolCall:
+    return ToolCall(id=f"call_{number}", name="python", arguments={"code": code})
+
+
+def run(
+    section: EnvironmentSection, *turns: Turn | str, tool_limit_s: float = 20.0
+) -> tuple[Score, ScriptedAgent]:
+    agent = ScriptedAgent(*turns, tool_limit_s=tool_limit_s)
+    return asyncio.run(build_environment(section).rollout(TASK, agent)), agent
+
+
+def told(agent: ScriptedAgent) -> list[str]:
+    """What the tools have said, in order."""
+    return [message["content"] for message in agent.heard[-1] if message["role"] == "tool"]
+
+
+@pytest.mark.procs
+def test_python_keeps_its_variables_and_tells_of_errors() -> None:
+    section = section_of(kind="python_tool", system_prompt="Use Python.", answer={"prefix": "Answer:"})
+    score, agent = run(
+        section,
+        said("", python(0, "a = 7\nprint('so')\na + 8")),
+        said("", python(1, "a + 1"), python(2, 5)),
+        said("", python(3, "1 / 0")),
+        said("", python(4, "import sys; sys.exit(3)")),
+        said("", python(5, "a")),
+        "Answer: 15",
+    )
+    assert (score.value, score.is_correct, dict(score.penalties)) == (1.0, True, {"failed_calls": 4.0})
+    assert [message["role"] for message in agent.heard[0]] == ["system", "user"]
+    first, second, wrong, raised, left, new = told(agent)
+    assert (first, second) == ("so\n15", "8")
+    assert "one argument, 'code'" in wrong
+    assert raised.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert left == "The interpreter has ended with exit code 3; its variables are gone."
+    assert "NameError" in new
+    assert agent.tool_calls == {ToolStatus.OK: 2, ToolStatus.BAD_ARGUMENTS: 1, ToolStatus.FAILED: 3}
+    assert agent.tools[0][0].name == "python"
+
+
+@pytest.mark.procs
+def test_python_that_takes_too_long_is_ended_and_what_it_printed_is_told() -> None:
+    code = "print('begun', flush=True)\nwhile True: pass"
+    score, agent = run(
+        section_of(kind="python_tool", max_result_characters=200),
+        said("", python(0, code)),
+        said("", python(1, "print('x' * 1000)")),
+        "14",
+        tool_limit_s=3.0,
+    )
+    assert score.value == 0.0
+    late, cut = told(agent)
+    assert late == "begun\nThe interpreter was killed (deadline); its variables are gone."
+    assert cut == "x" * 200 + "\n[800 more characters were cut]"
+    assert agent.tool_calls == {ToolStatus.TIMEOUT: 1, ToolStatus.CUT: 1}
+
+
+@pytest.mark.procs
+def test_code_that_ends_its_own_sandbox_is_no_fault_of_the_infrastructure() -> None:
+    kill = (
+        "import os, signal, time\n"
+        "others = {int(name) for name in os.listdir('/proc') if name.isdigit()} - {1, os.getpid()}\n"
+        "for pid in others: os.kill(pid, signal.SIGKILL)\n"
+        "time.sleep(60)"
+    )
+    with pytest.raises(ToolError, match="the model's code has ended its sandbox"):
+        run(
+            section_of(kind="python_tool"),
+            said("", python(0, kill)),
+            said("", python(1, "1")),
+            "15",
+        )
+
+
+@pytest.mark.procs
+def test_without_a_sandbox_the_episode_is_interrupted() -> None:
+    section = section_of(kind="python_tool")
+    environment = build_environment(section, Bubblewrap(program="/no/such/bwrap"))
+    with pytest.raises(EpisodeInterrupted, match="a sandbox cannot be started"):
+        asyncio.run(environment.rollout(TASK, ScriptedAgent("15")))
+    (problem,) = check_environment(section, Bubblewrap(program="/no/such/bwrap"))
+    assert problem.field == "sandbox.kind"
+
+
+def episode(section: EnvironmentSection, model: ScriptedModel, tokenizer: Any) -> EpisodeOutcome:
+    """An episode of a model without a chat template."""
+    episodes = Episodes(
+        build_environment(section),
+        build_renderer(tokenizer, chat_template=False),
+        name=environment_name(section),
+        roles=[AgentRole(name="agent", is_trainable=True)],
+        has_one_agent=True,
+        max_context_length=200,
+        section=EpisodesSection(tool_s=20.0),
+        limit_s=60.0,
+    )
+
+    async def sample(episode: EpisodeId, request: Any) -> Any:
+        return await model(request)
+
+    return asyncio.run(
+        episodes.run(
+            TASK, EpisodeId(group_id=1, index=0), max_turn_tokens=50, sample=sample, keeps_record=True
+        )
+    )
+
+
+@pytest.mark.procs
+def test_a_model_without_a_chat_template_calls_python_in_plain_text() -> None:
+    tokenizer = make_tokenizer(None, newline=False)
+    # The generator cuts a turn's text where a text of ``stop`` begins.
+    model = ScriptedModel(tokenizer, ["so [7+8", "[7+", "#15"])
+    section = section_of(kind="python_tool", answer={"prefix": "#"}, plain_calls=PLAIN)
+    outcome = episode(section, model, tokenizer)
+    assert outcome.ending is Ending.COMPLETED
+    (agent,) = outcome.agents
+    assert agent.score is not None and agent.score.value == 1.0
+    assert agent.tool_calls == {ToolStatus.OK: 1, ToolStatus.FAILED: 1}
+    assert [request.stop for request in model.requests] == [("]",)] * 3
+    assert tokenizer.decode(model.ids) == "7+8=so [7+8<|im_end|>15;[7+<|im_end|>?;#15<|im_end|>"
+    assert agent.num_rewritten == 0
+
+
+@pytest.mark.procs
+def test_half_a_plain_call_is_told() -> None:
+    section = section_of(kind="python_tool", plain_calls=PLAIN | {"error_text": None})
+    half = dataclasses.replace(said("[7+"), finish_reason=FinishReason.LENGTH)
+    score, agent = run(section, half, "15")
+    assert agent.heard[1][-1] == {"role": "user", "content": "it was cut off before ']';"}
+    assert agent.tool_calls == {ToolStatus.UNREADABLE: 1}
+    assert score.penalties == {"failed_calls": 1.0}
+    assert agent.tools == [(), ()]
+
+
+@pytest.mark.procs
+def test_tools_of_a_server_lead_to_an_answer() -> None:
+    section = section_of(kind="mcp", servers={"tests": SERVER}, answer={"match": "number"}, max_rounds=1)
+    add = ToolCall(id="call_0", name="add", arguments={"a": 7, "b": 8})
+    score, agent = run(section, said("", add), "15.0")
+    assert (score.value, told(agent)) == (1.0, ["15"])
+    score, agent = run(section, said("", add), said("15", add))
+    assert (score.value, agent.tool_calls) == (1.0, {ToolStatus.OK: 1})
+
+
+@pytest.mark.procs
+def test_a_server_that_cannot_be_used_is_found_before_the_run() -> None:
+    wrong = SERVER | {"command": [sys.executable, "-c", "raise SystemExit('no licence')"]}
+    section = section_of(kind="mcp", servers={"good": SERVER, "wrong": wrong}, start_s=60.0)
+    (problem,) = check_environment(section)
+    assert problem.field == "environment.servers.wrong"
+    assert "exit code 1: no licence" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("environment", "field"),
+    [
+        ("{kind: pyton_tool}", "environment.kind"),
+        ("{kind: python_tool, max_rounds: 0}", "environment.max_rounds"),
+        (
+            "{kind: python_tool, plain_calls: {call_prefix: '|', call_suffix: '|'}}",
+            "environment.plain_calls.call_suffix",
+        ),
+        ("{kind: python_tool, answer: {match: close}}", "environment.answer.match"),
+        ("{kind: mcp, servers: {}}", "environment.servers"),
+        ("{kind: mcp, servers: {a: {kind: stdio, command: []}}}", "environment.servers.a.command"),
+        ("{kind: mcp, servers: {a: {kind: http, url: 'localhost:80'}}}", "environment.servers.a.url"),
+        ("{kind: mcp}", "environment.servers"),
+        ("{kind: mcp, servers: null}", "environment.servers"),
+        ("{kind: mcp, servers: {a: [x]}}", "environment.servers.a"),
+        ("{kind: mcp, servers: {a: {kind: pipe}}}", "environment.servers.a.kind"),
+        ("{kind: mcp, servers: {a: {kind: stdio}}}", "environment.servers.a.command"),
+        ("{kind: mcp, servers: {a: {kind: stdio, command: [x], ur: y}}}", "environment.servers.a.ur"),
+        ("{kind: mcp, servers: {A: {kind: stdio, command: [x]}}}", "environment.servers.A"),
+        ("{kind: mcp, servers: {a: {kind: stdio, command: [' ']}}}", "environment.servers.a.command"),
+        (
+            "{kind: mcp, servers: {a: {kind: stdio, command: [x], env: {'A=B': c}}}}",
+            "environment.servers.a.env",
+        ),
+    ],
+)
+def test_wrong_sections_are_named(environment: str, field: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [f"environment={environment}"])
+    assert [problem.field for problem in caught.value.problems] == [field]
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("agents=a", "expected sections by name, such as {a: {...}}"),
+        ("agents={a: {trainabel: true}}", "did you mean agents.a.trainable?"),
+        ("environment={kind: mcp, servers: {}}", "must have at least one entry (Servers by name."),
+        ("environment={kind: mcp, servers: {a: {kind: stdio}}}", "required key is missing (Program and"),
+        (
+            "environment={kind: mcp, servers: {a-b: {kind: stdio, command: [x]}}}",
+            "must have up to 31 small letters, digits and '_'",
+        ),
+        (
+            "environment={kind: mcp, servers: {a: {kind: http, url: 'localhost:80'}}}",
+            "must be a URL of http or https, such as",
+        ),
+    ],
+)
+def test_what_would_be_right_is_told_of_sections_by_name(override: str, remedy: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        (["environment={kind: python_tool}"], ["data.chat_template"]),
+        (["environment={kind: mcp, servers: {a: {command: [x], kind: stdio}}}"], ["data.chat_template"]),
+        (["environment={kind: python_tool}", "data.chat_template=true"], []),
+        (["environment={kind: python_tool, plain_calls: {call_prefix: '[', call_suffix: ']'}}"], []),
+        (
+            [
+                "environment={kind: python_tool, max_rounds: 5}",
+                "data.chat_template=true",
+                "episodes.max_turns=5",
+            ],
+            ["environment.max_rounds"],
+        ),
+        (
+            ["environment={kind: python_tool}", "data.chat_template=true", "episodes.tool_s=120"],
+            ["episodes.tool_s"],
+        ),
+        (
+            [
+                "environment={kind: mcp, start_s: 60, servers: {a: {kind: stdio, command: [x]}}}",
+                "data.chat_template=true",
+                "episodes.setup_s=60",
+            ],
+            ["environment.start_s"],
+        ),
+        (["environment={kind: python_tool}", "data.chat_template=true", "agents={a: {}, b: {}}"], ["agents"]),
+    ],
+)
+def test_what_an_environment_needs_of_the_config(
+    overrides: list[str], fields: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    config = load_config(path, overrides)
+    assert [problem.field for problem in check_without_model(config)] == fields
+
+
+def test_sections_survive_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    for environment in (
+        "{kind: python_tool, plain_calls: {call_prefix: '[', call_suffix: ']'}}",
+        "{kind: mcp, servers: {a: {kind: stdio, command: [x, y]}, b: {kind: http, url: 'http://h/mcp'}}}",
+        "{kind: game}",
+    ):
+        config = load_config(path, [f"environment={environment}", "sandbox=unsafe"])
+        assert config.sandbox == UnsafeSubprocess()
+        again = type(config).model_validate(config.model_dump(mode="json"))
+        assert again == config

@@ -1,0 +1,299 @@
+"""Turns from a server of others, by the unmodified openai SDK over a real connection."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgeasync.config.episodes import Ending, EpisodesSection
+from forgeasync.config.generator import SamplingSection
+from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.environments.endpoint_agent import EndpointAgent
+from forgeasync.environments.environment import (
+    Agent,
+    ContextFull,
+    Environment,
+    EpisodeInterrupted,
+    EpisodeOver,
+    TooManyTurns,
+)
+from forgeasync.environments.episode_record import MAX_BYTES
+from forgeasync.environments.episodes import AgentRole, EndpointTurns, Episodes
+from forgeasync.environments.messages import ToolSpec
+from forgeasync.rollouts.outcome import EpisodeOutcome
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.trajectory import EpisodeId
+from tests.support.buffer_world import make_task
+from tests.support.chat_server import ChatServer, Reply, call, completion, error, serving
+
+SAMPLING = SamplingSection(temperature=0.5, top_p=0.9, max_response_tokens=50, stop=("END",))
+ADD = ToolSpec(name="add", description="adds", parameters={"type": "object", "properties": {}})
+
+
+def make_agent(server: ChatServer, **changes: Any) -> EndpointAgent:
+    endpoint = EndpointModel(base_url=server.url, model="served", max_retries=changes.pop("max_retries", 0))
+    settings = {"endpoint": endpoint, "sampling": SAMPLING, "limit_s": 20.0, "max_turns": 10}
+    return EndpointAgent(**(settings | changes))
+
+
+def ask(agent: EndpointAgent, *arguments: Any, **keywords: Any) -> Any:
+    async def go() -> Any:
+        try:
+            return await agent.respond(*arguments, **keywords)
+        finally:
+            await agent.leave()
+
+    return asyncio.run(go())
+
+
+def test_a_turn_is_what_the_server_says() -> None:
+    with serving(lambda body: completion("four", reasoning_content="2 and 2")) as server:
+        turn = ask(make_agent(server), "2 + 2 =", [ADD], max_tokens=9, stop=("STOP",))
+    (request,) = server.requests
+    assert request == {
+        "model": "served",
+        "messages": [{"role": "user", "content": "2 + 2 ="}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 9,
+        "stop": ["END", "STOP"],
+        "tools": [ADD.message_form],
+    }
+    assert (turn.text, turn.reasoning) == ("four", "2 and 2")
+    assert (turn.num_prompt_tokens, turn.num_tokens, turn.finish_reason) == (7, 3, FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [("length", FinishReason.LENGTH), ("tool_calls", FinishReason.STOP), ("stop", FinishReason.STOP)],
+)
+def test_why_a_turn_ended(reason: str, expected: FinishReason) -> None:
+    with serving(lambda body: completion("x", finish_reason=reason)) as server:
+        assert ask(make_agent(server), "?").finish_reason is expected
+    assert server.requests[0]["max_tokens"] == 50 and "tools" not in server.requests[0]
+
+
+@pytest.mark.parametrize(("said", "expected"), [("END", "END"), ("\n", None), (151645, None), (None, None)])
+def test_which_text_ended_a_turn(said: object, expected: str | None) -> None:
+    """vLLM says it in ``stop_reason``, where a token's number can stand too; other servers say nothing."""
+    reply = completion("x")
+    if said is not None:
+        reply["choices"][0]["stop_reason"] = said
+    with serving(lambda body: reply) as server:
+        assert ask(make_agent(server), "?").stop_text == expected
+
+
+def test_calls_that_cannot_be_read_are_told_apart() -> None:
+    calls = [
+        call("add", '{"a": 1}'),
+        call("add", '{"a": '),
+        call("add", "[1, 2]", number=2),
+        call("", "{}", number=3),
+        call("now", "", number=4),
+        call("deep", "[" * 100_000, number=5),
+        call("deep", '{"a":' * 129 + "1" + "}" * 129, number=6),
+    ]
+    agent_of = make_agent
+    with serving(lambda body: completion(None, tool_calls=calls, finish_reason="tool_calls")) as server:
+        agent = agent_of(server)
+        turn = ask(agent, "?", [ADD])
+    assert [(one.id, one.name, one.arguments) for one in turn.tool_calls] == [
+        ("c0", "add", {"a": 1}),
+        ("c4", "now", {}),
+    ]
+    problems = [one.problem for one in turn.broken_tool_calls]
+    assert "are no JSON" in problems[0] and "no JSON object" in problems[1] and "with a name" in problems[2]
+    assert "arguments of deep are nested deeper than 128" in problems[4]
+    assert len(problems) == 5 == agent.num_faulty_calls
+    assert turn.text == "" and [one["id"] for one in turn.message["tool_calls"]] == ["c0", "c4"]
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("too long", "context_length_exceeded"),
+        ("This model's maximum context length is 160 tokens. However, your prompt contains 161.", None),
+        ("the request exceeds the available context size", None),
+    ],
+)
+def test_a_full_context_is_said_to_be_full(message: str, code: str | None) -> None:
+    with serving(lambda body: error(400, message, code)) as server:
+        agent = make_agent(server)
+        with pytest.raises(ContextFull, match=message[:20]):
+            ask(agent, "?")
+    assert agent.has_hit_length and agent.num_turns == 0
+
+
+def failing_first(num_failures: int, status: int) -> Callable[[Mapping[str, Any]], Reply]:
+    left = [num_failures]
+
+    def answer(body: Mapping[str, Any]) -> Reply:
+        left[0] -= 1
+        return error(status, "busy") if left[0] >= 0 else completion("four")
+
+    return answer
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_what_may_pass_is_tried_again(status: int) -> None:
+    with serving(failing_first(1, status)) as server:
+        assert ask(make_agent(server, max_retries=2), "?").text == "four"
+        assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (error(503, "busy"), "InternalServerError: .*busy"),
+        (error(401, "bad key"), "AuthenticationError: .*bad key"),
+        (error(400, "unknown parameter top_p"), "BadRequestError: .*unknown parameter"),
+        (completion("x", usage=None), "without a usage"),
+        ({**completion("x"), "choices": []}, "without a choice"),
+        (completion("x", finish_reason="content_filter"), "finish_reason 'content_filter'"),
+    ],
+)
+def test_what_the_endpoint_does_is_nobodys_score(reply: Reply, words: str) -> None:
+    with serving(lambda body: reply) as server:
+        agent = make_agent(server)
+        with pytest.raises(EpisodeInterrupted, match=words):
+            ask(agent, "?")
+    assert agent.num_turns == 0
+
+
+def test_an_endpoint_that_hangs_is_left() -> None:
+    def slow(body: Mapping[str, Any]) -> Reply:
+        time.sleep(1.0)
+        return completion("late")
+
+    with serving(slow) as server:
+        with pytest.raises(EpisodeInterrupted, match=r"longer than timeouts\.generate_s = 0\.2 s"):
+            ask(make_agent(server, limit_s=0.2, max_retries=9), "?")
+
+
+def test_the_key_is_read_by_name_and_sent_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of somebody else")
+    monkeypatch.setenv("MY_KEY", "secret")
+    with serving(lambda body: completion("x")) as server:
+        agent = make_agent(server)
+        ask(agent, "?")
+        with_key = dataclasses.replace(agent.endpoint, api_key_variable="MY_KEY")
+        ask(make_agent(server, endpoint=with_key), "?")
+        assert server.keys == ["Bearer none", "Bearer secret"]
+        monkeypatch.delenv("MY_KEY")
+        with pytest.raises(ValueError, match="variable MY_KEY is not set"):
+            ask(make_agent(server, endpoint=with_key), "?")
+
+
+def test_conversations_are_recorded_with_their_branches() -> None:
+    texts = iter(["one", "two", "other", "three"])
+    with serving(lambda body: completion(next(texts), usage=(7, 3))) as server:
+        agent = make_agent(server, max_turns=4)
+
+        async def talk() -> None:
+            ask_one = [{"role": "user", "content": "a"}]
+            first = await agent.respond(ask_one)
+            messages = [*ask_one, first.message, {"role": "user", "content": "b"}]
+            second = await agent.respond(messages)
+            await agent.respond([*ask_one, {"role": "assistant", "content": "ONE"}, messages[2]])
+            await agent.respond([*messages, second.message, {"role": "tool", "content": "c"}])
+            with pytest.raises(TooManyTurns):
+                await agent.respond("d")
+            agent.close()
+            with pytest.raises(EpisodeOver):
+                await agent.respond("d")
+            await agent.leave()
+
+        asyncio.run(talk())
+    assert (agent.num_turns, agent.num_rewritten, agent.has_hit_max_turns) == (4, 1, True)
+    rewritten, whole = agent.branches()
+    assert [one["content"] for one in rewritten] == ["a", "ONE", "b", "other"]
+    assert [one["content"] for one in whole] == ["a", "one", "b", "two", "c", "three"]
+    assert ["num_tokens" in one for one in whole] == [False, True] * 3
+    assert ["num_tokens" in one for one in rewritten] == [False, False, False, True]
+
+
+def test_calls_are_sent_back_as_text() -> None:
+    replies = iter([completion(None, tool_calls=[call("add", '{"a": "ä"}')]), completion("done")])
+    with serving(lambda body: next(replies)) as server:
+        agent = make_agent(server)
+
+        async def talk() -> None:
+            ask_one = [{"role": "user", "content": "a"}]
+            turn = await agent.respond(ask_one, [ADD])
+            result = {"role": "tool", "tool_call_id": "c0", "content": "3"}
+            await agent.respond([*ask_one, {**turn.message, "reasoning_content": "hm"}, result], [ADD])
+            await agent.leave()
+
+        asyncio.run(talk())
+    sent = server.requests[1]["messages"][1]
+    assert sent["tool_calls"] == [call("add", '{"a": "ä"}')] and "reasoning_content" not in sent
+
+
+class KeepsWhatItSays(Environment):
+    async def rollout(self, task: Task, agent: Agent) -> Score:
+        turn = await agent.respond(task.prompt)
+        agent.keep("said.txt", turn.text)
+        return Score(value=1.0, is_correct=turn.text == "four")
+
+
+def run_episode(server: ChatServer, folder: Path, rollout: Environment) -> EpisodeOutcome:
+    episodes = Episodes(
+        rollout,
+        None,
+        name="my.Env",
+        roles=[AgentRole(name="agent", is_trainable=True)],
+        has_one_agent=True,
+        max_context_length=100,
+        section=EpisodesSection(step_s=0.3),
+        limit_s=20.0,
+    )
+    endpoint = EndpointModel(base_url=server.url, model="served", max_retries=0)
+    return asyncio.run(
+        episodes.run(
+            make_task(3),
+            EpisodeId(group_id=-2, index=0),
+            max_turn_tokens=10,
+            sample=EndpointTurns(endpoint=endpoint, sampling=SAMPLING, limit_s=20.0),
+            keeps_record=True,
+            artifacts_folder=folder / "artifacts",
+        )
+    )
+
+
+def test_an_environment_runs_unchanged_against_an_endpoint(tmp_path: Path) -> None:
+    """The server takes longer than the environment may between two turns: turns do not count as its time."""
+
+    def slow(body: Mapping[str, Any]) -> Reply:
+        time.sleep(0.6)
+        return completion("four")
+
+    with serving(slow) as server:
+        outcome = run_episode(server, tmp_path, KeepsWhatItSays())
+    assert outcome.ending is Ending.COMPLETED and outcome.agents[0].score == Score(1.0, True)
+    assert outcome.versions is None and 0.5 < outcome.sampling_s < outcome.episode_s
+    assert outcome.record is not None
+    (branch,) = outcome.record["agents"][0]["branches"]
+    assert [one["content"] for one in branch] == [make_task(3).prompt, "four"]
+    assert outcome.record["artifacts"] == ["artifacts/evaluation_2-0-0/said.txt"]
+    assert (tmp_path / "artifacts/evaluation_2-0-0/said.txt").read_text() == "four"
+
+
+def test_an_episode_counts_what_its_record_has_no_room_for(tmp_path: Path) -> None:
+    with serving(lambda body: completion("x" * MAX_BYTES)) as server:
+        outcome = run_episode(server, tmp_path, KeepsWhatItSays())
+    assert outcome.record is not None
+    (branch,) = outcome.record["agents"][0]["branches"]
+    # There is no room for the rest of the messages.
+    assert 0 < outcome.num_cut_bytes == MAX_BYTES - len(branch[1]["content"]) < 1000
+
+
+def test_an_endpoint_that_is_gone_is_infrastructure(tmp_path: Path) -> None:
+    with serving(lambda body: error(500, "dead")) as server:
+        outcome = run_episode(server, tmp_path, KeepsWhatItSays())
+    assert outcome.ending is Ending.INFRASTRUCTURE and "dead" in outcome.problem

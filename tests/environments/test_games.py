@@ -1,0 +1,243 @@
+"""Games, played by scripts that know how to win, how to lose and how to cheat."""
+
+import asyncio
+import itertools
+import random
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.data import DataSection
+from forgeasync.config.environments import PlayGames
+from forgeasync.config.games import GameSection, GameSource, GuessNumber, Maze, Opponent, TicTacToe
+from forgeasync.config.load import load_config
+from forgeasync.config.rules import check_without_model
+from forgeasync.environments.games.game import MAX_READ_CHARACTERS, Reply, read_move
+from forgeasync.environments.games.guess_number import GuessNumberGame
+from forgeasync.environments.games.maze import STEPS, MazeGame
+from forgeasync.environments.games.play import NO_MOVE, GameEnvironment
+from forgeasync.environments.games.problems import build_game, game_of
+from forgeasync.environments.games.tic_tac_toe import FREE, MODEL, OTHER, TicTacToeGame, free_fields, winner
+from forgeasync.environments.sources import build_source
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.task import Task
+from tests.support.agents import ScriptedAgent
+from tests.support.buffer_world import make_task
+from tests.support.config_samples import MINIMAL
+
+SECTIONS: list[GameSection] = [GuessNumber(), TicTacToe(), Maze()]
+
+
+@pytest.mark.parametrize(
+    ("text", "move"),
+    [
+        ("I say [50].", "50"),
+        ("[1] or rather [ 2 ]", "2"),
+        ("no move", None),
+        ("[" * 10_000, None),
+        ("[[7]]", "7"),
+        ("[a\nb]", None),
+        (f"[{'x' * 41}]", None),
+        ("[1]" + " " * MAX_READ_CHARACTERS, None),
+        ("[]", None),
+    ],
+)
+def test_a_move_is_the_last_text_in_brackets(text: str, move: str | None) -> None:
+    assert read_move(text) == move
+
+
+def test_halving_finds_every_number_in_seven_guesses() -> None:
+    for seed in range(300):
+        game = GuessNumberGame(GuessNumber(), seed)
+        low, high = 1, 100
+        reply = None
+        for _ in range(7):
+            middle = (low + high) // 2
+            reply = game.play(str(middle))
+            if reply.is_over:
+                break
+            low, high = (middle + 1, high) if "higher" in reply.text else (low, middle - 1)
+        assert reply is not None and reply.value == 1.0
+
+
+def test_guesses_run_out_and_nonsense_costs_none() -> None:
+    game = GuessNumberGame(GuessNumber(low=1, high=100, max_guesses=2), 5)
+    for nonsense in ("", "x", "101", "-1", "5.0", "1" * 40, "٥", "1_0"):
+        assert not game.play(nonsense).is_legal
+    wrong = [
+        number for number in range(1, 101) if GuessNumberGame(GuessNumber(), 5).play(str(number)).value == 0
+    ]
+    assert len(wrong) == 99
+    assert not game.play(str(wrong[0])).is_over
+    last = game.play(str(wrong[1]))
+    assert last.is_over and last.value == 0.0
+
+
+def board_of(text: str) -> str:
+    """The board that a text ends with."""
+    return "".join(line for line in text.splitlines() if len(line) == 3 and set(line) <= {MODEL, OTHER, FREE})
+
+
+def play_out(game: TicTacToeGame, rng: random.Random) -> Reply:
+    """Play at random to the end, checking every board."""
+    text = game.opening
+    while True:
+        before = board_of(text)
+        assert len(before) == 9
+        field = rng.choice(free_fields(before))
+        reply = game.play(str(field + 1))
+        after = board_of(reply.text)
+        assert after[field] == MODEL
+        changed = [index for index in range(9) if before[index] != after[index]]
+        assert len(changed) == 2 - (reply.is_over and after.count(OTHER) == before.count(OTHER))
+        if reply.is_over:
+            worth = {MODEL: 1.0, OTHER: 0.0, None: 0.5}[winner(after)]
+            assert reply.value == worth
+            assert worth != 0.5 or FREE not in after
+            return reply
+        text = reply.text
+
+
+def test_random_games_against_a_perfect_opponent_are_never_won() -> None:
+    rng = random.Random(0)
+    values = [
+        play_out(TicTacToeGame(TicTacToe(opponent=Opponent.PERFECT), seed), rng).value for seed in range(200)
+    ]
+    assert set(values) == {0.0, 0.5}
+
+
+def test_random_games_against_a_random_opponent_end_in_every_way() -> None:
+    rng = random.Random(0)
+    values = [play_out(TicTacToeGame(TicTacToe(), seed), rng).value for seed in range(200)]
+    assert set(values) == {0.0, 0.5, 1.0}
+
+
+def test_taken_and_unknown_fields_change_nothing() -> None:
+    game = TicTacToeGame(TicTacToe(), 1)
+    taken = board_of(game.play("5").text)
+    for move in ("5", "0", "10", "x", "", "¹"):
+        reply = game.play(move)
+        assert not reply.is_legal and board_of(reply.text) == taken
+
+
+def way_through(drawn: str) -> list[str]:
+    """The commands from S to G, by a search on the drawn map."""
+    lines = drawn.splitlines()
+    start = next((x, y) for y, line in enumerate(lines) for x, mark in enumerate(line) if mark == "S")
+    ways: dict[tuple[int, int], list[str]] = {start: []}
+    waiting = deque([start])
+    while waiting:
+        x, y = waiting.popleft()
+        if lines[y][x] == "G":
+            return ways[(x, y)]
+        for name, (east, south) in STEPS.items():
+            there = (x + 2 * east, y + 2 * south)
+            if lines[y + south][x + east] == " " and there not in ways:
+                ways[there] = [*ways[(x, y)], name]
+                waiting.append(there)
+    raise AssertionError("no way leads to G")
+
+
+@pytest.mark.parametrize(("width", "height"), [(2, 2), (4, 4), (7, 3), (30, 30)])
+def test_the_drawn_map_leads_to_the_goal_in_as_many_moves_as_are_allowed(width: int, height: int) -> None:
+    for seed in range(5):
+        game = MazeGame(Maze(width=width, height=height, spare_moves=0), seed)
+        *way, last = way_through(game.map())
+        assert f"You have {len(way) + 1} moves" in game.opening
+        assert not any(game.play(step).is_over for step in way)
+        assert game.play(last.upper()) == Reply(text="You have reached G.", is_over=True, value=1.0)
+
+
+def test_walls_cost_a_move_and_nonsense_costs_none() -> None:
+    game = MazeGame(Maze(spare_moves=0), 3)
+    num_moves = len(way_through(game.map()))
+    drawn = game.map()
+    assert not game.play("up").is_legal
+    wall = next(step for step in STEPS if step not in passages(drawn))
+    replies = [game.play(wall) for _ in range(num_moves)]
+    assert all("There is a wall" in reply.text for reply in replies)
+    assert [reply.is_over for reply in replies] == [False] * (num_moves - 1) + [True]
+    assert replies[-1].value == 0.0
+    assert game.map() == drawn
+
+
+def passages(drawn: str) -> set[str]:
+    lines = drawn.splitlines()
+    x, y = next((x, y) for y, line in enumerate(lines) for x, mark in enumerate(line) if mark == "S")
+    return {name for name, (east, south) in STEPS.items() if lines[y + south][x + east] == " "}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
+def test_a_source_draws_games_that_differ_and_can_be_built_again(section: GameSection) -> None:
+    data = DataSection(source=GameSource(kind="game", game=section), num_train=200, num_held_out=50)
+    first, second = build_source(data, seed=1), build_source(data, seed=2)
+    assert first.held_out == second.held_out
+    assert len(first.train) == 200 and len(first.held_out) == 50
+    prompts = [task.prompt for task in (*first.train, *first.held_out, *second.train)]
+    assert len(set(prompts)) == 450
+    assert len({task.task_id for task in (*first.train, *first.held_out)}) == 250
+    for task in itertools.islice(first.train, 20):
+        assert task.prompt.endswith(game_of(task).opening)
+    assert build_source(data, seed=1).train == first.train
+
+
+def test_moves_of_one_seed_are_the_same_again() -> None:
+    for section in SECTIONS:
+        moves = ["5", "1", "9", "north", "east", "3", "7"]
+        twice = [
+            [game.play(move) for move in moves[:3]]
+            for game in (build_game(section, 8), build_game(section, 8))
+        ]
+        assert twice[0] == twice[1]
+
+
+def play(section: GameSection, turns: list[str], **options: int | str) -> tuple[Score, ScriptedAgent]:
+    data = DataSection(source=GameSource(kind="game", game=section), num_train=1, num_held_out=1)
+    task = build_source(data, seed=0).train[0]
+    agent = ScriptedAgent(*turns)
+    environment = GameEnvironment(PlayGames.model_validate({"kind": "game"} | options))
+    return asyncio.run(environment.rollout(task, agent)), agent
+
+
+def test_an_episode_is_worth_what_its_game_was() -> None:
+    every = [f"[{number}]" for number in range(1, 101)]
+    score, agent = play(GuessNumber(max_guesses=100), every, system_prompt="Be quick.")
+    assert (score.value, score.is_correct, dict(score.penalties)) == (1.0, True, {"illegal_moves": 0.0})
+    first = agent.heard[0]
+    assert [message["role"] for message in first] == ["system", "user"]
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(agent.heard))
+    score, _ = play(GuessNumber(low=1, high=2, max_guesses=1), ["[1]"])
+    other, _ = play(GuessNumber(low=1, high=2, max_guesses=1), ["[2]"])
+    assert {score.value, other.value} == {0.0, 1.0}
+
+
+def test_illegal_moves_are_told_counted_and_end_the_game() -> None:
+    score, agent = play(GuessNumber(), ["hm", "[0]", "[x]", "never"], max_illegal_moves=2)
+    assert (score.value, score.is_correct, dict(score.penalties)) == (0.0, False, {"illegal_moves": 3.0})
+    assert [heard[-1]["content"] for heard in agent.heard[1:]] == [
+        NO_MOVE,
+        "That is no whole number from 1 to 100.",
+    ]
+
+
+def test_other_tasks_are_refused() -> None:
+    task: Task = make_task(1)
+    with pytest.raises(ValueError, match=f"{task.task_id!r} is no game"):
+        game_of(task)
+
+
+def test_games_and_their_environment_need_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+
+    def fields(*overrides: str) -> set[str]:
+        config = load_config(path, overrides)
+        return {problem.field for problem in check_without_model(config) if "game" in str(problem)}
+
+    game = "data.source={kind: game, game: {kind: maze, width: 5}}"
+    assert fields() == set()
+    assert fields("environment={kind: game}") == {"data.source.kind"}
+    assert fields(game) == {"data.source.kind"}
+    assert fields(game, "environment={kind: game}") == set()
+    assert fields("data.source={kind: game, game: tic_tac_toe}", "environment={kind: game}") == set()

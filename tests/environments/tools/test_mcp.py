@@ -1,0 +1,205 @@
+"""Tools of real MCP servers over pipes and HTTP, and servers that die, hang and flood."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from forgeasync.config.mcp import HttpServer, McpServerSection, StdioServer
+from forgeasync.environments.environment import EpisodeInterrupted
+from forgeasync.environments.mcp_servers import connection, http, stdio
+from forgeasync.environments.mcp_servers.tools import McpTools
+from forgeasync.environments.messages import ToolCall
+from forgeasync.environments.tools.toolbox import Toolbox, ToolResult
+from forgeasync.rollouts.outcome import ToolStatus
+
+pytestmark = pytest.mark.procs
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+COMMAND = (sys.executable, "-m", "tests.support.mcp_server")
+STDIO = StdioServer(command=COMMAND, env={"PYTHONPATH": str(REPOSITORY)})
+
+Call = Callable[..., Awaitable[ToolResult]]
+
+
+def use(
+    servers: dict[str, McpServerSection], conversation: Callable[[Call], Awaitable[None]], **options: Any
+) -> tuple[str, ...]:
+    """Have a conversation with the tools of servers; returns the names of the tools."""
+
+    async def go() -> tuple[str, ...]:
+        async with McpTools(servers, start_s=60.0) as mcp:
+            toolbox = Toolbox(mcp.tools, **options)
+
+            async def call(name: str, *, limit_s: float = 30.0, **arguments: Any) -> ToolResult:
+                return await toolbox.call(
+                    ToolCall(id="call_0", name=name, arguments=arguments), limit_s=limit_s
+                )
+
+            await conversation(call)
+            return tuple(spec.name for spec in toolbox.specs)
+
+    return asyncio.run(go())
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextlib.contextmanager
+def http_server() -> Iterator[tuple[HttpServer, subprocess.Popen[bytes]]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [*COMMAND, "--port", str(port)],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60.0
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            assert process.poll() is None and time.monotonic() < deadline, "the server does not come up"
+            time.sleep(0.05)
+        yield HttpServer(kind="http", url=f"http://127.0.0.1:{port}/mcp"), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+
+    async def conversation(call: Call) -> None:
+        added = await call("add", a=2, b=3)
+        assert (added.status, added.content) == (ToolStatus.OK, "5")
+        wrong = await call("add", a="two")
+        assert wrong.status is ToolStatus.FAILED and "valid integer" in wrong.content
+        failed = await call("fail")
+        assert failed.status is ToolStatus.FAILED and "Traceback" not in failed.content
+        assert (await call("none")).status is ToolStatus.UNKNOWN_TOOL
+        names = (await call("environment")).content.split()
+        assert set(names) == {"FORGEASYNC_MCP_SERVER", "HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR"}
+        # The state of a server lasts.
+        assert (await call("remember", word="a")).content == "a"
+        cut = await call("flood", num=5000)
+        assert cut.status is ToolStatus.CUT and cut.num_cut_characters == 4000
+        # A call that takes too long leaves a server that still answers as it is.
+        assert (await call("wait", limit_s=0.3)).status is ToolStatus.TIMEOUT
+        assert (await call("remember", word="b")).content == "a b"
+
+    names = use({"tests": STDIO}, conversation, max_characters=1000)
+    assert names[:2] == ("add", "remember")
+
+
+def test_all_processes_of_a_server_end_with_it() -> None:
+    pids: list[int] = []
+    folders = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("forgeasync-mcp-*"))
+
+    async def conversation(call: Call) -> None:
+        pids.append(int((await call("spawn")).content))
+        assert is_running(pids[0])
+
+    use({"tests": STDIO}, conversation)
+    assert not is_running(pids[0])
+    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("forgeasync-mcp-*")) <= folders
+
+
+def test_a_server_that_dies_is_started_again_once() -> None:
+    seen: list[ToolResult] = []
+
+    async def conversation(call: Call) -> None:
+        await call("remember", word="a")
+        # Both calls are answered, and one restart serves both.
+        seen.extend(await asyncio.gather(call("wait"), call("die")))
+        assert {result.status for result in seen} == {ToolStatus.SERVER_LOST}
+        after = await asyncio.gather(call("remember", word="b"), call("add", a=1, b=1))
+        assert [result.content for result in after] == ["b", "2"]
+        seen.extend(after)
+        assert (await call("die")).status is ToolStatus.SERVER_LOST
+        await call("add", a=1, b=1)
+
+    with pytest.raises(EpisodeInterrupted, match=r"'tests' was lost again: .*exit code 3: out of memory"):
+        use({"tests": STDIO}, conversation)
+    assert len(seen) == 4
+    assert "without what it held in memory" in seen[0].content
+
+
+def test_a_server_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PROBE_S", 0.5)
+
+    async def conversation(call: Call) -> None:
+        await call("remember", word="a")
+        hanging = await call("hang", marker=str(tmp_path / "hangs"), limit_s=3.0)
+        assert hanging.status is ToolStatus.TIMEOUT
+        assert (tmp_path / "hangs").exists(), "the limit is too short for this machine"
+        assert (await call("remember", word="b")).content == "b"
+
+    use({"tests": STDIO}, conversation)
+
+
+def test_a_server_that_floods_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stdio, "MAX_MESSAGE_BYTES", 100_000)
+
+    async def conversation(call: Call) -> None:
+        assert (await call("flood", num=30_000)).status is ToolStatus.OK
+        assert (await call("flood", num=200_000)).status is ToolStatus.SERVER_LOST
+        assert (await call("add", a=1, b=1)).content == "2"
+
+    use({"tests": STDIO}, conversation, max_characters=10**9)
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("/no/such/program",), "FileNotFoundError"),
+        ((sys.executable, "-c", "raise SystemExit('no licence')"), "exit code 1: no licence"),
+        (("cat", "/dev/zero"), "it wrote a message of more than"),
+        (("yes",), "it wrote more than 1000 lines that are no messages"),
+        ((sys.executable, "-c", "import time; time.sleep(600)"), "did not come up within 1 s"),
+    ],
+)
+def test_a_server_that_does_not_come_up_interrupts_the_episode(command: tuple[str, ...], told: str) -> None:
+    async def go() -> None:
+        async with McpTools(
+            {"tests": StdioServer(command=command)}, start_s=1.0 if "sleep" in command[-1] else 60.0
+        ):
+            pass
+
+    with pytest.raises(EpisodeInterrupted, match="'tests' cannot be used: ") as caught:
+        asyncio.run(go())
+    assert told in str(caught.value)
+
+
+def test_calls_of_two_servers_one_of_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 200_000)
+    with http_server() as (section, process):
+
+        async def conversation(call: Call) -> None:
+            assert (await call("far__remember", word="a")).content == "a"
+            assert (await call("near__remember", word="b")).content == "b"
+            assert (await call("far__wait", limit_s=0.3)).status is ToolStatus.TIMEOUT
+            assert (await call("far__remember", word="c")).content == "a c"
+            assert (await call("far__flood", num=1_000_000)).status is ToolStatus.SERVER_LOST
+            process.kill()
+            process.wait()
+            await call("far__add", a=1, b=1)
+            await call("far__add", a=1, b=1)
+
+        with pytest.raises(EpisodeInterrupted, match="'far' cannot be used: ConnectError"):
+            use({"far": section, "near": STDIO}, conversation)

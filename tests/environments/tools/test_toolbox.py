@@ -1,0 +1,383 @@
+"""Calls of tools: every one gets an answer in time, whatever the model wrote and the tool does."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from forgeasync.config.episodes import Ending
+from forgeasync.environments.environment import EpisodeInterrupted, ToolError
+from forgeasync.environments.messages import BrokenToolCall, ToolCall
+from forgeasync.environments.tools.run_tools import ToolRun, run_tools
+from forgeasync.environments.tools.tool import Tool, ToolFailed, num_stuck_calls
+from forgeasync.environments.tools.toolbox import Toolbox, ToolResult
+from forgeasync.observability.ended_episodes import EndedEpisodes
+from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome, ToolStatus
+from tests.support.agents import ScriptedAgent, said
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+STARTS_ANOTHER = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()",
+    *SLEEPS,
+]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def call(name: str, number: int = 0, **arguments: Any) -> ToolCall:
+    return ToolCall(id=f"call_{number}", name=name, arguments=arguments)
+
+
+def answer(function: Callable[..., object], limit_s: float = 10.0, **arguments: Any) -> ToolResult:
+    return run(function, limit_s=limit_s, **arguments)
+
+
+def run(
+    function: Callable[..., object],
+    *,
+    limit_s: float = 10.0,
+    max_characters: int = 1000,
+    **arguments: Any,
+) -> ToolResult:
+    toolbox = Toolbox([Tool.from_function(function)], max_characters=max_characters)
+    return asyncio.run(toolbox.call(call(function.__name__, **arguments), limit_s=limit_s))
+
+
+def test_a_call_is_answered_with_its_result() -> None:
+    result = answer(add, a=2, b=3)
+    assert (result.status, result.content, result.num_cut_characters) == (ToolStatus.OK, "5", 0)
+    assert result.message == {"role": "tool", "tool_call_id": "call_0", "content": "5"}
+
+
+def test_results_are_text_or_json() -> None:
+    def give(kind: str) -> object:
+        """Give something."""
+        return {"text": "a\nb", "none": None, "list": [1, {"é": 2.5}], "odd": {"where": threading}}[kind]
+
+    assert answer(give, kind="text").content == "a\nb"
+    assert answer(give, kind="none").content == ""
+    assert answer(give, kind="list").content == '[1,{"é":2.5}]'
+    assert "module 'threading'" in answer(give, kind="odd").content
+
+
+def test_what_the_model_does_wrong_is_told() -> None:
+    toolbox = Toolbox([Tool.from_function(add)])
+    unknown = asyncio.run(toolbox.call(call("subtract" * 1000), limit_s=1.0))
+    assert unknown.status is ToolStatus.UNKNOWN_TOOL
+    assert "there is no tool 'subtract" in unknown.content and "tools: add" in unknown.content
+    assert len(unknown.content) < 300
+    wrong = asyncio.run(toolbox.call(call("add", a="2", c=1), limit_s=1.0))
+    assert wrong.status is ToolStatus.BAD_ARGUMENTS
+    assert all(word in wrong.content for word in ("'a'", "'b' is missing", "no argument 'c'"))
+
+
+class Named(Exception):
+    pass
+
+
+def raises(kind: str) -> str:
+    """Raise."""
+    errors: dict[str, BaseException] = {
+        "own": Named("no such\nrow"),
+        "failed": ToolFailed("the shop is closed"),
+        "exit": SystemExit(3),
+        "stop": StopIteration(),
+        "cancelled": asyncio.CancelledError(),
+    }
+    raise errors[kind]
+
+
+async def raises_later(kind: str) -> str:
+    """Raise."""
+    await asyncio.sleep(0)
+    return raises(kind)
+
+
+@pytest.mark.parametrize("function", [raises, raises_later])
+def test_what_a_tool_raises_is_told_without_a_traceback(function: Callable[[str], object]) -> None:
+    results = {kind: answer(function, kind=kind) for kind in ("own", "failed", "exit", "stop", "cancelled")}
+    assert {result.status for result in results.values()} == {ToolStatus.FAILED}
+    assert results["own"].content == "Named: no such\nrow"
+    assert results["failed"].content == "the shop is closed"
+    assert results["exit"].content == "SystemExit: 3"
+    assert "Traceback" not in "".join(result.content for result in results.values())
+
+
+@pytest.mark.parametrize("error", [EpisodeInterrupted("gone"), ToolError("broken")])
+def test_a_tool_can_end_the_episode(error: Exception) -> None:
+    def ends() -> None:
+        """End the episode."""
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        answer(ends)
+
+
+def test_what_a_tool_says_is_cut_and_told() -> None:
+    def flood(num: int) -> str:
+        """Say much."""
+        return "x" * num
+
+    def fails(num: int) -> str:
+        """Fail with many words."""
+        raise ToolFailed("y" * num)
+
+    cut = run(flood, max_characters=100, num=5000)
+    assert (cut.status, cut.num_cut_characters) == (ToolStatus.CUT, 4900)
+    assert cut.content == "x" * 100 + "\n[4900 more characters were cut]"
+    assert run(flood, max_characters=100, num=100).status is ToolStatus.OK
+    failed = run(fails, max_characters=100, num=5000)
+    assert failed.status is ToolStatus.FAILED
+    assert len(failed.content) < 150 and failed.num_cut_characters > 4800
+
+
+def test_a_tool_that_blocks_delays_no_other() -> None:
+    began = threading.Barrier(3, timeout=10.0)
+
+    def wait() -> str:
+        """Wait until three calls are under way."""
+        began.wait()
+        return "met"
+
+    async def three() -> list[ToolResult]:
+        toolbox = Toolbox([Tool.from_function(wait)])
+        return await asyncio.gather(
+            *(toolbox.call(call("wait", number), limit_s=20.0) for number in range(3))
+        )
+
+    assert [result.content for result in asyncio.run(three())] == ["met"] * 3
+
+
+def _wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10.0
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline, "processes of a call that was cut off still run"
+        time.sleep(0.02)
+
+
+def test_a_call_that_takes_too_long_ends_with_all_that_it_started() -> None:
+    pids: list[int] = []
+
+    def start() -> str:
+        """Start a process that starts another."""
+        process = subprocess.Popen(STARTS_ANOTHER, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+        assert process.stdout is not None
+        pids.extend([process.pid, int(process.stdout.readline())])
+        process.wait()
+        return "never"
+
+    async def start_later() -> str:
+        """Start a process that starts another."""
+        process = subprocess.Popen(STARTS_ANOTHER, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+        assert process.stdout is not None
+        pids.extend([process.pid, int(process.stdout.readline())])
+        await asyncio.sleep(600.0)
+        return "never"
+
+    for function in (start, start_later):
+        result = answer(function, limit_s=2.0)
+        assert (result.status, result.content) == (
+            ToolStatus.TIMEOUT,
+            "Error: the call took longer than 2 s",
+        )
+        assert len(pids) == 2, "the limit is too short for this machine"
+        _wait_gone(pids)
+        pids.clear()
+
+
+def test_processes_of_other_calls_live_on_as_long_as_these() -> None:
+    pids: list[int] = []
+
+    async def wait() -> None:
+        """Start a process and wait for ever."""
+        pids.append(subprocess.Popen(SLEEPS).pid)
+        await asyncio.sleep(600.0)
+
+    async def work() -> str:
+        """Start a process after the other call has begun, and use it after that one was cut off."""
+        process = subprocess.Popen(SLEEPS)
+        pids.append(process.pid)
+        await cut_off.wait()
+        await asyncio.sleep(0.1)
+        return "alive" if process.poll() is None else "killed"
+
+    cut_off = asyncio.Event()
+
+    async def both() -> tuple[ToolResult, ToolResult]:
+        toolbox = Toolbox([Tool.from_function(wait), Tool.from_function(work)])
+        waiting = asyncio.ensure_future(toolbox.call(call("wait"), limit_s=1.0))
+        while not pids:
+            await asyncio.sleep(0.01)
+        working = asyncio.ensure_future(toolbox.call(call("work"), limit_s=30.0))
+        late = await waiting
+        cut_off.set()
+        return late, await working
+
+    late, worked = asyncio.run(both())
+    assert (late.status, worked.content) == (ToolStatus.TIMEOUT, "alive")
+    assert len(pids) == 2
+    _wait_gone(pids)
+
+
+def test_calls_are_counted_by_what_came_of_them() -> None:
+    ended = EndedEpisodes()
+    assert ended.metrics()["episode/num_tool_calls_ok"] == 0
+    for num in (2, 3):
+        counts = {ToolStatus.OK: num, ToolStatus.TIMEOUT: 1}
+        agent = AgentOutcome(score=None, num_turns=1, num_rewritten=0, num_faulty_calls=0, tool_calls=counts)
+        ended.add(
+            [EpisodeOutcome(ending=Ending.COMPLETED, agents=(agent, agent), episode_s=1.0, sampling_s=0.5)]
+        )
+    metrics = ended.metrics()
+    assert metrics["episode/num_tool_calls_ok"] == 10
+    assert metrics["episode/num_tool_calls_timeout"] == 4
+    assert metrics["episode/num_tool_calls_server_lost"] == 0
+    assert not any(key.startswith("episode/tool_call_") for key in metrics), "no call has taken any time"
+
+
+def test_how_long_calls_took_is_of_the_last_step() -> None:
+    ended = EndedEpisodes()
+    for calls_s in ((), (0.1, 0.2, 0.3), (4.0,)):
+        agent = AgentOutcome(
+            score=None, num_turns=1, num_rewritten=0, num_faulty_calls=0, tool_calls_s=calls_s
+        )
+        ended.add([EpisodeOutcome(ending=Ending.COMPLETED, agents=(agent,), episode_s=1.0, sampling_s=0.5)])
+    metrics = ended.metrics()
+    # Between the second and the third of 0.1, 0.2, 0.3, 4: half of the way, and 0.85 of the next one.
+    assert metrics["episode/tool_call_p50_s"] == pytest.approx(0.25)
+    assert metrics["episode/tool_call_p95_s"] == pytest.approx(0.3 + 0.85 * 3.7)
+    assert metrics["episode/tool_call_max_s"] == 4.0
+    ended.end_step()
+    assert "episode/tool_call_p50_s" not in ended.metrics()
+
+
+def test_a_python_loop_without_end_is_ended() -> None:
+    def spin() -> None:
+        """Never return."""
+        while True:
+            pass
+
+    assert answer(spin, limit_s=0.2).status is ToolStatus.TIMEOUT
+    deadline = time.monotonic() + 10.0
+    while num_stuck_calls():
+        assert time.monotonic() < deadline, "the thread goes on"
+        time.sleep(0.01)
+
+
+def test_a_call_that_nothing_ends_is_counted() -> None:
+    free = threading.Event()
+
+    def block() -> None:
+        """Wait in C."""
+        free.wait(30.0)
+
+    assert answer(block, limit_s=0.1).status is ToolStatus.TIMEOUT
+    assert num_stuck_calls() == 1
+    free.set()
+    deadline = time.monotonic() + 10.0
+    while num_stuck_calls():
+        assert time.monotonic() < deadline, "it is counted after it has ended"
+        time.sleep(0.01)
+
+
+def test_an_episode_that_is_cancelled_ends_its_tools() -> None:
+    began, pids = threading.Event(), []
+
+    def start() -> None:
+        """Start a process."""
+        process = subprocess.Popen(SLEEPS)
+        pids.append(process.pid)
+        began.set()
+        process.wait()
+
+    async def episode() -> None:
+        toolbox = Toolbox([Tool.from_function(start)])
+        running = asyncio.ensure_future(toolbox.call(call("start"), limit_s=60.0))
+        await asyncio.to_thread(began.wait, 10.0)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(episode())
+    _wait_gone(pids)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two tools are called 'add'"):
+        Toolbox([Tool.from_function(add), Tool.from_function(add)])
+
+
+def converse(agent: ScriptedAgent, *functions: Callable[..., object], max_rounds: int = 5) -> ToolRun:
+    async def go() -> ToolRun:
+        return await run_tools(
+            agent, "2 + 3 =", Toolbox([Tool.from_function(one) for one in functions]), max_rounds=max_rounds
+        )
+
+    return asyncio.run(go())
+
+
+def test_the_loop_answers_all_calls_of_a_turn_in_order() -> None:
+    release: list[Callable[[], Awaitable[None]]] = []
+
+    async def slow() -> str:
+        """Answer last."""
+        await release[0]()
+        return "slow"
+
+    async def quick() -> str:
+        """Answer first."""
+        return "quick"
+
+    async def wait() -> None:
+        await asyncio.sleep(0.05)
+
+    release.append(wait)
+    half = BrokenToolCall(text="{", problem="the call is cut off")
+    agent = ScriptedAgent(
+        said("both", call("slow", 0), call("quick", 1), call("none", 2), broken=[half]), "done"
+    )
+    result = converse(agent, slow, quick)
+    assert result.is_finished and result.turn.text == "done"
+    first, second = agent.heard
+    assert second[: len(first)] == first
+    assert [message["content"] for message in second[2:5]] == [
+        "slow",
+        "quick",
+        "Error: there is no tool 'none'; tools: slow, quick",
+    ]
+    assert [message["tool_call_id"] for message in second[2:5]] == ["call_0", "call_1", "call_2"]
+    assert second[5] == {"role": "user", "content": "Error: a tool call cannot be read: the call is cut off"}
+    assert result.messages[-1]["content"] == "done"
+    assert agent.tool_calls == {ToolStatus.OK: 2, ToolStatus.UNKNOWN_TOOL: 1, ToolStatus.UNREADABLE: 1}
+    slow_s, quick_s = agent.tool_calls_s
+    assert 0.0 < quick_s and 0.05 <= slow_s, "the third call was of no tool"
+    assert (result.num_broken_calls, result.num_failed_calls) == (1, 2)
+    assert [spec.name for spec in agent.tools[0]] == ["slow", "quick"]
+
+
+def test_the_loop_ends_after_its_rounds() -> None:
+    agent = ScriptedAgent(*(said("", call("add", number, a=1, b=1)) for number in range(9)))
+    result = converse(agent, add, max_rounds=3)
+    assert len(agent.heard) == 4
+    assert not result.is_finished
+    assert agent.tool_calls == {ToolStatus.OK: 3}
+
+
+def test_a_call_in_a_turn_has_the_agents_limit() -> None:
+    def sleep() -> None:
+        """Sleep in pieces, so that the thread can be ended."""
+        while True:
+            time.sleep(0.01)
+
+    agent = ScriptedAgent(said("", call("sleep")), "late", tool_limit_s=0.1)
+    assert converse(agent, sleep).results[0].status is ToolStatus.TIMEOUT

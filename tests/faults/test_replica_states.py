@@ -1,0 +1,218 @@
+"""States of generators, whatever happens in whatever order."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+
+from forgeasync.faults.replica_states import ReplicaState, ReplicaTable
+
+HOSTS = ("a", "b")
+
+
+class Generators(RuleBasedStateMachine):
+    """Beside the table runs a model of what every generator really has."""
+
+    numbers = Bundle("numbers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = ReplicaTable()
+        self.weights: dict[int, int] = {}
+        """The version that each generator samples under."""
+        self.updating: dict[int, int] = {}
+        self.groups: dict[int, list[int]] = {}
+        self.used: set[int] = set()
+        self.ended: dict[int, ReplicaState] = {}
+        self.served = 0
+        self.num_started = self.num_lost = self.num_removed = 0
+
+    @rule(target=numbers, rank=st.integers(0, 3), is_spare=st.booleans())
+    def start(self, rank: int, is_spare: bool) -> object:
+        if any(one.rank == rank for one in self.table.present):
+            return multiple()
+        number = self.table.start(rank, HOSTS[rank % 2], is_spare=is_spare)
+        assert number not in self.used, "numbers are never reused"
+        self.used.add(number)
+        self.num_started += 1
+        self.weights[number], self.groups[number] = 0, []
+        return number
+
+    @rule(number=numbers)
+    def ready(self, number: int) -> None:
+        if self.table.of(number).state is ReplicaState.STARTING or number in self.ended:
+            self.table.ready(number)
+            is_healthy = self.table.of(number).state is ReplicaState.HEALTHY
+            if number not in self.ended:
+                assert is_healthy == (self.table.newest == 0), "only the first version needs no update"
+
+    @rule(jump=st.integers(1, 3))
+    def publish(self, jump: int) -> None:
+        self.table.published(self.table.newest + jump)
+
+    @rule(host=st.sampled_from(HOSTS))
+    def begin_update(self, host: str) -> None:
+        behind = self.table.behind(host, self.table.newest)
+        assert self.table.is_behind(host) == bool(behind)
+        for number in behind:
+            assert self.table.lowest_version(host) <= self.weights[number] < self.table.newest
+            if number not in self.updating:
+                self.table.begin_update(number, self.table.newest)
+                self.updating[number] = self.table.newest
+
+    @rule(number=numbers)
+    def end_update(self, number: int) -> None:
+        if number not in self.updating:
+            return
+        version = self.updating.pop(number)
+        before = self.table.of(number).state
+        if number not in self.ended:
+            self.weights[number] = version
+        self.table.updated(number)
+        now = self.table.of(number).state
+        if before is ReplicaState.STALE:
+            assert (now is ReplicaState.HEALTHY) == (version >= self.served)
+        else:
+            assert now is before
+
+    @rule(number=numbers)
+    def abandon_update(self, number: int) -> None:
+        if self.updating.pop(number, None) is not None:
+            self.table.abandon_update(number)
+
+    @rule(number=numbers)
+    def suspect(self, number: int) -> None:
+        self.table.suspect(number, "it is slow")
+
+    @rule(number=numbers)
+    def clear(self, number: int) -> None:
+        self.table.clear(number)
+
+    @rule(number=numbers)
+    def drain(self, number: int) -> None:
+        self.table.drain(number, "it is not wanted")
+
+    @rule(number=numbers)
+    def remove(self, number: int) -> None:
+        if self.table.of(number).state is ReplicaState.DRAINING:
+            self.table.remove(number)
+            self.ended[number] = ReplicaState.REMOVED
+            self.num_removed += 1
+
+    @rule(number=numbers)
+    def lose(self, number: int) -> None:
+        assert self.table.lose(number, "has died") == (number not in self.ended)
+        if self.ended.setdefault(number, ReplicaState.DEAD) is ReplicaState.DEAD:
+            self.num_lost = sum(state is ReplicaState.DEAD for state in self.ended.values())
+
+    @rule()
+    def promote(self) -> None:
+        spares = [one.number for one in self.table.present if one.is_spare]
+        number = self.table.promote()
+        assert number is None or number in spares
+
+    @rule(num_rollouts=st.integers(1, 5))
+    def assign(self, num_rollouts: int) -> None:
+        able = [one for one in self.table.present if one.state is ReplicaState.HEALTHY and not one.is_spare]
+        number = self.table.assign(num_rollouts)
+        assert (number is None) == (not able)
+        if number is not None:
+            assert number in {one.number for one in able}, "only healthy ones get work"
+            fewest = min(sum(self.groups[one.number]) for one in able)
+            assert sum(self.groups[number]) == fewest
+            self.groups[number].append(num_rollouts)
+
+    @rule(number=numbers)
+    def end_group(self, number: int) -> None:
+        if self.groups[number]:
+            self.table.ended(number, self.groups[number].pop())
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        assert sum(map(self.table.count, ReplicaState)) == self.num_started == len(self.used)
+        assert (self.table.num_lost, self.table.num_removed) == (self.num_lost, self.num_removed)
+        for number, groups in self.groups.items():
+            assert self.table.of(number).num_live == sum(groups)
+        assert set(self.table.ended_numbers) == set(self.ended)
+        for number, state in self.ended.items():
+            assert self.table.of(number).state is state, "nothing comes back"
+
+    @invariant()
+    def nobody_is_told_a_wrong_version(self) -> None:
+        healthy = [self.weights[o.number] for o in self.table.present if o.state is ReplicaState.HEALTHY]
+        assert self.table.served >= self.served, "what is served never goes back"
+        self.served = self.table.served
+        assert all(version >= self.served for version in healthy)
+        assert all(self.table.all_have(v) == (bool(healthy) and min(healthy) == v) for v in range(20))
+        assert self.table.has_healthy == bool(healthy)
+        for one in self.table.present:
+            assert one.version == self.weights[one.number]
+
+
+Generators.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestGenerators = Generators.TestCase
+
+
+def healthy_table(num: int) -> ReplicaTable:
+    table = ReplicaTable()
+    for rank in range(num):
+        table.ready(table.start(rank, "a"))
+    return table
+
+
+def take(table: ReplicaTable, number: int, version: int) -> None:
+    table.published(version)
+    table.begin_update(number, version)
+    table.updated(number)
+
+
+def test_a_newcomer_waits_for_the_update_that_runs_meanwhile() -> None:
+    table = healthy_table(2)
+    take(table, 0, 5)
+    take(table, 1, 5)
+    table.lose(1, "has died")
+    table.ready(table.start(1, "a"))
+    assert table.of(2).state is ReplicaState.STALE and table.assign(1) == 0
+    table.begin_update(2, 5)
+    table.published(6)
+    table.updated(2)
+    assert table.of(2).state is ReplicaState.HEALTHY, "the newest when its update began"
+    assert table.served == 5 and table.all_have(5)
+
+
+def test_a_newcomer_that_is_older_than_what_is_served_takes_one_more_update() -> None:
+    table = healthy_table(2)
+    take(table, 0, 5)
+    table.lose(1, "has died")
+    assert table.served == 5, "the slowest has gone"
+    table.ready(table.start(1, "a"))
+    table.begin_update(2, 5)
+    take(table, 0, 6)
+    table.updated(2)
+    assert (table.of(2).state, table.served) == (ReplicaState.STALE, 6)
+    take(table, 2, 6)
+    assert table.of(2).state is ReplicaState.HEALTHY
+
+
+def test_with_no_healthy_generator_nothing_is_served() -> None:
+    table = healthy_table(1)
+    take(table, 0, 3)
+    table.suspect(0, "it does not answer")
+    assert not table.has_healthy and not table.all_have(3) and table.assign(1) is None
+    table.clear(0)
+    assert table.all_have(3) and table.assign(1) == 0
+
+
+def test_a_spare_takes_groups_once_it_is_promoted() -> None:
+    table = healthy_table(1)
+    table.ready(table.start(1, "a", is_spare=True))
+    assert {table.assign(1) for _ in range(3)} == {0}
+    table.lose(0, "has died")
+    assert table.assign(1) is None
+    assert table.promote() == 1 and table.assign(1) == 1 and table.promote() is None
+
+
+def test_a_place_is_given_to_one_at_a_time() -> None:
+    table = healthy_table(1)
+    with pytest.raises(AssertionError, match="rank 0 is taken"):
+        table.start(0, "a")

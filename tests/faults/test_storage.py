@@ -1,0 +1,181 @@
+"""Disks that are full or fail for a while: nothing is lost, nothing is there twice, and the run waits."""
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.faults import storage
+from forgeasync.faults.appended_file import AppendedFile, Refusal, is_refusal
+from forgeasync.faults.fault_log import FaultLog
+from forgeasync.faults.storage import StorageFaults
+from tests.support.disks import Disk, install
+
+LINES = [b"first\n", b"a second line\n", b"3\n"]
+WHOLE = b"".join(LINES)
+
+
+@pytest.mark.parametrize("is_flushed", [True, False])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_at_every_byte_a_refusal_leaves_whole_lines_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_flushed: bool, error: int
+) -> None:
+    for room in range(len(WHOLE) + 1):
+        path = tmp_path / f"{room}"
+        path.write_bytes(b"before\n")
+        disk = Disk(len(b"before\n") + room)
+        disk.error = error
+        install(monkeypatch, disk)
+        file = AppendedFile(os.open(path, os.O_RDWR), is_flushed=is_flushed)
+        num_refused = 0
+        for line in LINES:
+            try:
+                file.write(line)
+            except OSError as refused:
+                assert is_refusal(refused)
+                num_refused += 1
+            whole = path.read_bytes()
+            assert (b"before\n" + WHOLE).startswith(whole) and whole.endswith(b"\n"), "no half of a line"
+        assert (num_refused > 0) == (room < len(WHOLE)) == (file.num_kept_bytes > 0)
+        disk.room = 1000
+        file.write(b"")
+        assert path.read_bytes() == b"before\n" + WHOLE and not file.num_kept_bytes
+        file.close()
+        monkeypatch.undo()
+
+
+def test_what_a_failed_flush_has_lost_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed flush Linux takes pages for written that are not."""
+    disk = Disk(1000)
+    install(monkeypatch, disk)
+    path = tmp_path / "file"
+    file = AppendedFile(os.open(path, os.O_RDWR | os.O_CREAT), is_flushed=True)
+    file.write(b"one\n")
+    disk.flush_error = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        file.write(b"two\n")
+    assert path.read_bytes() == b"one\n", "it is not shown as written"
+    file.write(b"three\n")
+    assert path.read_bytes() == b"one\ntwo\nthree\n"
+    file.close()
+
+
+@given(
+    st.lists(
+        st.one_of(st.binary(min_size=1, max_size=20), st.integers(min_value=0, max_value=200)), max_size=30
+    )
+)
+def test_any_history_of_writes_and_outages_ends_with_all_bytes_in_order(
+    tmp_path_factory: pytest.TempPathFactory, history: list[bytes | int]
+) -> None:
+    """Numbers are the room that the disk has from then on."""
+    disk = Disk(1000)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch, disk)
+        path = tmp_path_factory.mktemp("disk") / "file"
+        file = AppendedFile.open(path)
+        written = b""
+        for step in history:
+            if isinstance(step, int):
+                # What is written stays written.
+                disk.room = max(step, path.stat().st_size)
+                continue
+            written += step
+            try:
+                file.write(step)
+            except OSError:
+                assert file.num_kept_bytes
+            assert written.startswith(path.read_bytes())
+            assert len(path.read_bytes()) + file.num_kept_bytes == len(written)
+        disk.room = 10_000
+        file.write(b"")
+        file.close()
+        assert path.read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (OSError(errno.ENOSPC, "full"), True),
+        (OSError(errno.EDQUOT, "quota"), True),
+        (OSError(errno.EIO, "broken"), True),
+        (OSError(errno.EBADF, "closed"), False),
+        (PermissionError(errno.EACCES, "no"), False),
+        (ValueError("full"), False),
+    ],
+)
+def test_which_errors_a_write_may_be_tried_again_after(error: BaseException, is_one: bool) -> None:
+    assert is_refusal(error) == is_one
+
+
+class Writer:
+    """Keeps something until ``flush`` was called often enough."""
+
+    def __init__(self, path: str, num_refusals: int) -> None:
+        self.path, self.num_refusals = path, num_refusals
+
+    def flush(self) -> Refusal | None:
+        self.num_refusals -= 1
+        return Refusal(path=self.path, reason="full") if self.num_refusals >= 0 else None
+
+
+def test_an_outage_of_several_files_is_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+    told: list[str] = []
+    log = FaultLog(tell=told.append)
+    faults = StorageFaults(log)
+
+    async def go() -> None:
+        await faults.until_written([Writer("a", 0), Writer("b", 0)])
+        assert not told
+        await faults.until_written([Writer("a", 3), Writer("b", 1)])
+        counts = log.metrics()
+        assert counts["faults/detected_storage"] == counts["faults/recovered_storage"] == 1
+        await faults.until_written([Writer("b", 1)])
+        assert log.metrics()["faults/recovered_storage"] == 2
+
+    asyncio.run(go())
+    assert told[0] == "a cannot be written (full): what is refused is kept and tried again"
+    assert told[1].startswith("a was written after ")
+    assert faults.metrics()["faults/storage_wait_s"] > 0
+
+
+def test_a_call_that_waits_for_a_disk_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.001)
+    log = FaultLog()
+    faults = StorageFaults(log)
+
+    async def go() -> None:
+        room = asyncio.Event()
+        num_asked = 0
+
+        async def report() -> str:
+            await room.wait()
+            return "report"
+
+        async def refusal() -> Refusal | None:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked < 3:
+                return None
+            if num_asked == 5:
+                assert [fault.who for fault in log.open] == ["ledger.jsonl"], "told while it waits"
+                room.set()
+            return Refusal(path="ledger.jsonl", reason="full")
+
+        assert await asyncio.wait_for(faults.while_waiting(report(), refusal), 60) == "report"
+        assert not log.open and log.metrics()["faults/recovered_storage"] == 1
+
+        async def breaks() -> str:
+            raise ValueError("the call's own")
+
+        with pytest.raises(ValueError, match="the call's own"):
+            await faults.while_waiting(breaks(), refusal)
+
+    asyncio.run(go())

@@ -1,0 +1,82 @@
+"""Whole episodes with real sessions and a model that follows a script: everything but the engine."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forgeasync.config.episodes import EpisodesSection
+from forgeasync.environments.agent import TurnRequest
+from forgeasync.environments.environment import Environment
+from forgeasync.environments.episodes import AgentRole, Episodes
+from forgeasync.environments.rendering.build import build_renderer
+from forgeasync.environments.sessions.server import SessionServer
+from forgeasync.rollouts.outcome import EpisodeOutcome
+from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from tests.support.chat import ScriptedModel, make_tokenizer
+
+TOKENIZER = make_tokenizer(None)
+
+
+def task(**record: Any) -> Task:
+    return Task(
+        task_id="t7",
+        prompt=record.pop("prompt", "say it"),
+        answer=record.pop("answer", "it"),
+        source_index=7,
+        source="words",
+        record=record,
+    )
+
+
+def run_episodes(
+    environment: Environment,
+    tasks: Sequence[Task],
+    texts: Sequence[str],
+    *,
+    section: Mapping[str, Any] | None = None,
+    max_context_length: int = 2000,
+    before_turn: Callable[[int], None] = lambda number: None,
+    limit_s: float = 60.0,
+) -> tuple[list[EpisodeOutcome], list[ScriptedModel]]:
+    """Run one episode for each task, all at once; every episode's model says ``texts``.
+
+    ``before_turn`` is called with the number of turns so far, on a thread of its own.
+    """
+
+    async def go() -> tuple[list[EpisodeOutcome], list[ScriptedModel]]:
+        async with SessionServer() as sessions:
+            episodes = Episodes(
+                environment,
+                build_renderer(TOKENIZER, chat_template=False),
+                name="served",
+                roles=(AgentRole(name="agent", is_trainable=True),),
+                has_one_agent=True,
+                max_context_length=max_context_length,
+                section=EpisodesSection(**(section or {})),
+                limit_s=limit_s,
+                open_session=sessions.open,
+            )
+            models = [ScriptedModel(TOKENIZER, texts) for _ in tasks]
+
+            async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+                model = models[episode.index]
+                await asyncio.to_thread(before_turn, len(model.paths))
+                return await model(request)
+
+            outcomes = await asyncio.gather(
+                *(
+                    episodes.run(
+                        one,
+                        EpisodeId(group_id=9, index=index),
+                        max_turn_tokens=50,
+                        sample=sample,
+                        keeps_record=True,
+                    )
+                    for index, one in enumerate(tasks)
+                )
+            )
+            assert episodes.num_stuck == 0
+            return outcomes, models
+
+    return asyncio.run(go())

@@ -1,0 +1,219 @@
+"""Generators beside processes of their own, without Monarch or an engine: for the pool and its router."""
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from forgeasync.actors.generator import CancelledGroup
+from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.replica import SpawnedReplica
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.run import TimeoutSection
+from forgeasync.faults.fault_log import FaultLog
+from forgeasync.faults.replica_states import ReplicaState
+from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.launch.hosts import LocalHost
+from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.weights.fetcher import FetchReport, HostShare
+from forgeasync.weights.manifest import Manifest
+from tests.support.loops import Endpoint
+
+SWAP = SwapReport(pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=())
+
+
+def manifest_of(version: int) -> Manifest:
+    return Manifest(version=version, slot=0, layout_digest="", checksums=(), waited_s=0.0, staging_s=0.0)
+
+
+class ScriptedGenerator:
+    """An actor beside a process: it answers only while that runs, and writes down what it is asked."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], number: int, log: list[tuple[str, int, str]]
+    ) -> None:
+        self.process = process
+        self.number = number
+        self._log = log
+        self.is_released = asyncio.Event()
+        """Groups end when this is set, or when they are cancelled."""
+        self.running: dict[int, asyncio.Event] = {}
+        """Set for groups that are cancelled."""
+        self.holds: set[str] = set()
+        """Names of calls that never end."""
+        self.is_complete = True
+        self.shares: list[HostShare | None] = []
+        self.freed: list[str] = []
+        self.continued: dict[int, bytes | None] = {}
+        """What groups were continued from."""
+        self.joined: list[tuple[HostShare, bool]] = []
+        self.beat = Endpoint(self._beat)
+        self.stats = Endpoint(self._beat)
+        self.sample_group = Endpoint(self._sample_group)
+        self.cancel_groups = Endpoint(self._cancel_groups)
+        self.free_payloads = Endpoint(self._free_payloads)
+        self.connect_weights = Endpoint(self._connect_weights)
+        self.begin_update = Endpoint(self._begin_update)
+        for name in ("stage_update", "abandon_update", "finish_update"):
+            setattr(self, name, Endpoint(self._act(name)))
+
+    async def _answering(self, name: str) -> None:
+        """A process that has stopped or died never answers, as with a real actor."""
+        status = psutil.STATUS_RUNNING
+        with contextlib.suppress(psutil.Error):
+            status = psutil.Process(self.process.pid).status()
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) or name in self.holds:
+            await asyncio.Event().wait()
+
+    async def _beat(self) -> EngineStats:
+        await self._answering("beat")
+        return EngineStats(num_generated_tokens=10, busy_s=1.0)
+
+    async def _sample_group(
+        self,
+        group_id: int,
+        prompt_ids_P: np.ndarray,
+        num_samples: int,
+        sampling: SamplingSection,
+        seed: int | None,
+        continued: bytes | None,
+    ) -> tuple[StoredRollout, ...] | CancelledGroup:
+        self._log.append((f"sample {group_id} {prompt_ids_P.tolist()} {seed}", self.number, "begins"))
+        self.continued[group_id] = continued
+        cancelled = self.running[group_id] = asyncio.Event()
+        released = asyncio.ensure_future(self.is_released.wait())
+        ended = asyncio.ensure_future(cancelled.wait())
+        await asyncio.wait([released, ended], return_when=asyncio.FIRST_COMPLETED)
+        del self.running[group_id]
+        await self._answering("sample_group")
+        return CancelledGroup() if cancelled.is_set() else ()
+
+    async def _cancel_groups(self, group_ids: Sequence[int]) -> None:
+        await self._answering("cancel_groups")
+        for group_id in group_ids:
+            if group_id in self.running:
+                self.running[group_id].set()
+
+    async def _free_payloads(self, files: Sequence[str]) -> None:
+        await self._answering("free_payloads")
+        self.freed += files
+
+    async def _connect_weights(
+        self, layout: object, sources: object, folder: Path, share: HostShare, is_joining: bool
+    ) -> str:
+        self._log.append(("connect_weights", self.number, "begins"))
+        await asyncio.sleep(0)
+        self._log.append(("connect_weights", self.number, "ends"))
+        self.joined.append((share, is_joining))
+        return "as copies"
+
+    async def _begin_update(self, manifest: Manifest, new_share: HostShare | None) -> FetchReport:
+        self.shares.append(new_share)
+        await self._act("begin_update")()
+        return FetchReport(
+            version=manifest.version,
+            is_complete=self.is_complete,
+            num_bytes_moved=10 + self.number,
+            num_bytes_needed=100,
+            num_bad_blocks=int(not self.is_complete),
+            fetch_s=float(self.number),
+        )
+
+    def _act(self, name: str) -> Callable[[], object]:
+        async def act() -> SwapReport:
+            self._log.append((name, self.number, "begins"))
+            await self._answering(name)
+            # Later ones take longer.
+            await asyncio.sleep(0.002 * (1 + self.number))
+            self._log.append((name, self.number, "ends"))
+            return dataclasses.replace(SWAP, num_crossing=self.number)
+
+        return act
+
+
+@dataclass
+class ReplicaWorld:
+    pool: GeneratorPool
+    router: GeneratorRouter
+    faults: FaultLog
+    listing: ProcsFile
+    generators: dict[int, ScriptedGenerator] = field(default_factory=dict)
+    """By number."""
+    hosts: list[str] = field(default_factory=list)
+    """By rank."""
+    log: list[tuple[str, int, str]] = field(default_factory=list)
+    num_stopped: int = 0
+    fails_to_start: Callable[[int], bool] = lambda number: False
+    watching: "asyncio.Task[None] | None" = None
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not is_reached():
+                assert self.watching is None or not self.watching.done(), self.watching
+                await asyncio.sleep(0.01)
+
+    def kill(self, number: int, sent: signal.Signals = signal.SIGKILL) -> None:
+        self.generators[number].process.send_signal(sent)
+
+    def state(self, number: int) -> ReplicaState:
+        return self.pool.table.state.of(number).state
+
+    async def update(self, host: int, version: int) -> bool:
+        """Have a host take a version, as the serving loop does; whether it arrived."""
+        fetched = await self.router.begin_update(host, manifest_of(version))
+        if fetched is None or not fetched.is_complete:
+            return False
+        swapped = await self.router.finish_update(host, version)
+        for one in swapped:
+            self.router.taken(one.number)
+        return bool(swapped)
+
+
+@contextlib.asynccontextmanager
+async def generators_of(
+    hosts: Sequence[str],
+    *,
+    timeouts: TimeoutSection | None = None,
+    folders: Sequence[Path] = (),
+    **section: float,
+) -> AsyncIterator[ReplicaWorld]:
+    """Generators on hosts, by rank; ``section`` is of the config's generator section."""
+    world: ReplicaWorld
+
+    by_id = {name: LocalHost(name, list(folders)) for name in hosts}
+
+    async def spawn(rank: int, number: int) -> SpawnedReplica:
+        if world.fails_to_start(number):
+            raise ValueError("no such model")
+        process = subprocess.Popen(["sleep", "1001"])
+        generator = world.generators[number] = ScriptedGenerator(process, number, world.log)
+
+        async def stop() -> None:
+            world.num_stopped += 1
+
+        return SpawnedReplica(actor=generator, pid=process.pid, host=by_id[world.hosts[rank]], stop=stop)  # type: ignore[arg-type]
+
+    config = GeneratorSection(**({"num_replicas": len(hosts)} | section))  # type: ignore[arg-type]
+    faults, listing = FaultLog(), ProcsFile()
+    pool = GeneratorPool(spawn, config, [by_id[name] for name in hosts], faults=faults, listing=listing)
+    router = GeneratorRouter(pool, timeouts or TimeoutSection(), max_lost_per_group=config.max_lost_per_group)
+    world = ReplicaWorld(pool=pool, router=router, faults=faults, listing=listing, hosts=list(hosts))
+    try:
+        await pool.start()
+        world.watching = asyncio.create_task(pool.watch())
+        yield world
+    finally:
+        world.watching.cancel() if world.watching is not None else None
+        await pool.close()
+        for generator in world.generators.values():
+            generator.process.kill()
+            generator.process.wait(60)

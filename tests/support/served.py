@@ -1,0 +1,174 @@
+"""People and the desk that serves them: real sessions over HTTP, real episodes, a model that says numbers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from forgeasync.config.episodes import EpisodesSection
+from forgeasync.config.serving import ServingSection
+from forgeasync.environments.agent import EpisodeAgent, TurnLimits, TurnRequest
+from forgeasync.environments.episodes import AgentRole, Episodes
+from forgeasync.environments.rendering.build import build_renderer
+from forgeasync.environments.served.address import ServingSetup
+from forgeasync.environments.served.desk import ServingDesk
+from forgeasync.environments.served.environment import ServedSessions
+from forgeasync.environments.served.server import serving_server
+from forgeasync.environments.served.untrained import Continuation, UntrainedTurns
+from forgeasync.environments.sessions.server import SessionServer
+from forgeasync.rollouts.outcome import EpisodeOutcome
+from forgeasync.rollouts.rollout import FinishReason, VersionRange
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from tests.support.buffer_world import make_task
+from tests.support.chat import ScriptedModel, make_tokenizer
+
+TOKEN = "a token that people have been given"
+TOKENIZER = make_tokenizer(None)
+AGENT = (AgentRole(name="agent", is_trainable=True),)
+POLICY_AND_JUDGE = (AgentRole(name="policy", is_trainable=True), AgentRole(name="judge", is_trainable=False))
+
+
+@dataclass
+class Answer:
+    """What the server said."""
+
+    status: int
+    body: Any
+    headers: Any
+
+
+@dataclass
+class Person:
+    """A client of one session."""
+
+    http: aiohttp.ClientSession
+    opened: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    async def post(
+        self, path: str, body: Any = None, *, key: str | None = None, method: str = "POST"
+    ) -> Answer:
+        """``path`` is below the session; ``body`` is JSON, or bytes."""
+        headers = {"authorization": f"Bearer {self.opened['api_key'] if key is None else key}"}
+        more = {"data": body} if isinstance(body, bytes) else {"json": body}
+        url = self.opened["anthropic_base_url"] + path
+        async with self.http.request(method, url, headers=headers, **more) as answer:
+            return Answer(answer.status, await answer.json(), answer.headers)
+
+    async def say(self, text: str) -> Answer:
+        """Go on with the conversation."""
+        self.messages.append({"role": "user", "content": text})
+        answer = await self.post("/v1/chat/completions", {"model": "any", "messages": self.messages})
+        if answer.status == 200:
+            self.messages.append(answer.body["choices"][0]["message"])
+        return answer
+
+
+@dataclass
+class ServedWorld:
+    """One worker without its process."""
+
+    server: SessionServer
+    desk: ServingDesk
+    episodes: Episodes
+    http: aiohttp.ClientSession
+    models: dict[EpisodeId, ScriptedModel] = field(default_factory=dict)
+    untrained_prompts: list[list[int]] = field(default_factory=list)
+    texts: Sequence[str] = ()
+    """What the policy says, one after the other, in every session; numbers from 0 if empty."""
+    judge_texts: Sequence[str] = ()
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """While it is closed no turn ends."""
+    num_offered: int = 0
+
+    def offer(self) -> "asyncio.Task[EpisodeOutcome]":
+        """Begin an episode."""
+        number = self.num_offered
+        self.num_offered += 1
+        return asyncio.ensure_future(
+            self.episodes.run(
+                make_task(number),
+                EpisodeId(group_id=number, index=0),
+                max_turn_tokens=10,
+                sample=self.sample,
+                keeps_record=True,
+            )
+        )
+
+    async def until_offered(self, number: int) -> None:
+        """Wait until so many episodes are on offer."""
+        async with asyncio.timeout(20):
+            while self.desk.report().num_on_offer != number:
+                await asyncio.sleep(0.005)
+
+    async def sample(self, episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        await self.gate.wait()
+        texts = (self.judge_texts if episode.agent else self.texts) or [str(one) for one in range(99)]
+        model = self.models.setdefault(episode, ScriptedModel(TOKENIZER, texts))
+        return await model(request)
+
+    async def sample_untrained(
+        self, prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]
+    ) -> Continuation:
+        await self.gate.wait()
+        self.untrained_prompts.append(prompt_ids.tolist())
+        said = ScriptedModel(TOKENIZER, ["ok"]).say()
+        return Continuation(
+            ids_T=said.ids_T,
+            text=said.text,
+            finish_reason=FinishReason.STOP,
+            versions=VersionRange(first=3, last=3),
+        )
+
+    async def open(self, *, token: str | None = TOKEN, body: bytes = b"", method: str = "POST") -> Answer:
+        """Ask for a session."""
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        url = self.server.url + "/sessions"
+        async with self.http.request(method, url, headers=headers, data=body) as answer:
+            return Answer(answer.status, await answer.json(), answer.headers)
+
+    async def person(self) -> Person:
+        """Somebody who has opened a session."""
+        answer = await self.open()
+        assert answer.status == 201, answer
+        return Person(self.http, answer.body)
+
+
+@contextlib.asynccontextmanager
+async def served_world(
+    environment: ServedSessions | None = None,
+    *,
+    section: ServingSection | None = None,
+    episodes: EpisodesSection | None = None,
+    limit_s: float = 20.0,
+    roles: Sequence[AgentRole] = AGENT,
+    **more: Any,
+) -> AsyncIterator[ServedWorld]:
+    """``more`` are fields of ``ServedWorld``."""
+    section = section or ServingSection()
+    environment = environment or ServedSessions()
+    renderer = build_renderer(TOKENIZER, chat_template=False)
+    desk = ServingDesk(section)
+    environment.attach(desk, section)
+    running = Episodes(
+        environment,
+        renderer,
+        name="served",
+        roles=roles,
+        has_one_agent=len(roles) == 1,
+        max_context_length=2000,
+        section=episodes or EpisodesSection(),
+        limit_s=limit_s,
+        open_session=desk.open_for,
+    )
+    server = serving_server(ServingSetup(section=section, port=0, token=TOKEN), desk)
+    async with server, aiohttp.ClientSession() as http, asyncio.timeout(60):
+        world = ServedWorld(server, desk, running, http, **more)
+        world.gate.set()
+        limits = TurnLimits(max_turn_tokens=10, max_context_length=2000, max_turns=5)
+        desk.connect(lambda: EpisodeAgent(UntrainedTurns(world.sample_untrained), renderer, limits))
+        yield world

@@ -1,0 +1,126 @@
+"""Faults in the middle of what a trainer rank does, each once: by a condition, not by a clock."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from forgeasync.algorithms.loss import Loss, RowLoss
+from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.schema.section import Section
+
+ANSWERED = ".answered"
+"""Ends the name of the file, begun with a step's number, that says that its answer has come."""
+WAIT_S = 120.0
+
+
+class Moment(StrEnum):
+    """What the rank does when it happens."""
+
+    ROW = "row"
+    """The forward pass is done, the backward pass is not: other ranks go into collectives."""
+    SNAPSHOT = "snapshot"
+    """All of the step's snapshot is written but for its header, and the step has been answered."""
+    STAGING = "staging"
+    """The step's weights are being copied into a staging buffer."""
+    CHECKPOINT = "checkpoint"
+    """A checkpoint is being written."""
+
+
+class Way(StrEnum):
+    """What happens."""
+
+    KILL = "kill"
+    EXIT = "exit"
+    SEGFAULT = "segfault"
+    STOP = "stop"
+    HANG = "hang"
+    """A collective that never ends: the rank does not come to it."""
+
+
+class TrainerFault(Section):
+    """One fault; ``step`` counts from 1."""
+
+    step: int
+    rank: int = 1
+    moment: Moment = Moment.ROW
+    way: Way = Way.KILL
+
+
+class FaultyLoss(Loss):
+    """The loss of ``Loss``; brings faults about in its process, each once in a run.
+
+    Every rank has one row in each step, and steps are counted from a process's start.
+    """
+
+    faults: tuple[TrainerFault, ...]
+    marks: str
+    """Folder that remembers what has happened."""
+
+    def __call__(self, tokens: RowTokens, *, total: float) -> RowLoss:
+        for fault in self.faults:
+            if fault.rank == dist.get_rank() and fault.step == _next_step():
+                _bring_about(fault, Path(self.marks) / f"{fault.step}-{fault.moment}-{fault.way}")
+        return super().__call__(tokens, total=total)
+
+
+def _next_step() -> int:
+    """The step that this process makes, by what its own trainer says."""
+    import gc
+
+    from forgeasync.trainer.policy_trainer import PolicyTrainer
+
+    (trainer,) = [one for one in gc.get_objects() if isinstance(one, PolicyTrainer)]
+    return trainer.policy_version + 1
+
+
+def _bring_about(fault: TrainerFault, mark: Path) -> None:
+    if mark.exists():
+        return
+
+    def happen(*_: Any, **__: Any) -> None:
+        if fault.moment is Moment.SNAPSHOT:
+            _until_there(mark.with_name(f"{fault.step}{ANSWERED}"))
+        mark.touch()
+        match fault.way:
+            case Way.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Way.EXIT:
+                os._exit(3)
+            case Way.SEGFAULT:
+                ctypes.string_at(0)
+            case Way.STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case Way.HANG:
+                while True:
+                    time.sleep(1.0)
+
+    match fault.moment:
+        case Moment.ROW:
+            happen()
+        case Moment.SNAPSHOT:
+            _replace("forgeasync.trainer.snapshots", "finish", happen)
+        case Moment.STAGING:
+            _replace("forgeasync.weights.staging", "_Checksums", happen)
+        case Moment.CHECKPOINT:
+            _replace("forgeasync.trainer.run_checkpoint", "publish", happen)
+            _replace("forgeasync.trainer.run_checkpoint", "partial_folder", happen)
+
+
+def _until_there(file: Path) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not file.exists():
+        assert time.monotonic() < end_s, f"{file} has not come"
+        time.sleep(0.01)
+
+
+def _replace(module: str, name: str, act: Callable[..., None]) -> None:
+    import importlib
+
+    setattr(importlib.import_module(module), name, act)
