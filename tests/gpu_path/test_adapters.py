@@ -65,13 +65,14 @@ async def _sample_before_and_after(
     out: Path,
     modules: list[str] | None,
 ) -> tuple[list[Rollout], list[Rollout]]:
-    from forgeasync.generator import engine as engines
+    from forgeasync.generator import engine_args
+    from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.generator.workarounds.served_adapters import AdapterSetup, install
 
     if modules is not None:
-        engines.engine_modules = lambda _: modules
+        engine_args.engine_modules = lambda _: modules
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
-    engine = await engines.GeneratorEngine.start(
+    engine = await GeneratorEngine.start(
         model_path=folder,
         generator=GeneratorSection(max_num_seqs=4, max_num_batched_tokens=12, kv_cache_gib=0.002),
         max_context_length=CONTEXT,

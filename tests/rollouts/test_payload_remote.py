@@ -231,11 +231,12 @@ def test_lost_payloads_are_named(measured: Measured, case: str, kind: type[Excep
     assert says in str(failure) and measured.ids[case] in str(failure)
 
 
-def test_a_server_knows_the_files_of_its_own_writer_only(tmp_path: Path) -> None:
-    one, other = (PayloadWriter(tmp_path, HOST, MIB) for _ in range(2))
-    (ref,) = one.write_group([make_payload(0)])
+def test_a_server_shows_no_files_of_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    here, elsewhere = (PayloadWriter(folder, HOST, MIB) for folder in (tmp_path, tmp_path / "other"))
+    (ref,) = elsewhere.write_group([make_payload(0)])
     with pytest.raises(PayloadGone, match=ref.payload_id):
-        PayloadServer(other).expose(ref)
+        PayloadServer(here).expose(ref)
 
 
 def test_reading_goes_on_after_failures(measured: Measured) -> None:
