@@ -50,6 +50,7 @@ class Run:
         return [line for line in lines if line["event"] == event]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_generators_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model")
