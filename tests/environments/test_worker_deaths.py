@@ -18,7 +18,7 @@ from tests.support.runs import tiny_config
 ENVIRONMENT = "tests.support.environments.SlowSteps"
 
 
-NUM_KILLS = 25
+NUM_KILLS = 10
 
 
 @pytest.mark.exhaustive
@@ -30,8 +30,8 @@ def test_workers_that_die_cost_no_group(tmp_path: Path) -> None:
     config["sampling"] = {"max_response_tokens": 12, "temperature": 0.8}
     config["logging"] = {"rollouts_per_step": 100}
     config["evaluation"] = {"num_problems": 2, "every_steps": 1000}
-    config["max_steps"] = 30
-    config["episodes"] = {"num_workers": 4, "heartbeat_s": 2.0, "max_attempts": 100}
+    config["max_steps"] = 14
+    config["episodes"] = {"num_workers": 4, "heartbeat_s": 5.0, "max_attempts": 100}
     pids, run_dir = tmp_path / "pids", tmp_path / "run"
     options = f"{{pids: {pids}, pause_s: 0.5}}"
     file = tmp_path / "run.yaml"
@@ -57,9 +57,11 @@ def test_workers_that_die_cost_no_group(tmp_path: Path) -> None:
     assert len(killed) == NUM_KILLS
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in steps] == list(range(1, config["max_steps"] + 1))
-    assert steps[-1]["environment/num_restarted_workers"] == NUM_KILLS
+    # A worker that a slow machine kept from answering for so long is replaced as well.
+    num_restarted = steps[-1]["environment/num_restarted_workers"]
+    assert num_restarted >= NUM_KILLS
     assert steps[-1]["episode/ended_infrastructure"] >= 1
-    assert out.count("its episodes run again elsewhere") == NUM_KILLS
+    assert out.count("its episodes run again elsewhere") == num_restarted
     assert sum(line["dropped/episode_failed"] for line in steps) == 0, "a lost episode costs no group"
     rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     groups = {(one["group_id"], one["step"]) for one in rollouts}
