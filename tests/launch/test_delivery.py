@@ -4,8 +4,9 @@ from tests.support.processes import run_alone
 
 
 def _limits() -> tuple[str, str]:
-    import forgeasync.actors.procs  # noqa: F401, I001
     from monarch.config import get_global_config
+
+    import forgeasync.actors.procs  # noqa: F401
 
     config = get_global_config()
     return config["message_delivery_timeout"], config["channel_reconnect_timeout"]
