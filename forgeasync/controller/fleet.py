@@ -33,7 +33,7 @@ from forgeasync.controller.starting import connect_groups, trainer_setup
 from forgeasync.environments.order import sampling_seed, weighted_order
 from forgeasync.environments.reward import response_of
 from forgeasync.launch.job_hosts import build_hosts
-from forgeasync.observability.run_dir import default_run_dir
+from forgeasync.observability.run_dir import RunDir, default_run_dir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score, steps_of
@@ -110,10 +110,13 @@ class Fleet:
         prepared = prepare(config)
         config = prepared.config
         folder = default_run_dir(config.name, datetime.now()) if config.run_dir is None else config.run_dir
-        logs = Path(folder).resolve() / "logs"
+        run_dir = RunDir(path=Path(folder).resolve())
+        logs = run_dir.logs
         logs.mkdir(parents=True, exist_ok=True)
         procs = Procs(logs, build_hosts(config, logs))
-        setup = trainer_setup(prepared, config.algorithm if loss is None else loss)
+        setup = dataclasses.replace(
+            trainer_setup(prepared, config.algorithm if loss is None else loss), bad_steps=run_dir.bad_steps
+        )
         try:
             async with procs.naming_deaths():
                 for warning in prepared.warnings:
