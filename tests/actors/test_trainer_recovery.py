@@ -14,7 +14,7 @@ from forgeasync.actors.deaths import ActorDied
 from forgeasync.actors.generator import SampledRollout, store_group
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.start_generators import make_folders
-from forgeasync.actors.start_trainer import start_trainer
+from forgeasync.actors.start_trainer import OWN_ACTORS, start_trainer
 from forgeasync.algorithms.loss import Loss
 from forgeasync.checkpoint.folders import TRAINER_FOLDER, checkpoint_name
 from forgeasync.config.model import Dtype
@@ -107,6 +107,8 @@ async def start_looking_after(
     async def reconnect(*weights: object) -> None:
         told.append("generators connected again")
 
+    # Monarch reports the ends of an earlier test's trainer late, and a report does not say whose it is.
+    procs.owned.update(OWN_ACTORS)
     trainer = await start_trainer(procs, setup, timeouts)
     generators = SimpleNamespace(
         actors=None, reconnect_weights=reconnect, pool=SimpleNamespace(follow=lambda act: None)

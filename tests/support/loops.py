@@ -341,7 +341,7 @@ class Trainer:
         rolled_back: Sequence[int] = (),
         ends_run: int | None = None,
     ) -> None:
-        """Steps in ``skipped`` are not made, those in ``rolled_back`` undone; ``ends_run`` is the last one."""
+        """Steps in ``skipped`` are not made, those in ``rolled_back`` undone; ``ends_run`` is the last."""
         self.num_data_ranks = num_data_ranks
         self._bad = {*skipped, *rolled_back} | ({ends_run} if ends_run is not None else set())
         self._rolled_back = rolled_back
