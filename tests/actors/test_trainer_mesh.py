@@ -35,7 +35,8 @@ class Ranks:
                 num_padding_tokens=0,
                 train_s=0.0,
                 metrics={"loss": 0.5, "payload/num_read_shared": float(procs)},
-                skip_reason=None,
+                skip_reason="a spike",
+                not_kept="no room" if procs == 1 else None,
                 memory=self._memories[procs],
             )
 
@@ -44,7 +45,7 @@ class Ranks:
         )
 
 
-def test_the_largest_rank_says_how_much_memory_a_step_takes() -> None:
+def test_the_largest_rank_says_how_much_memory_a_step_takes_and_any_what_was_not_kept() -> None:
     ranks = Ranks(MemoryPeak(resident_bytes=3), MemoryPeak(resident_bytes=8, gpu_bytes=2))
     mesh = TrainerMesh(ranks, 2, TimeoutSection())  # type: ignore[arg-type]
 
@@ -54,4 +55,5 @@ def test_the_largest_rank_says_how_much_memory_a_step_takes() -> None:
 
     result = asyncio.run(step())
     assert result.memory == MemoryPeak(resident_bytes=8, gpu_bytes=2)
+    assert result.not_kept == "no room", "of any rank"
     assert result.metrics["payload/num_read_shared"] == 0.0, "all else is the first rank's"

@@ -142,15 +142,17 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run_with_good_weights
     code, _, err = finish(process)
     assert code == 1, err
     last = err.splitlines()[-1]
-    assert "StepsSkipped: 3 steps in a row" in last and "trainer rank 1 is nan" in last
+    assert "BadStepsEndRun: 3 steps in a row" in last and "trainer rank 1 is nan" in last
     assert_saved(run_dir, last)
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     assert [line["trainer/num_skipped_steps"] for line in steps] == [0, 1, 2, 3]
     assert [line["loss"] is None for line in steps] == [False, True, True, True]
     assert steps[1]["dropped/bad_record"] == 0
-    files = sorted(path.name for path in (run_dir / "logs" / "skipped_steps").iterdir())
-    assert files[:3] == ["step-00000002-rank-0.npz", "step-00000002-rank-1.npz", "step-00000002.json"]
-    batch = json.loads((run_dir / "logs" / "skipped_steps" / "step-00000002.json").read_text())
+    folders = sorted((run_dir / "bad_steps").iterdir())
+    assert [folder.name for folder in folders] == ["step-00000002", "step-00000003", "step-00000004"]
+    files = sorted(path.name for path in folders[0].iterdir())
+    assert files == ["rank-0.npz", "rank-1.npz", "rollouts.json"]
+    batch = json.loads((folders[0] / "rollouts.json").read_text())
     assert "is nan" in batch["reason"] and len(batch["rollouts"]) == 16
 
 
