@@ -23,8 +23,8 @@ BAD_STEPS = Topic(
         ),
         Metric(
             key="grad_norm_limit",
-            meaning="Gradient norm above which a step of the batch was a spike; with "
-            "`trainer.bad_steps.on_spike`, from `spike_window` steps on.",
+            meaning="Gradient norm above which a step of the batch was a spike.",
+            when="runs with `trainer.bad_steps.on_spike`, once `spike_window` steps were made",
         ),
     ),
 )
