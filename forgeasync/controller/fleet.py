@@ -26,6 +26,7 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
 from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import OnBadStep
 from forgeasync.controller.evaluation import evaluate
 from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
@@ -51,9 +52,12 @@ logger = logging.getLogger(__name__)
 def _unused(config: RunConfig) -> Iterator[Problem]:
     """Settings that only apps.grpo acts on: a loop of your own would pass over them in silence."""
     algorithm, trainer, evaluation = config.algorithm, config.trainer, config.evaluation
+    bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
     for field, value, is_set in (
         ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
         ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
+        ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
+        ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
         ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
     ):
         if is_set:
