@@ -325,7 +325,7 @@ def test_snapshots_of_every_other_step(world: World, undisturbed: Made, tmp_path
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LONG_S)
 def test_a_step_that_was_rolled_back_is_made_and_rolled_back_again(world: World, tmp_path: Path) -> None:
-    """Its snapshot is lost. The new trainer reads its start from the snapshot that the old one has written."""
+    """Its snapshot is lost. The new trainer reads its start from the snapshot that the old one wrote."""
     expected = disturb(world, tmp_path / "undisturbed", spoiled_steps=(2,))
     assert_same(expected.staged[1], expected.staged[0])
     fault = TrainerFault(step=2, rank=0, moment=Moment.SNAPSHOT)
