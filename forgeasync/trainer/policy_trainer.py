@@ -146,17 +146,17 @@ class PolicyTrainer:
             results, weights, judge=self._judge, snapshots=self._snapshots, state=self.state
         )
         self.state.policy_version = version + 1
-        result = merged(
+        of_batch = merged(
             results,
             num_steps=len(minibatches),
             is_rolled_back=is_rolled_back,
             policy_version=self.policy_version,
             train_s=time.perf_counter() - start_s,
         )
-        result.metrics["time/wait_for_copies_s"] = self._waited_s
+        of_batch.metrics["time/wait_for_copies_s"] = self._waited_s
         if self._snapshots is not None:
             self._snapshots.begin_if_due(self.policy_version, self.state.tensors())
-        return result
+        return of_batch
 
     def _proximal_logprobs(
         self, minibatches: Sequence[Sequence[PackedRow]]
