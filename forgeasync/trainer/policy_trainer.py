@@ -132,7 +132,7 @@ class PolicyTrainer:
         learning_rate = self._set_learning_rate()
         proximal = self._proximal_logprobs(minibatches)
         results: list[MinibatchResult] = []
-        num_rows, version = 0, self.policy_version
+        num_rows = 0
         for index, (rows, proximal_logprobs) in enumerate(zip(minibatches, proximal, strict=True)):
             limit = max_fresh_mismatch if index == 0 else None
             result = self._step(rows, proximal_logprobs, first_row=num_rows, max_fresh_mismatch=limit)
@@ -145,7 +145,7 @@ class PolicyTrainer:
         is_rolled_back = roll_back_if_needed(
             results, weights, judge=self._judge, snapshots=self._snapshots, state=self.state
         )
-        self.state.policy_version = version + 1
+        self.state.policy_version += 1
         of_batch = merged(
             results,
             num_steps=len(minibatches),
