@@ -64,8 +64,8 @@ from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.advantage_spans import steps_problem
+from forgeasync.trainer.bad_steps import BadStepWatch
 from forgeasync.trainer.batch import assign_rows, split_by_groups, training_items
-from forgeasync.trainer.step_result import SkipWatch
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class GrpoRun:
         resumed = prepared.resumed
         self.first_version = 0 if resumed is None else resumed.state.step
         self.version = self.first_version
-        self.skips = SkipWatch(config.trainer.max_skipped_steps)
+        self.bad_steps = BadStepWatch(config.trainer.bad_steps.max_in_a_row)
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
         weights = {source.name: source.weight for source in named_sources(config.data)}
         self.order = weighted_order(prepared.train, weights, seed=config.seed, position=position)
@@ -290,7 +290,7 @@ class GrpoRun:
                     held_out=ended,
                 )
             )
-            self.skips.count(step, result)
+            self.bad_steps.count(step, result)
             await self.storage.until_written(self.recorder.files)
             if await self.checkpoints.is_due(step):
                 checkpoint_start_s = time.perf_counter()

@@ -25,7 +25,7 @@ from forgeasync.algorithms.objectives import Supervised
 from forgeasync.config.environments import PlainCalls, PythonTool
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, WarmupSection
-from forgeasync.config.trainer import ParallelSection
+from forgeasync.config.trainer import BadStepsSection, ParallelSection
 from forgeasync.controller.cli import run_app
 from forgeasync.controller.stopping import run_main
 from forgeasync.environments.order import TaskOrder
@@ -133,7 +133,9 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     prompts = PromptEncoder.of_section(tokenizer, config.data)
     num_procs = config.trainer.parallel.num_procs
     parallel = ParallelSection(num_procs=num_procs, data_replicate=num_procs)
-    section = config.trainer.model_copy(update={"optimizer": warmup.optimizer, "parallel": parallel})
+    # Nobody takes snapshots here, or watches for spikes.
+    changes = {"optimizer": warmup.optimizer, "parallel": parallel, "bad_steps": BadStepsSection()}
+    section = config.trainer.model_copy(update=changes)
 
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "initial"

@@ -24,18 +24,19 @@ from forgeasync.actors.ordered_thread import OrderedThread
 from forgeasync.actors.payload_owners import PayloadOwners
 from forgeasync.config.model import Dtype
 from forgeasync.config.weights import TransportChoice
+from forgeasync.observability.bad_batches import bad_batch_folder
 from forgeasync.observability.logs import redirect_process_output
-from forgeasync.observability.run_dir import SKIPPED_STEPS
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.group_payload import Arrays, decode_rollout
 from forgeasync.rollouts.payload_format import PayloadRef
 from forgeasync.rollouts.payload_remote import RemotePayloadReader
 from forgeasync.rollouts.payload_store import PayloadReader
 from forgeasync.trainer.advantage_spans import TokenPlaces
+from forgeasync.trainer.bad_rows import write_rows
 from forgeasync.trainer.batch import TrainingItem, training_sequence
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import StepResult, write_skipped_rows
+from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.layout import TORCH_DTYPES, RankLayout
 from forgeasync.weights.manifest import StagedShard
 from forgeasync.weights.publisher import Publication, WeightPublisher
@@ -55,7 +56,6 @@ class TrainerActor(Actor):
 
     def __init__(self, log_dir: Path) -> None:
         self._rank = current_rank().rank
-        self._skipped_steps = log_dir / SKIPPED_STEPS
         redirect_process_output(log_dir / f"trainer-{self._rank}.log")
         self._thread = OrderedThread("trainer")
         self._built: PolicyTrainer | None = None
@@ -73,6 +73,7 @@ class TrainerActor(Actor):
             ValueError: as ``PolicyTrainer``.
         """
         self._section = setup.section
+        self._bad_steps = setup.bad_steps
         self._host_id = host_id
         self._payloads = PayloadReader(host_id)
         # The model's folder has its tokenizer too.
@@ -146,19 +147,20 @@ class TrainerActor(Actor):
     async def train_rows(self, rows: list[PackedRow]) -> StepResult:
         """One optimizer step; these are this data rank's rows."""
         result = await self._thread.call(lambda: self._trainer.train_step(rows))
-        self._keep_if_skipped(result, rows)
+        result = await self._keep_if_bad(result, rows)
         return dataclasses.replace(result, memory=self._memory.peak())
 
-    def _keep_if_skipped(self, result: StepResult, rows: list[PackedRow]) -> None:
-        """The rows of a skipped step go into a file, for looking at."""
-        if result.skip_reason is not None:
-            write_skipped_rows(
-                self._skipped_steps,
-                rows,
-                step=result.policy_version,
-                rank=self._rank,
-                reason=result.skip_reason,
-            )
+    async def _keep_if_bad(self, result: StepResult, rows: list[PackedRow]) -> StepResult:
+        """Write the rows of a bad step to a file, for looking at; the result says if that has failed."""
+        if result.skip_reason is None or self._bad_steps is None:
+            return result
+        folder = bad_batch_folder(self._bad_steps, result.policy_version)
+        try:
+            # Compressing takes a while, and heartbeats have to be answered.
+            await asyncio.to_thread(write_rows, folder, rows, rank=self._rank, reason=result.skip_reason)
+        except OSError as error:
+            return dataclasses.replace(result, not_kept=f"rows of trainer rank {self._rank}: {error}")
+        return result
 
     @concurrent_endpoint
     async def train_items(self, minibatches: list[list[list[TrainingItem]]]) -> StepResult:
@@ -187,7 +189,7 @@ class TrainerActor(Actor):
             result = await self._thread.run(
                 lambda: self._trainer.train_batch(packed, max_fresh_mismatch=limit)
             )
-        self._keep_if_skipped(result, [row for rows in packed for row in rows])
+        result = await self._keep_if_bad(result, [row for rows in packed for row in rows])
         read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}
         return dataclasses.replace(result, metrics=metrics, memory=self._memory.peak())

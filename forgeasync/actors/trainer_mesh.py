@@ -179,7 +179,11 @@ class TrainerMesh:
         )
         self._staged = f"the weights of step {step}"
         # All else is the same on every rank, or the first one's.
-        return dataclasses.replace(results[0], memory=largest(result.memory for result in results))
+        return dataclasses.replace(
+            results[0],
+            memory=largest(result.memory for result in results),
+            not_kept=next((one.not_kept for one in results if one.not_kept is not None), None),
+        )
 
     async def beat(self, rank: int) -> None:
         """Return once the event loop of a rank has answered; no deadline, and no turn."""

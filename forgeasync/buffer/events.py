@@ -23,7 +23,8 @@ class Update(StrEnum):
     MADE = "made"
     """The step changed the weights."""
     SKIPPED = "skipped"
-    """Its loss or a gradient was not finite: the weights stayed as they were."""
+    """It was not made, or was taken back: its loss, a gradient or the weights after it were not finite, or
+    the gradient was far too large. Where a batch has several steps, at least one of them."""
     UNKNOWN = "unknown"
     """The trainer ended the step, and the run was told to stop before it heard how."""
 

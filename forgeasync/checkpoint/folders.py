@@ -32,6 +32,10 @@ class CheckpointNotWritten(OSError):
     """A checkpoint could not be written; nothing of it is left, and another one can be begun."""
 
 
+class CheckpointLost(CheckpointNotWritten):
+    """The trainer was lost that was writing it, and no other one can write it again."""
+
+
 def checkpoint_name(step: int) -> str:
     """The name of the folder of a checkpoint."""
     return f"step-{step:08d}"

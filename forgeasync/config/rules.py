@@ -22,7 +22,7 @@ from forgeasync.config.launch_rules import (
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host
 from forgeasync.config.run import RunConfig, WarmupSection
 from forgeasync.config.serving_rules import check_serving
-from forgeasync.config.trainer import ROW_ALIGNMENT, OptimizerSection
+from forgeasync.config.trainer import ROW_ALIGNMENT, OnBadStep, OptimizerSection
 from forgeasync.config.weights import Interruption, KvAfterSwap
 from forgeasync.schema.problems import Problem
 from forgeasync.schema.section import MAX_SEED
@@ -279,6 +279,19 @@ def _check_offload(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _check_bad_steps(config: RunConfig) -> Iterator[Problem]:
+    section, every_steps = config.trainer.bad_steps, config.trainer.recovery.snapshot_every_steps
+    for name, remedy in (("on_nan", section.on_nan), ("on_spike", section.on_spike)):
+        if remedy is OnBadStep.ROLLBACK and every_steps != 1:
+            yield Problem(
+                field=f"trainer.bad_steps.{name}",
+                value=remedy.value,
+                remedy="needs trainer.recovery.snapshot_every_steps = 1, which is "
+                f"{'null' if every_steps is None else every_steps}: a batch is rolled back to the snapshot "
+                "of its start",
+            )
+
+
 def _check_warmup(config: RunConfig) -> Iterator[Problem]:
     if config.warmup is None:
         return
@@ -327,6 +340,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_numbers,
     _check_offload,
     check_lora,
+    _check_bad_steps,
     check_launcher,
     check_scorer,
     check_data,

@@ -102,6 +102,37 @@ class RecoverySection(Section):
     stopped."""
 
 
+class OnBadStep(StrEnum):
+    """What becomes of an optimizer step that would spoil the weights, and of its batch. Weights, moments and
+    routing biases stay as they were."""
+
+    SKIP = "skip"
+    """The step is not made; other optimizer steps of its batch are."""
+    ROLLBACK = "rollback"
+    """No optimizer step of the batch counts: weights, moments and random states are those of its start."""
+    STOP = "stop"
+    """The step is not made, and the run ends."""
+
+
+class BadStepsSection(Section):
+    """What becomes of optimizer steps whose loss or gradient is not finite, or whose gradient is far too
+    large. They are counted, and their batches are kept in the run's folder ``bad_steps``."""
+
+    on_nan: OnBadStep = OnBadStep.SKIP
+    """For a loss, a gradient or a gradient norm with nan or inf on any rank. Weights that are not finite
+    after a step can only be rolled back, which ``skip`` does too."""
+    on_spike: OnBadStep | None = None
+    """For a gradient norm, before clipping, of more than ``spike_factor`` times the median of the last
+    ``spike_window`` optimizer steps that were made. null: spikes are not looked for."""
+    spike_factor: float = Field(default=10.0, gt=1.0, le=1e6)
+    spike_window: int = Field(default=32, ge=4, le=10_000)
+    """Steps without a gradient do not count; before so many were made, nothing is a spike."""
+    max_in_a_row: Count = 3
+    """After this many batches in a row with a bad step the run ends with an error."""
+    num_kept: Count = 20
+    """So many batches with a bad step are kept, the newest ones."""
+
+
 class TrainerSection(Section):
     """The trainer mesh: TorchTitan's model under FSDP2, TP and EP."""
 
@@ -132,9 +163,7 @@ class TrainerSection(Section):
     """Optimizer steps per batch, each on the same number of whole groups; must divide
     algorithm.groups_per_step. One batch is one policy version, however many optimizer steps it has."""
     recovery: RecoverySection = RecoverySection()
-    max_skipped_steps: Count = 3
-    """An optimizer step whose loss or gradient is not finite is skipped and counted. After this many batches
-    in a row with a skipped step the run ends with an error."""
+    bad_steps: BadStepsSection = BadStepsSection()
     max_fresh_mismatch: float = Field(default=0.5, gt=0.0, le=1e6)
     """Largest mean difference, in nats, between the trainer's and the generator's log-probabilities of tokens
     of age 0, which the very weights that train have sampled. If it is larger, the run ends with an error

@@ -1,12 +1,19 @@
 """Checkpoints of a run: the trainer's arrays and the controller's state, of the same step."""
 
 import asyncio
+import contextlib
 import shutil
 from pathlib import Path
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.buffer.events import Update
-from forgeasync.checkpoint.folders import CheckpointNotWritten, checkpoint_name, list_checkpoints, step_of
+from forgeasync.checkpoint.folders import (
+    CheckpointLost,
+    CheckpointNotWritten,
+    checkpoint_name,
+    list_checkpoints,
+    step_of,
+)
 from forgeasync.checkpoint.room import checkpoint_bytes, existing_folder
 from forgeasync.checkpoint.run_state import RunState, model_shape
 from forgeasync.controller.exporting import cause_of
@@ -72,6 +79,10 @@ class RunCheckpoints:
             cause = cause_of(error)
             if not isinstance(cause, CheckpointNotWritten):
                 raise
+            if isinstance(cause, CheckpointLost):
+                # No disk is to blame, and the trainer that there is now can write one at once.
+                self._num_failures, self._retry_at_step = 1, step
+                return
             # Each failure doubles the number of steps to the next attempt.
             self._retry_at_step = step + 2**self._num_failures
             self._num_failures += 1
@@ -133,7 +144,8 @@ class RunCheckpoints:
         if (await self._buffer.snapshot.call_one()).trainer_version < version:
             # The step that was under way is complete.
             await self._buffer.committed.call_one(0.0, Update.UNKNOWN)
-        await self.finish()
+        with contextlib.suppress(CheckpointLost):
+            await self.finish()
         # It may have been this step's turn anyway, or that of the checkpoint that the run was resumed from.
         if version not in map(step_of, list_checkpoints(self.folder)):
             await self.begin(version)

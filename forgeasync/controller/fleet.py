@@ -26,6 +26,7 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
 from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import OnBadStep
 from forgeasync.controller.evaluation import evaluate
 from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.preparation import Prepared, prepare
@@ -33,7 +34,7 @@ from forgeasync.controller.starting import connect_groups, trainer_setup
 from forgeasync.environments.order import sampling_seed, weighted_order
 from forgeasync.environments.reward import response_of
 from forgeasync.launch.job_hosts import build_hosts
-from forgeasync.observability.run_dir import default_run_dir
+from forgeasync.observability.run_dir import RunDir, default_run_dir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score, steps_of
@@ -51,9 +52,12 @@ logger = logging.getLogger(__name__)
 def _unused(config: RunConfig) -> Iterator[Problem]:
     """Settings that only apps.grpo acts on: a loop of your own would pass over them in silence."""
     algorithm, trainer, evaluation = config.algorithm, config.trainer, config.evaluation
+    bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
     for field, value, is_set in (
         ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
         ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
+        ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
+        ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
         ("evaluation.sets", [one.name for one in evaluation.sets], bool(evaluation.sets)),
     ):
         if is_set:
@@ -110,10 +114,13 @@ class Fleet:
         prepared = prepare(config)
         config = prepared.config
         folder = default_run_dir(config.name, datetime.now()) if config.run_dir is None else config.run_dir
-        logs = Path(folder).resolve() / "logs"
+        run_dir = RunDir(path=Path(folder).resolve())
+        logs = run_dir.logs
         logs.mkdir(parents=True, exist_ok=True)
         procs = Procs(logs, build_hosts(config, logs))
-        setup = trainer_setup(prepared, config.algorithm if loss is None else loss)
+        setup = dataclasses.replace(
+            trainer_setup(prepared, config.algorithm if loss is None else loss), bad_steps=run_dir.bad_steps
+        )
         try:
             async with procs.naming_deaths():
                 for warning in prepared.warnings:

@@ -1,6 +1,5 @@
 """Records the facts of an optimizer step once it is done."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.run import RunConfig
 from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.observability.bad_batches import BadBatches
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.ended_episodes import EndedEpisodes
 from forgeasync.observability.episode_records import EpisodeRecords
@@ -20,7 +20,6 @@ from forgeasync.observability.metrics import (
     MetricsWriter,
     RolloutWriter,
     StepMetrics,
-    batch_records,
 )
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores, ScoredGroups
@@ -89,8 +88,7 @@ class RunRecorder:
         )
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._checkpoint_s: float | None = None
-        self._skipped_steps = run_dir.skipped_steps
-        self._num_skipped_steps = 0
+        self._bad_batches = BadBatches(run_dir.bad_steps, num_kept=config.trainer.bad_steps.num_kept)
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
         self._scored = ScoredGroups()
@@ -202,8 +200,15 @@ class RunRecorder:
             rollout.num_tokens for group in batch.groups for rollout in group.rollouts
         )
         if result.skip_reason is not None:
-            self._record_skipped(record.step, batch, result.skip_reason)
-        metrics["trainer/num_skipped_steps"] = self._num_skipped_steps
+            words = self._bad_batches.add(
+                record.step,
+                batch,
+                reason=result.skip_reason,
+                is_rolled_back=result.is_rolled_back,
+                not_kept=result.not_kept,
+            )
+            self.console.message(words)
+        metrics |= self._bad_batches.metrics()
         metrics |= record.buffer.metrics | record.counters | self._weight_metrics()
         metrics["load/trainer_wait_share"] = times.wait_for_batch_s / times.step_s
         metrics |= self._scored.metrics()
@@ -228,16 +233,6 @@ class RunRecorder:
         self._publish_s.clear()
         self._fetches.clear()
         self._swaps.clear()
-
-    def _record_skipped(self, step: int, batch: Batch, reason: str) -> None:
-        """Write all rollouts of the batch to a file, beside the rows that the trainer's ranks write there."""
-        self._num_skipped_steps += 1
-        file = self._skipped_steps / f"step-{step:08d}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(
-            json.dumps({"step": step, "reason": reason, "rollouts": batch_records(step, batch)}, indent=1)
-        )
-        self.console.message(f"step {step} was skipped: {reason}; its batch is in {file.parent}")
 
     def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
         """The peak of the largest process of each role; the scorer's is among the counters."""

@@ -75,6 +75,7 @@ async def start_roles(
         trainer_setup(prepared, config.algorithm),
         max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
         resume_from=None if resumed is None else resumed.folder,
+        bad_steps=run_dir.bad_steps.resolve(),
     )
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(

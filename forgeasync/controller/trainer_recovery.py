@@ -21,7 +21,7 @@ from forgeasync.actors.start_generators import make_folders
 from forgeasync.actors.start_trainer import OWN_ACTORS, kill_trainer, set_up_trainer, spawn_trainer
 from forgeasync.actors.trainer_life import TrainerLife
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.checkpoint.folders import is_whole, sweep_partial
+from forgeasync.checkpoint.folders import CheckpointLost, is_whole, sweep_partial
 from forgeasync.config.run import TimeoutSection
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.setup import TrainerSetup
@@ -74,6 +74,7 @@ class TrainerRecovery:
         self._budget = RestartBudget(self._section.max_restarts)
         self._snapshot_folders: list[Path] = []
         self._checkpoint: _Checkpoint | None = None
+        self._lost_checkpoint: Path | None = None
         self._first_error: Exception | None = None
         """What has lost the trainer for the first time since the last complete step."""
         self._num_started = 1
@@ -192,9 +193,15 @@ class TrainerRecovery:
         self._checkpoint = checkpoint
 
     async def finish_checkpoint(self) -> None:
-        """See ``TrainerMesh``."""
+        """See ``TrainerMesh``.
+
+        Raises:
+            CheckpointLost: it was left unfinished, and the run has gone on from a later step; said once.
+        """
         await self._call(lambda mesh: mesh.finish_checkpoint())
-        self._checkpoint = None
+        lost, self._lost_checkpoint, self._checkpoint = self._lost_checkpoint, None, None
+        if lost is not None:
+            raise CheckpointLost(f"checkpoint {lost} was not finished: the trainer was lost as it wrote it")
 
     async def is_writing_checkpoint(self) -> bool:
         """See ``TrainerMesh``."""
@@ -206,7 +213,15 @@ class TrainerRecovery:
 
     async def save_hf(self, folder: Path, *, source: Path) -> int:
         """See ``TrainerMesh``."""
-        return await self._call(lambda mesh: mesh.save_hf(folder, source=source))
+        was_there = folder.exists()
+
+        async def save(mesh: TrainerMesh) -> int:
+            # A folder gets its name last: a trainer that was lost after that has written all of it.
+            if folder.exists() and not was_there:
+                return await mesh.policy_version()
+            return await mesh.save_hf(folder, source=source)
+
+        return await self._call(save)
 
     async def _call(self, make: Callable[[TrainerMesh], Awaitable[T]]) -> T:
         """Make a call, and make it again on the next trainer whenever the one that has it is lost."""
@@ -302,7 +317,7 @@ class TrainerRecovery:
             self._tell(
                 f"checkpoint {self._checkpoint.folder.name} was not finished: there is none of its step"
             )
-            self._checkpoint = None
+            self._lost_checkpoint, self._checkpoint = self._checkpoint.folder, None
         sources = await trainer.reopen_staging(before)
         for act in self._on_new_buffers:
             act()

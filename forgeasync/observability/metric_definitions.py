@@ -5,6 +5,7 @@ python -m forgeasync.observability.metric_definitions > docs/metrics.md
 
 from collections.abc import Iterable
 
+from forgeasync.observability.bad_step_metrics import BAD_STEPS
 from forgeasync.observability.episode_metrics import EPISODES
 from forgeasync.observability.fault_metrics import FAULTS
 from forgeasync.observability.metric import Metric, Reporter, as_markdown
@@ -12,7 +13,7 @@ from forgeasync.observability.operation_metrics import OPERATION_TOPICS
 from forgeasync.observability.serving_metrics import SERVING
 from forgeasync.observability.training_metrics import TRAINING_TOPICS
 
-TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, FAULTS)
+TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, FAULTS, BAD_STEPS)
 
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
 
@@ -36,7 +37,7 @@ the evaluation, `time/eval_s`, `time/elapsed_s` (0) and the metrics under `metri
 Code of your own (an objective, a correction) may report further names; they are not listed here.
 
 This page is generated from `forgeasync/observability/training_metrics.py`, `operation_metrics.py`,
-`episode_metrics.py`, `serving_metrics.py` and `fault_metrics.py` by
+`episode_metrics.py`, `serving_metrics.py`, `fault_metrics.py` and `bad_step_metrics.py` by
 `make docs`.
 """
 

@@ -11,8 +11,9 @@ runs/<name>-<time>/
     rollouts.jsonl   a few rollouts per step, with text; whole episodes
     serving.json     where people are served, with the token if the run has made one; for its owner only
     artifacts/       files that these episodes have kept
+    bad_steps/       batches of steps that were not made because something was not finite, or far too large
     checkpoints/     what a later run resumes from or samples with
-    logs/            output of the controller's libraries and of every actor process; batches of skipped steps
+    logs/            output of the controller's libraries and of every actor process
     tensorboard/     event files
 """
 
@@ -28,9 +29,6 @@ from pathlib import Path
 from forgeasync.config.run import RunConfig
 from forgeasync.observability.truncation import put_aside
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
-
-SKIPPED_STEPS = "skipped_steps"
-
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -115,7 +113,7 @@ class RunDir:
             return []
         self.claim()
         files = (self.metrics, self.rollouts, self.ledger, self.faults, self.procs, self.config)
-        left = (*files, self.artifacts, self.logs, self.tensorboard)
+        left = (*files, self.artifacts, self.bad_steps, self.logs, self.tensorboard)
         return [put_aside(path).name for path in left if path.exists()]
 
     @property
@@ -188,9 +186,9 @@ class RunDir:
         return self.path / "logs"
 
     @property
-    def skipped_steps(self) -> Path:
-        """Batches of steps whose loss or gradient was not finite."""
-        return self.logs / SKIPPED_STEPS
+    def bad_steps(self) -> Path:
+        """Batches with a bad step, in a folder for each; made when the first is kept."""
+        return self.path / "bad_steps"
 
     @property
     def tensorboard(self) -> Path:

@@ -71,11 +71,6 @@ PROGRESS = Topic(
             "started again had no snapshot of them.",
         ),
         Metric(
-            key="trainer/num_skipped_steps",
-            meaning="Batches so far with an optimizer step that was not made, because a loss or gradient was "
-            "not finite; such a batch is kept in logs/skipped_steps.",
-        ),
-        Metric(
             key="trainer/num_padding_tokens",
             meaning="Padding tokens in the packed rows of the batch, over all data-parallel ranks.",
         ),

@@ -8,7 +8,6 @@ Shape suffixes: L packed row length, T its targets (the response tokens trained 
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,15 +18,12 @@ import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
 from forgeasync.algorithms.row_tokens import RowTokens
-from forgeasync.config.trainer import RouterBias
+from forgeasync.config.trainer import OnBadStep, RouterBias
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
-from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference, run_checkpoint
+from forgeasync.trainer import hf_checkpoint, lora_checkpoint, reference
 from forgeasync.trainer.finite import (
     MismatchTooLarge,
-    Ranges,
-    agree,
     describe_fresh_mismatch,
-    describe_non_finite,
     describe_row,
     require_finite,
     value_ranges,
@@ -38,17 +34,20 @@ from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.optimizer import build_optimizer, scheduled_learning_rate
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.replay_router import RouterBiasUpdate, checkpoint_weights
+from forgeasync.trainer.rolling_back import roll_back_if_needed
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.snapshots import Snapshots, snapshot_bytes
+from forgeasync.trainer.step_judge import StepJudge
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from forgeasync.trainer.step_sums import Probe, StepSums
 from forgeasync.trainer.trained_targets import count_targets, trained_mask
+from forgeasync.trainer.trainer_state import TrainerState
 from forgeasync.weights.layout import NamedWeight
 
 
 class PolicyTrainer:
-    """Trains a policy; ``policy_version`` counts the batches that it has taken."""
+    """Trains a policy."""
 
     def __init__(self, setup: TrainerSetup, *, checkpoints: CheckpointWriter | None = None) -> None:
         """Build the model on this rank; collective.
@@ -62,7 +61,6 @@ class PolicyTrainer:
         self._facts = facts
         loss = self._loss = setup.loss
         self._max_token_age = setup.max_token_age
-        self.policy_version = 0
         dims = self._parallel_dims = build_parallel_dims(section, world_size=dist.get_world_size())
         self.model = build_parallel_model(facts, section, parallel_dims=dims, lora=lora, seed=setup.seed)
         if setup.checkpoint is not None:
@@ -82,6 +80,8 @@ class PolicyTrainer:
             self._router_bias = RouterBiasUpdate(self.model, section.router_bias_speed)
         self._optimizer = build_optimizer(self._trained(), section.optimizer)
         self._probe = Probe(section.replay_probe_share)
+        self._judge = StepJudge(section.bad_steps)
+        self.state = TrainerState(self.model, self._optimizer, probe=self._probe, spikes=self._judge.spikes)
         self._checkpoints = checkpoints or CheckpointWriter()
         self._snapshots: Snapshots | None = None
         self._readers: list[Callable[[], None]] = []
@@ -91,6 +91,11 @@ class PolicyTrainer:
         self.num_data_ranks = 1 if batch_mesh is None else batch_mesh.size()
         if setup.resume_from is not None:
             self.resume(setup.resume_from)
+
+    @property
+    def policy_version(self) -> int:
+        """The number of batches that it has taken."""
+        return self.state.policy_version
 
     def logprobs(self, row: PackedRow, *, replay_routing: bool = True) -> torch.Tensor:
         """Log-probabilities [T] of a row's targets under the current weights; float32, with gradients.
@@ -112,10 +117,13 @@ class PolicyTrainer:
 
         The loss of a step is that of all ranks' rows as one: neither packing nor the number of ranks changes
         the gradient. Where a loss or a gradient of any rank is not finite, every rank leaves weights and
-        optimizer as they are, the result says why, and the next minibatch has its turn. The version counts
-        batches, so that it goes on by one however many steps were made; the learning rate follows from it.
+        optimizer as they are, and the result says why; ``trainer.bad_steps`` says whether the next minibatch
+        has its turn or the whole batch is taken back. The version counts batches, so that it goes on by one
+        however many steps were made; the learning rate follows from it.
 
         Raises:
+            NonFiniteWeights: the weights after a step, and there is no snapshot of those before.
+            ValueError: a step is to be rolled back, and there is no snapshot.
             MismatchTooLarge: on tokens sampled under the present weights, log-probabilities differ from the
                 generator's by more than ``max_fresh_mismatch`` nats on average. No step was taken.
         """
@@ -123,19 +131,32 @@ class PolicyTrainer:
         self._waited_s = 0.0
         learning_rate = self._set_learning_rate()
         proximal = self._proximal_logprobs(minibatches)
-        results, num_rows = [], 0
+        results: list[MinibatchResult] = []
+        num_rows = 0
         for index, (rows, proximal_logprobs) in enumerate(zip(minibatches, proximal, strict=True)):
             limit = max_fresh_mismatch if index == 0 else None
             result = self._step(rows, proximal_logprobs, first_row=num_rows, max_fresh_mismatch=limit)
             result.metrics["learning_rate"] = learning_rate
             results.append(result)
             num_rows += len(rows)
-        self.policy_version += 1
-        result = merged(results, policy_version=self.policy_version, train_s=time.perf_counter() - start_s)
-        result.metrics["time/wait_for_copies_s"] = self._waited_s
+            if result.bad is not None and result.bad.remedy is not OnBadStep.SKIP:
+                break
+        weights = ((weight.names[0], weight.tensor) for weight in self.named_weights())
+        is_rolled_back = roll_back_if_needed(
+            results, weights, judge=self._judge, snapshots=self._snapshots, state=self.state
+        )
+        self.state.policy_version += 1
+        of_batch = merged(
+            results,
+            num_steps=len(minibatches),
+            is_rolled_back=is_rolled_back,
+            policy_version=self.policy_version,
+            train_s=time.perf_counter() - start_s,
+        )
+        of_batch.metrics["time/wait_for_copies_s"] = self._waited_s
         if self._snapshots is not None:
-            self._snapshots.begin_if_due(self.policy_version, self._checkpoint_state())
-        return result
+            self._snapshots.begin_if_due(self.policy_version, self.state.tensors())
+        return of_batch
 
     def _proximal_logprobs(
         self, minibatches: Sequence[Sequence[PackedRow]]
@@ -155,7 +176,7 @@ class PolicyTrainer:
         first_row: int,
         max_fresh_mismatch: float | None,
     ) -> MinibatchResult:
-        """One optimizer step, unless something is not finite; the batch has ``first_row`` rows before."""
+        """One optimizer step, unless it is bad; the batch has ``first_row`` rows before."""
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
         masks = [trained_mask(row, self._max_token_age) for row in rows]
         total, num_trained, num_targets = count_targets(self._loss, rows, masks, mesh=self._loss_mesh)
@@ -181,16 +202,18 @@ class PolicyTrainer:
         # Before a collective: no rank begins its next snapshot while another one has only older ones.
         if self._snapshots is not None:
             self._waited_s += self._snapshots.until_written()
-        skip_reason = self._reason_to_skip(problems, gradients, grad_norm)
-        if skip_reason is None and max_fresh_mismatch is not None:
+        bad = self._judge.judge(problems, gradients, grad_norm)
+        metrics |= self._judge.metrics()
+        if bad is None and max_fresh_mismatch is not None:
             problem = describe_fresh_mismatch(metrics, max_fresh_mismatch, step=self.policy_version + 1)
             if problem is not None:
                 self._optimizer.zero_grad()
                 raise MismatchTooLarge(problem)
         self._until_read()
-        if skip_reason is None:
+        if bad is None:
             self._optimizer.step()
-        if self._router_bias is not None and skip_reason is None:
+            self._judge.made(grad_norm)
+        if self._router_bias is not None and bad is None:
             self._router_bias.step()
         elif self._router_bias is not None:
             self._router_bias.discard()
@@ -199,17 +222,8 @@ class PolicyTrainer:
             num_targets=num_trained,
             num_padding_tokens=sums.num_padding_tokens,
             metrics=metrics,
-            skip_reason=skip_reason,
+            bad=bad,
         )
-
-    def _reason_to_skip(
-        self, problems: Sequence[str | None], gradients: Ranges, grad_norm: float
-    ) -> str | None:
-        """What is not finite on any rank, the same on all; ``problems`` are those of this rank's rows."""
-        of_row = next((text for text in problems if text is not None), None)
-        if math.isfinite(grad_norm):
-            return agree(of_row, None, None)
-        return agree(of_row, describe_non_finite(gradients), f"the norm of all gradients is {grad_norm}")
 
     def _accumulate_gradients(
         self,
@@ -313,7 +327,7 @@ class PolicyTrainer:
 
     def snapshot_bytes(self) -> int:
         """Bytes of shared memory that this rank's snapshots take."""
-        return snapshot_bytes(self._checkpoint_state())
+        return snapshot_bytes(self.state.tensors())
 
     def open_snapshots(self, folder: Path, *, every_steps: int, at_most: int) -> int:
         """Take snapshots in ``folder``, having gone on from the newest one not after ``at_most``; collective.
@@ -323,10 +337,13 @@ class PolicyTrainer:
         Raises:
             ValueError: the host has not enough shared memory.
         """
-        state = self._checkpoint_state()
+        state = self.state.tensors()
         self._snapshots = Snapshots(folder, state, every_steps=every_steps)
         if self._snapshots.restore(state, at_most=at_most) is not None:
-            self._take_over(state)
+            self.state.take_over(state)
+        else:
+            # The first batch too can be rolled back.
+            self._snapshots.begin_if_due(self.policy_version, state)
         return self.policy_version
 
     def finish_snapshot(self) -> int | None:
@@ -343,7 +360,7 @@ class PolicyTrainer:
         Raises:
             NonFiniteWeights: weights or moments have nan or inf. Nothing is written or removed.
         """
-        state = self._checkpoint_state()
+        state = self.state.tensors()
         require_finite(state.items(), what=f"checkpoint {folder.name}")
         self._checkpoints.begin(state, folder, run_state=run_state, keep=keep)
 
@@ -361,26 +378,7 @@ class PolicyTrainer:
         Raises:
             ValueError: it is a checkpoint of another model or of other adapters.
         """
-        state = self._checkpoint_state()
-        run_checkpoint.load(state, folder)
-        self._take_over(state)
-
-    def _take_over(self, state: run_checkpoint.State) -> None:
-        """Take over what of a state does not share this trainer's memory."""
-        self.policy_version = int(state["policy_version"])
-        self._probe.owed = float(state["probe_owed"])
-        run_checkpoint.set_random_state(
-            {name: tensor for name, tensor in state.items() if name.startswith(run_checkpoint.RNG)}
-        )
-
-    def _checkpoint_state(self) -> run_checkpoint.State:
-        # The schedule's position is the version.
-        return {
-            **run_checkpoint.training_state(self.model, self._optimizer),
-            **run_checkpoint.random_state(),
-            "policy_version": torch.tensor(self.policy_version),
-            "probe_owed": torch.tensor(self._probe.owed, dtype=torch.float64),
-        }
+        self.state.load(folder)
 
     def save_hf(self, folder: Path, *, source: Path) -> None:
         """Write a Hugging Face folder, or with adapters a peft folder; collective.

@@ -28,6 +28,11 @@ State = dict[str, torch.Tensor]
 RNG = "rng."
 """Beginning of the names of random states: each rank has its own, and another layout none of them."""
 
+NORMS = "grad_norms."
+"""Beginning of the name of the norms that spikes are judged by, with their number: only with ``on_spike``."""
+
+_OPTIONAL = (RNG, NORMS)
+
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> State:
     """Return what is trained, its moments and the model's running state; shares the trainer's memory."""
@@ -76,7 +81,7 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
 def load(state: State, folder: Path) -> None:
     """Fill the tensors of ``state`` from a checkpoint that ranks of any number wrote; collective.
 
-    Random states that the checkpoint does not have are taken out of ``state``.
+    Random states and norms that the checkpoint does not have are taken out of ``state``.
 
     Raises:
         ValueError: the checkpoint is of another model or of other adapters; names a tensor and both shapes.
@@ -87,7 +92,7 @@ def load(state: State, folder: Path) -> None:
         saved = reader.read_metadata().state_dict_metadata
     except ValueError as error:
         raise ValueError(f"--resume: {error}") from error
-    for name in [name for name in state if name.startswith(RNG) and name not in saved]:
+    for name in [name for name in state if name.startswith(_OPTIONAL) and name not in saved]:
         del state[name]
     problem = _difference(state, saved)
     if problem is not None:
@@ -106,7 +111,7 @@ def _first_failure(error: CheckpointException) -> BaseException:
 
 
 def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) -> str | None:
-    saved_names = {name for name in saved if not name.startswith(RNG)}
+    saved_names = {name for name in saved if not name.startswith(_OPTIONAL)}
     for name in sorted(saved_names - state.keys()):
         return f"it has {name!r}, the run has no such tensor"
     for name, tensor in state.items():

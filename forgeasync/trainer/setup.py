@@ -27,3 +27,5 @@ class TrainerSetup:
     """Tokens older than so many versions are left out of the loss and of what it is divided by."""
     resume_from: Path | None = None
     """Checkpoint of a run to go on from."""
+    bad_steps: Path | None = None
+    """Folder for the rows of batches with a bad step; None: they are not kept."""

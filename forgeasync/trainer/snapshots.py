@@ -93,6 +93,21 @@ class Snapshots:
             self.newest = version
         return version
 
+    @torch.no_grad()
+    def roll_back(self, state: State) -> None:
+        """Fill ``state`` from the newest snapshot of this rank, which is whole.
+
+        Raises:
+            RuntimeError: the memory has changed since it was written.
+        """
+        assert self.newest is not None, "there is one"
+        file = self._files[slot_of(self.newest, every_steps=self._every_steps)]
+        found = read_version(file.memory, digest=self._digest)
+        if found != self.newest:
+            raise RuntimeError(f"the snapshot of version {self.newest} is damaged: its checksum is wrong")
+        for part, (_, tensor) in zip(self._layout.parts, local_parts(state), strict=True):
+            tensor.copy_(_stored(file, part))
+
     def begin_if_due(self, version: int, state: State) -> None:
         """Begin to write a snapshot if it is this version's turn; to be called by the thread that trains.
 

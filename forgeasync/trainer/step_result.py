@@ -1,62 +1,19 @@
-"""The measurements of an optimizer step; what is kept of a skipped step, and how many may be skipped."""
+"""The measurements of the optimizer steps of a batch."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-
+from forgeasync.config.trainer import OnBadStep
 from forgeasync.process_memory import MemoryPeak
-from forgeasync.trainer.packing import PackedRow
 
 
-def write_skipped_rows(folder: Path, rows: Sequence[PackedRow], *, step: int, rank: int, reason: str) -> Path:
-    """Write ``step-<step>-rank-<rank>.npz``, to be read with ``numpy.load``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadStep:
+    """Why an optimizer step is not made, and what becomes of it."""
 
-    It holds ``reason``, every array of each ``PackedRow`` as ``row<i>.<name>``, and the kept sets as
-    ``row<i>.kept_offsets`` and ``row<i>.kept_ids``.
-    """
-    arrays: dict[str, np.ndarray] = {"reason": np.asarray(reason)}
-    for index, row in enumerate(rows):
-        for field in dataclasses.fields(row):
-            value = getattr(row, field.name)
-            if isinstance(value, np.ndarray):
-                arrays[f"row{index}.{field.name}"] = value
-        arrays[f"row{index}.kept_offsets"] = row.kept_tokens.offsets
-        arrays[f"row{index}.kept_ids"] = row.kept_tokens.ids_N
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"step-{step:08d}-rank-{rank}.npz"
-    np.savez_compressed(file, allow_pickle=False, **arrays)
-    return file
-
-
-class StepsSkipped(RuntimeError):
-    """Step after step had a loss or gradient that is not finite."""
-
-
-class SkipWatch:
-    """Lets a run go on after a step that was skipped, but not for ever; pure."""
-
-    def __init__(self, limit: int) -> None:
-        """``limit`` batches in a row with a skipped step are too many (``trainer.max_skipped_steps``)."""
-        assert limit > 0
-        self._limit = limit
-        self._num_in_a_row = 0
-
-    def count(self, step: int, result: "StepResult") -> None:
-        """Take note of a step.
-
-        Raises:
-            StepsSkipped: it is one skipped step too many in a row.
-        """
-        self._num_in_a_row = 0 if result.skip_reason is None else self._num_in_a_row + 1
-        if self._num_in_a_row >= self._limit:
-            raise StepsSkipped(
-                f"{self._num_in_a_row} steps in a row were skipped (trainer.max_skipped_steps); "
-                f"the last one, {step}, because {result.skip_reason}"
-            )
+    reason: str
+    remedy: OnBadStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +21,8 @@ class StepResult:
     """Measurements of the optimizer steps of one batch, over the whole mesh.
 
     ``metrics`` are means over the trained tokens of a step, and over the steps (``merged``), under their
-    names in metrics.jsonl. ``skip_reason`` says what was not finite where a step was skipped; where all of
-    them were, the version has the weights of the one before.
+    names in metrics.jsonl. ``skip_reason`` says what was wrong where a step was not made; where none was, the
+    version has the weights of the one before.
     """
 
     policy_version: int
@@ -74,33 +31,45 @@ class StepResult:
     train_s: float
     metrics: dict[str, float]
     skip_reason: str | None
+    is_rolled_back: bool = False
+    """Whether weights, moments and random states are those of the batch's start."""
+    ends_run: bool = False
+    """Whether the config says that such a step ends the run."""
+    not_kept: str | None = None
+    """Why the rows of a bad step could not be written to a file."""
     memory: MemoryPeak | None = None
     """Peak of the trainer's largest process so far; None where nobody has measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinibatchResult:
-    """Measurements of one optimizer step of a batch; ``skip_reason`` says why it was skipped."""
+    """Measurements of one optimizer step of a batch; ``bad`` says why it is not made, or does not count."""
 
     num_targets: int
     num_padding_tokens: int
     metrics: dict[str, float]
-    skip_reason: str | None
+    bad: BadStep | None
 
 
-def merged(results: Sequence[MinibatchResult], *, policy_version: int, train_s: float) -> StepResult:
+def merged(
+    results: Sequence[MinibatchResult],
+    *,
+    num_steps: int,
+    is_rolled_back: bool,
+    policy_version: int,
+    train_s: float,
+) -> StepResult:
     """The results of a batch's steps as one: metrics are means over the steps that have them.
 
     Maxima are the largest ones, and numbers of tokens are summed. ``trainer/num_optimizer_steps`` counts the
-    steps that were made.
+    steps that were made. The batch has ``num_steps``; those behind one that is rolled back have no result.
     """
+    bad = [(number, result.bad) for number, result in enumerate(results, start=1) if result.bad is not None]
     reasons = [
-        result.skip_reason if len(results) == 1 else f"step {number} of {len(results)}: {result.skip_reason}"
-        for number, result in enumerate(results, start=1)
-        if result.skip_reason is not None
+        one.reason if num_steps == 1 else f"step {number} of {num_steps}: {one.reason}" for number, one in bad
     ]
     metrics = _merged_metrics([result.metrics for result in results])
-    metrics["trainer/num_optimizer_steps"] = float(len(results) - len(reasons))
+    metrics["trainer/num_optimizer_steps"] = 0.0 if is_rolled_back else float(len(results) - len(bad))
     return StepResult(
         policy_version=policy_version,
         num_targets=sum(result.num_targets for result in results),
@@ -108,6 +77,8 @@ def merged(results: Sequence[MinibatchResult], *, policy_version: int, train_s: 
         train_s=train_s,
         metrics=metrics,
         skip_reason="; ".join(reasons) or None,
+        is_rolled_back=is_rolled_back,
+        ends_run=any(one.remedy is OnBadStep.STOP for _, one in bad),
     )
 
 

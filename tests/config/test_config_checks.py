@@ -140,6 +140,14 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["trainer.parallel.num_procs=3", "trainer.parallel.context=3"],
             ["trainer.parallel.context = 3", "tensor * context = 3 must divide 64"],
         ),
+        (
+            ["trainer.bad_steps.on_nan=rollback", "trainer.recovery.snapshot_every_steps=2"],
+            ["trainer.bad_steps.on_nan = 'rollback'", "snapshot_every_steps = 1, which is 2"],
+        ),
+        (
+            ["trainer.bad_steps.on_spike=rollback", "trainer.recovery.snapshot_every_steps=null"],
+            ["trainer.bad_steps.on_spike = 'rollback'", "snapshot_every_steps = 1, which is null"],
+        ),
         (["trainer.parallel.expert=2"], ["trainer.parallel.expert = 2", "data_shard * tensor * context = 1"]),
         (
             ["trainer.parallel.num_procs=6", "trainer.parallel.expert=3"],

@@ -59,6 +59,8 @@ def test_steps_that_cannot_train_cost_their_group(tmp_path: Path) -> None:
     [
         ("algorithm.filters=[{kind: dynamic_sampling}]", "algorithm.filters"),
         ("trainer.steps_per_batch=2", "trainer.steps_per_batch"),
+        ("trainer.bad_steps.on_nan=stop", "trainer.bad_steps.on_nan"),
+        ("trainer.bad_steps.on_spike=rollback", "trainer.bad_steps.on_spike"),
         (
             "evaluation.sets=[{name: more, source: {kind: reasoning_gym, task: chain_sum}, num_problems: 4}]",
             "evaluation.sets",

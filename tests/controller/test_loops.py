@@ -32,7 +32,8 @@ from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.trainer.step_result import StepResult, StepsSkipped
+from forgeasync.trainer.bad_steps import BadStepsEndRun
+from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.manifest import Manifest
 from tests.support.loops import (
@@ -245,16 +246,35 @@ def test_age_and_filters_do_not_count_as_starving(reason: DropReason) -> None:
 
 def test_a_skipped_step_is_followed_by_others_but_not_by_many_skipped_ones(tmp_path: Path) -> None:
     trainer = Trainer(skipped=(1, 3, 4))
-    run = run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=3", trainer=trainer)
+    run = run_to_the_end(tmp_path, "max_steps=5", "trainer.bad_steps.max_in_a_row=3", trainer=trainer)
     assert len(trainer.steps) == 5 and trainer.num_staged == 5
     assert [one.update for one in run.buffer.book.steps] == [
         Update.SKIPPED if step in (1, 3, 4) else Update.MADE for step in range(1, 6)
     ]
     trainer = Trainer(skipped=(1, 3, 4))
     with pytest.raises(ExceptionGroup) as raised:
-        run_to_the_end(tmp_path, "max_steps=5", "trainer.max_skipped_steps=2", trainer=trainer)
-    assert isinstance(root_cause(raised.value), StepsSkipped)
+        run_to_the_end(tmp_path, "max_steps=5", "trainer.bad_steps.max_in_a_row=2", trainer=trainer)
+    assert isinstance(root_cause(raised.value), BadStepsEndRun)
     assert len(trainer.steps) == 4, "skipped steps in a row count, not all of them"
+
+
+def test_of_a_batch_that_is_rolled_back_nothing_counts_as_trained(tmp_path: Path) -> None:
+    """Its version is published all the same, and its prompts end: they come neither again nor in a step."""
+    trainer, recorder = Trainer(rolled_back=(2,)), Recorder()
+    run = run_to_the_end(tmp_path, trainer=trainer, recorder=recorder)
+    book = run.buffer.book
+    assert [one.update for one in book.steps] == [Update.MADE, Update.SKIPPED, Update.MADE]
+    assert trainer.num_staged == MAX_STEPS == run.version
+    prompts = [group.draw_id for batch in recorder.batches for group in batch.groups]
+    assert len(prompts) == len(set(prompts)) == MAX_STEPS * len(recorder.batches[0].groups)
+
+
+def test_a_bad_step_that_is_to_stop_the_run_is_recorded_first(tmp_path: Path) -> None:
+    trainer, recorder = Trainer(ends_run=2), Recorder()
+    with pytest.raises(ExceptionGroup) as raised:
+        run_to_the_end(tmp_path, trainer=trainer, recorder=recorder)
+    assert isinstance(root_cause(raised.value), BadStepsEndRun)
+    assert len(trainer.steps) == len(recorder.batches) == 2
 
 
 class MixedGenerators(Generators):

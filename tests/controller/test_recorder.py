@@ -131,6 +131,8 @@ class Recording:
         generated: tuple[int, ...] = (0,),
         held_out: HeldOutScores | None = None,
         skip_reason: str | None = None,
+        is_rolled_back: bool = False,
+        not_kept: str | None = None,
         weights: tuple[float, ...] = (1.0, 1.0),
     ) -> dict[str, float]:
         """Record a step; its line of metrics."""
@@ -149,6 +151,8 @@ class Recording:
                     train_s=4.0,
                     metrics=TRAINER,
                     skip_reason=skip_reason,
+                    is_rolled_back=is_rolled_back,
+                    not_kept=not_kept,
                     memory=self.memory,
                 ),
                 times=TIMES,
@@ -194,6 +198,8 @@ def test_a_step_by_hand(recording: Recording) -> None:
         "eval/score_mean": 0.5,
         "eval/num_unscored": 0,
         "trainer/num_skipped_steps": 0,
+        "trainer/num_rolled_back_steps": 0,
+        "trainer/num_unkept_batches": 0,
         "scoring/num_failed_attempts": 0,
         "time/step_s": 8.0,
         "time/wait_for_batch_s": 2.0,
@@ -323,9 +329,9 @@ def test_skipped_steps_are_counted_and_their_batches_kept(recording: Recording) 
         for step, reason in enumerate((None, "the loss is nan", None, "the norm is inf"), 1)
     ]
     assert [line["trainer/num_skipped_steps"] for line in lines] == [0, 1, 1, 2]
-    files = sorted(recording.run_dir.skipped_steps.iterdir())
-    assert [file.name for file in files] == ["step-00000002.json", "step-00000004.json"]
-    kept = json.loads(files[0].read_text())
+    folders = sorted(recording.run_dir.bad_steps.iterdir())
+    assert [folder.name for folder in folders] == ["step-00000002", "step-00000004"]
+    kept = json.loads((folders[0] / "rollouts.json").read_text())
     assert (kept["step"], kept["reason"]) == (2, "the loss is nan")
     assert [(one["response"], one["reward"]) for one in kept["rollouts"]] == [
         ("1.0", 1.0),
@@ -333,7 +339,36 @@ def test_skipped_steps_are_counted_and_their_batches_kept(recording: Recording) 
         ("0.0", 0.0),
         ("0.0", 0.0),
     ]
-    assert "step 2 was skipped: the loss is nan; its batch is in" in recording.printed.getvalue()
+    printed = recording.printed.getvalue()
+    assert f"step 2 was skipped: the loss is nan; its batch is in {folders[0]}" in printed
+
+
+def test_batches_that_are_rolled_back_or_not_kept_are_counted(recording: Recording) -> None:
+    first = recording.record(1, skip_reason="the loss is nan", is_rolled_back=True)
+    second = recording.record(2, skip_reason="a spike", not_kept="rows of trainer rank 1: no room")
+    # A file where the folder is to be.
+    (recording.run_dir.bad_steps / "step-00000003").touch()
+    third = recording.record(3, skip_reason="a spike")
+    names = ("skipped_steps", "rolled_back_steps", "unkept_batches")
+    counts = [[line[f"trainer/num_{name}"] for name in names] for line in (first, second, third)]
+    assert counts == [[1, 1, 0], [2, 1, 1], [3, 1, 2]]
+    printed = recording.printed.getvalue()
+    assert "step 1 was rolled back: the loss is nan; its batch is in" in printed
+    assert "step 2 was skipped: a spike; its batch could not be kept whole in" in printed
+    assert "(rows of trainer rank 1: no room)" in printed and "File exists" in printed
+
+
+def test_only_the_newest_bad_batches_are_kept(tmp_path: Path) -> None:
+    """Also of those that the run had kept before it was resumed."""
+    overrides = ("logging.tensorboard=false", "trainer.bad_steps.num_kept=2")
+    recording = Recording(tmp_path, make_config(tmp_path, f"run_dir={tmp_path / 'run'}", *overrides))
+    for step in (7, 100_000_001):
+        (recording.run_dir.bad_steps / f"step-{step:08d}").mkdir(parents=True)
+    with recording.recorder:
+        recording.record(8, skip_reason="nan")
+        recording.record(9)
+    found = sorted(folder.name for folder in recording.run_dir.bad_steps.iterdir())
+    assert found == ["step-00000008", "step-100000001"]
 
 
 def test_held_out_problems_without_a_score_are_named(recording: Recording) -> None:

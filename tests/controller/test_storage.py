@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from monarch.actor import ActorError
 
-from forgeasync.checkpoint.folders import CheckpointNotWritten
+from forgeasync.checkpoint.folders import CheckpointLost, CheckpointNotWritten
 from forgeasync.controller import checkpointing, exporting
 from forgeasync.controller.exporting import export
 from forgeasync.faults.fault_log import FaultLog
@@ -22,9 +22,10 @@ SECONDS = 60.0
 class RefusedTrainer(Trainer):
     """Its first checkpoints cannot be written."""
 
-    def __init__(self, num_refused: int) -> None:
+    def __init__(self, num_refused: int, error: type[Exception] = CheckpointNotWritten) -> None:
         super().__init__()
         self.num_refused = num_refused
+        self._error = error
         self._is_begun = False
 
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
@@ -36,7 +37,7 @@ class RefusedTrainer(Trainer):
         if was_begun and self.num_refused:
             self.num_refused -= 1
             # As it comes from the trainer's proc.
-            raise ActorError(CheckpointNotWritten("checkpoint could not be written: no space left"))
+            raise ActorError(self._error("checkpoint could not be written: no space left"))
 
 
 def run_with(trainer: Trainer, tmp_path: Path, *overrides: str) -> float:
@@ -57,6 +58,18 @@ def test_a_checkpoint_that_was_refused_is_begun_again_at_a_later_step(tmp_path: 
     assert run_with(trainer, tmp_path, "max_steps=12", "checkpoint.every_steps=6") == 1, "one outage"
     # That of step 6 is found refused after step 7, and tried after one step, then after two.
     assert steps_of(trainer) == [6, 8, 11, 12]
+
+
+def test_a_checkpoint_that_was_lost_with_its_trainer_is_begun_again_at_once_and_no_disk_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "WAIT_S", 0.001)
+    trainer = RefusedTrainer(num_refused=1, error=CheckpointLost)
+    assert run_with(trainer, tmp_path, "max_steps=12", "checkpoint.every_steps=6") == 0
+    assert steps_of(trainer) == [6, 7, 12]
+    trainer = RefusedTrainer(num_refused=1, error=CheckpointLost)
+    assert run_with(trainer, tmp_path, f"checkpoint.every_steps={MAX_STEPS}") == 0
+    assert steps_of(trainer) == [MAX_STEPS] * 2, "the last one is waited for"
 
 
 def test_the_last_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

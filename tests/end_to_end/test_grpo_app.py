@@ -124,8 +124,9 @@ def assert_saved(run_dir: Path, last_line: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_steps_that_are_not_finite_are_skipped_and_end_the_run_with_good_weights(
-    config_file: Path, tmp_path: Path
+@pytest.mark.parametrize("on_nan", ["skip", "rollback"])
+def test_steps_that_are_not_finite_do_not_count_and_end_the_run_with_good_weights(
+    config_file: Path, tmp_path: Path, on_nan: str
 ) -> None:
     """A loss of one's own that is nan on one rank, from its second call on."""
     (tmp_path / "bad_losses.py").write_text(BAD_LOSS)
@@ -135,21 +136,29 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run_with_good_weights
         f"run_dir={run_dir}",
         "max_steps=9",
         "checkpoint={every_steps: 1, keep: 2}",
+        f"trainer.bad_steps.on_nan={on_nan}",
         "algorithm.objective={kind: python, factory: bad_losses.nan_later}",
         search_path=tmp_path,
     )
     code, _, err = finish(process)
     assert code == 1, err
     last = err.splitlines()[-1]
-    assert "StepsSkipped: 3 steps in a row" in last and "trainer rank 1 is nan" in last
+    assert "BadStepsEndRun: 3 steps in a row" in last and "trainer rank 1 is nan" in last
     assert_saved(run_dir, last)
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     assert [line["trainer/num_skipped_steps"] for line in steps] == [0, 1, 2, 3]
+    num_rolled_back = [0, 1, 2, 3] if on_nan == "rollback" else [0] * 4
+    assert [line["trainer/num_rolled_back_steps"] for line in steps] == num_rolled_back
+    assert [line["trainer/num_optimizer_steps"] for line in steps] == [1, 0, 0, 0]
+    ends, num_groups = check_open_ledger(run_dir)["ends"], tiny_config(Path("x")).algorithm.groups_per_step
+    assert (ends["trained"], ends["skipped"]) == (num_groups, 3 * num_groups)
     assert [line["loss"] is None for line in steps] == [False, True, True, True]
     assert steps[1]["dropped/bad_record"] == 0
-    files = sorted(path.name for path in (run_dir / "logs" / "skipped_steps").iterdir())
-    assert files[:3] == ["step-00000002-rank-0.npz", "step-00000002-rank-1.npz", "step-00000002.json"]
-    batch = json.loads((run_dir / "logs" / "skipped_steps" / "step-00000002.json").read_text())
+    folders = sorted((run_dir / "bad_steps").iterdir())
+    assert [folder.name for folder in folders] == ["step-00000002", "step-00000003", "step-00000004"]
+    files = sorted(path.name for path in folders[0].iterdir())
+    assert files == ["rank-0.npz", "rank-1.npz", "rollouts.json"]
+    batch = json.loads((folders[0] / "rollouts.json").read_text())
     assert "is nan" in batch["reason"] and len(batch["rollouts"]) == 16
 
 

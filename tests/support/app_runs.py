@@ -105,13 +105,17 @@ def read_lines(file: Path) -> list[dict[str, float]]:
     return lines
 
 
-def check_open_ledger(run_dir: Path) -> None:
-    """Prove from its files that a run which did not make all its steps has lost no prompt, and none twice."""
+def check_open_ledger(run_dir: Path) -> dict[str, object]:
+    """Prove from its files that a run which did not make all its steps has lost no prompt, and none twice.
+
+    Returns what ``apps.verify --json`` prints.
+    """
     files = RunDir(path=run_dir)
     verdict = verify(files.ledger, files.metrics)
     assert verdict.contradiction is None, verdict.contradiction
     book = verdict.reading.book
     assert not book.is_ended and book.totals.step and book.open_prompts
+    return verdict.as_json()
 
 
 def check_ledger(run_dir: Path) -> dict[str, object]:

@@ -333,10 +333,19 @@ class Trainer:
 
     is_stuck = False
 
-    def __init__(self, num_data_ranks: int = 2, *, skipped: Sequence[int] = ()) -> None:
-        """Steps in ``skipped`` are not taken."""
+    def __init__(
+        self,
+        num_data_ranks: int = 2,
+        *,
+        skipped: Sequence[int] = (),
+        rolled_back: Sequence[int] = (),
+        ends_run: int | None = None,
+    ) -> None:
+        """Steps in ``skipped`` are not made, those in ``rolled_back`` undone; ``ends_run`` is the last."""
         self.num_data_ranks = num_data_ranks
-        self._skipped = skipped
+        self._bad = {*skipped, *rolled_back} | ({ends_run} if ends_run is not None else set())
+        self._rolled_back = rolled_back
+        self._ends_run = ends_run
         self.steps: list[list[TrainingItem]] = []
         self.num_staged = 0
         self.checkpoints: list[tuple[str, bytes]] = []
@@ -356,7 +365,9 @@ class Trainer:
             num_padding_tokens=0,
             train_s=0.0,
             metrics={},
-            skip_reason="nan" if len(self.steps) in self._skipped else None,
+            skip_reason="nan" if step in self._bad else None,
+            is_rolled_back=step in self._rolled_back,
+            ends_run=step == self._ends_run,
         )
 
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:

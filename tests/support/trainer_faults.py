@@ -1,6 +1,8 @@
 """Faults in the middle of what a trainer rank does, each once: by a condition, not by a clock."""
 
 import ctypes
+import dataclasses
+import math
 import os
 import signal
 import time
@@ -62,12 +64,17 @@ class FaultyLoss(Loss):
     faults: tuple[TrainerFault, ...]
     marks: str
     """Folder that remembers what has happened."""
+    spoiled_steps: tuple[int, ...] = ()
+    """The loss of the second rank is nan in these, always."""
 
     def __call__(self, tokens: RowTokens, *, total: float) -> RowLoss:
         for fault in self.faults:
             if fault.rank == dist.get_rank() and fault.step == _next_step():
                 _bring_about(fault, Path(self.marks) / f"{fault.step}-{fault.moment}-{fault.way}")
-        return super().__call__(tokens, total=total)
+        result = super().__call__(tokens, total=total)
+        if dist.get_rank() == 1 and self.spoiled_steps and _next_step() in self.spoiled_steps:
+            return dataclasses.replace(result, loss=result.loss * math.nan)
+        return result
 
 
 def _next_step() -> int:

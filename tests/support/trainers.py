@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.trainer import OptimizerSection, ParallelSection, TrainerSection
+from forgeasync.config.trainer import BadStepsSection, OptimizerSection, ParallelSection, TrainerSection
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.routing import NO_RECORD
@@ -25,8 +25,10 @@ def make_trainer(
     *,
     temperature: float = 1.0,
     probe_share: float = 0.0,
+    bad_steps: BadStepsSection | None = None,
 ) -> PolicyTrainer:
     section = TrainerSection(
+        bad_steps=bad_steps or BadStepsSection(),
         parallel=parallel,
         replay_probe_share=probe_share,
         tokens_per_row=TOKENS_PER_ROW,

@@ -243,7 +243,7 @@ def _schedule(folder: Path, batches: Batches) -> Scheduled:
 
 def _age(folder: Path, batches: Batches, max_token_age: int | None) -> StepResult:
     trainer = make_trainer(folder, OptimizerSection(learning_rate=1e-4), max_token_age)
-    trainer.policy_version = 2
+    trainer.state.policy_version = 2
     return batches.step(trainer, [1.0, 0.0, 0.0, 0.0], (0, 0, 3), (1, 3, 8), (2, 8, NUM_TOKENS))
 
 

@@ -185,11 +185,11 @@ class DyingWriter(FileSystemWriter):
 
 def _write_and_die(model: Path, parent: Path) -> None:
     trainer = make_trainer(model, SINGLE)
-    trainer.policy_version = 1
+    trainer.state.policy_version = 1
     trainer.begin_checkpoint(parent / checkpoint_name(1), run_state=b"{}", keep=1)
     trainer.finish_checkpoint()
     trainer._checkpoints = CheckpointWriter(DyingWriter)
-    trainer.policy_version = 2
+    trainer.state.policy_version = 2
     trainer.begin_checkpoint(parent / checkpoint_name(2), run_state=b"{}", keep=1)
     trainer.finish_checkpoint()
 
@@ -217,7 +217,7 @@ def _keep_and_refuse(model: Path, other: Path, parent: Path) -> tuple[list[str],
     """Four checkpoints of which two are kept; what reading one gives, and what those say that cannot."""
     trainer = make_trainer(model, SINGLE)
     for version in (1, 2, 3, 4):
-        trainer.policy_version = version
+        trainer.state.policy_version = version
         trainer.begin_checkpoint(parent / checkpoint_name(version), run_state=b"{}", keep=2)
     trainer.finish_checkpoint()
     folder = parent / checkpoint_name(3)

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from forgeasync.config.trainer import ParallelSection
 from forgeasync.models.config_file import read_model_facts
+from forgeasync.trainer.bad_rows import write_rows
 from forgeasync.trainer.finite import MismatchTooLarge, NonFiniteWeights
 from forgeasync.trainer.hf_checkpoint import full_tensors
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_rows
 from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.trainer.step_result import StepResult, write_skipped_rows
+from forgeasync.trainer.step_result import StepResult
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
 from tests.support.trainers import TOKENS_PER_ROW, make_sequences, make_trainer
@@ -92,7 +93,7 @@ def _refusals(folder: Path, sequences: list[TrainingSequence], out: Path) -> See
     except MismatchTooLarge as error:
         refused["mismatch"] = str(error)
     equals_step_alone &= _equal(_weights(alone), _weights(trainer))
-    write_skipped_rows(out, rows, step=1, rank=rank, reason="why")
+    write_rows(out, rows, rank=rank, reason="why")
     if rank == 1:
         _local(parameter.detach()).view(-1)[3] = torch.nan
     for name, call in {
@@ -166,7 +167,7 @@ def test_weights_that_are_not_finite_go_nowhere(seen: list[Seen], out: Path) -> 
 
 
 def test_a_skipped_batch_can_be_read_back(seen: list[Seen], out: Path) -> None:
-    with np.load(out / "step-00000001-rank-0.npz") as arrays:
+    with np.load(out / "rank-0.npz") as arrays:
         assert str(arrays["reason"]) == "why"
         assert arrays["row0.mask_L"].any()
         assert len(arrays["row0.kept_offsets"]) == arrays["row0.mask_L"].sum() + 1

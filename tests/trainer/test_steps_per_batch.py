@@ -15,14 +15,14 @@ from forgeasync.algorithms.objectives import DecoupledPpo
 from forgeasync.algorithms.row_tokens import RowTokens
 from forgeasync.config.load import load_config
 from forgeasync.config.rules import check_without_model
-from forgeasync.config.trainer import OptimizerSection, TrainerSection
+from forgeasync.config.trainer import OnBadStep, OptimizerSection, TrainerSection
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.advantage_spans import whole_response
 from forgeasync.trainer.batch import items_of, split_by_groups
 from forgeasync.trainer.packing import PackedRow, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
-from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
+from forgeasync.trainer.step_result import BadStep, MinibatchResult, StepResult, merged
 from tests.support.config_samples import MINIMAL, only
 from tests.support.groups import make_group
 from tests.support.models import write_random_model
@@ -206,21 +206,23 @@ def test_a_step_that_is_not_finite_leaves_the_others_of_its_batch(observed: Obse
 
 def test_a_batch_of_one_step_is_that_step() -> None:
     metrics = {"loss": 0.1 + 0.2, "routing/num_without_record": 3.0, "correction/weight_max": -1.0}
-    step = MinibatchResult(num_targets=5, num_padding_tokens=2, metrics=metrics, skip_reason="nan")
-    found = merged([step], policy_version=3, train_s=1.0)
+    step = MinibatchResult(
+        num_targets=5, num_padding_tokens=2, metrics=metrics, bad=BadStep(reason="nan", remedy=OnBadStep.SKIP)
+    )
+    found = merged([step], num_steps=1, is_rolled_back=False, policy_version=3, train_s=1.0)
     assert found.metrics == metrics | {"trainer/num_optimizer_steps": 0.0}
     assert (found.num_targets, found.num_padding_tokens, found.skip_reason) == (5, 2, "nan")
 
 
 def test_what_only_some_steps_have_is_a_mean_over_those() -> None:
     steps = [
-        MinibatchResult(num_targets=1, num_padding_tokens=0, metrics=metrics, skip_reason=None)
+        MinibatchResult(num_targets=1, num_padding_tokens=0, metrics=metrics, bad=None)
         for metrics in (
             {"objective/gate": 1.0, "routing/num_without_record": 2.0},
             {"objective/gate": 4.0, "routing/num_without_record": 3.0, "mismatch/with_replay_kl": 0.5},
         )
     ]
-    found = merged(steps, policy_version=1, train_s=0.0).metrics
+    found = merged(steps, num_steps=2, is_rolled_back=False, policy_version=1, train_s=0.0).metrics
     assert found["objective/gate"] == 2.5 and found["mismatch/with_replay_kl"] == 0.5
     assert found["routing/num_without_record"] == 5.0
 

@@ -1,0 +1,176 @@
+"""Checkpoints and exports whose trainer is lost, by trainers that are plain objects."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forgeasync.actors.deaths import ActorDied
+from forgeasync.checkpoint.folders import CheckpointLost
+from forgeasync.config.run import TimeoutSection
+from forgeasync.config.trainer import RecoverySection
+from forgeasync.controller import trainer_recovery
+from forgeasync.controller.trainer_recovery import TrainerRecovery
+from forgeasync.faults.fault_log import FaultLog
+from forgeasync.trainer.step_result import StepResult
+
+SECONDS = 60.0
+
+
+@dataclass
+class Mesh:
+    """A trainer that does what it is told; ``opens_at`` is the version of its snapshots."""
+
+    opens_at: int = 0
+    num_procs: int = 1
+    members: tuple[()] = ()
+    weight_layout: None = None
+    calls: list[tuple[str, object]] = field(default_factory=list)
+    is_exporting: asyncio.Event = field(default_factory=asyncio.Event)
+    answers_export: bool = True
+
+    async def snapshot_bytes(self) -> list[int]:
+        return []
+
+    async def open_snapshots(self, folders: list[Path], *, every_steps: int, at_most: int) -> int:
+        return min(self.opens_at, at_most)
+
+    async def finish_snapshot(self) -> int | None:
+        return None
+
+    async def connect(self, generators: object) -> None:
+        return None
+
+    async def reopen_staging(self, before: "Mesh") -> list[object]:
+        return []
+
+    async def train_items(self, minibatches: object, *, step: int) -> StepResult:
+        self.calls.append(("step", step))
+        return StepResult(
+            policy_version=step,
+            num_targets=1,
+            num_padding_tokens=0,
+            train_s=0.0,
+            metrics={},
+            skip_reason=None,
+        )
+
+    async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        self.calls.append(("checkpoint", folder.name))
+
+    async def finish_checkpoint(self) -> None:
+        return None
+
+    async def policy_version(self) -> int:
+        return 7
+
+    async def save_hf(self, folder: Path, *, source: Path) -> int:
+        self.calls.append(("export", folder.name))
+        folder.mkdir()
+        self.is_exporting.set()
+        if not self.answers_export:
+            await asyncio.Event().wait()
+        return 7
+
+
+@dataclass
+class World:
+    recovery: TrainerRecovery
+    first: Mesh
+    second: Mesh
+    told: list[str]
+
+    async def lose(self) -> None:
+        """Lose the first trainer, and wait for the second one."""
+        life = self.recovery._life
+        life.state._lose("trainer rank 0", "has died", ActorDied("trainer rank 0 has ended"))
+        await life.until(lambda one: one.mesh is self.second or None)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    def run(act: Callable[[World], Awaitable[None]], first: Mesh, second: Mesh) -> None:
+        async def within() -> None:
+            told: list[str] = []
+
+            async def nothing(*arguments: object, **keywords: object) -> list[object]:
+                return []
+
+            async def spawn(*arguments: object, **keywords: object) -> Mesh:
+                return second
+
+            for name in ("make_folders", "kill_trainer", "set_up_trainer"):
+                monkeypatch.setattr(trainer_recovery, name, nothing)
+            monkeypatch.setattr(trainer_recovery, "spawn_trainer", spawn)
+            recovery = TrainerRecovery(
+                SimpleNamespace(faults=FaultLog(), peers=[], owned=set(), closing=[], log_dir=Path()),  # type: ignore[arg-type]
+                SimpleNamespace(section=SimpleNamespace(recovery=RecoverySection())),  # type: ignore[arg-type]
+                TimeoutSection(),
+                trainer=first,  # type: ignore[arg-type]
+                generators=SimpleNamespace(  # type: ignore[arg-type]
+                    pool=SimpleNamespace(follow=lambda act: None), reconnect_weights=nothing
+                ),
+                first_version=0,
+                tell=told.append,
+            )
+            await recovery.start()
+            try:
+                await act(World(recovery=recovery, first=first, second=second, told=told))
+            finally:
+                await recovery.close()
+
+        asyncio.run(asyncio.wait_for(within(), SECONDS))
+
+    yield run
+
+
+def test_a_checkpoint_that_was_lost_with_its_trainer_is_not_taken_for_written(
+    run: Callable[..., None], tmp_path: Path
+) -> None:
+    """The snapshots are of the step after it."""
+
+    async def act(world: World) -> None:
+        await world.recovery.train_items([], step=1)
+        await world.recovery.begin_checkpoint(tmp_path / "step-00000001", run_state=b"", keep=1)
+        await world.recovery.train_items([], step=2)
+        await world.lose()
+        with pytest.raises(CheckpointLost, match="step-00000001 was not finished: the trainer was lost"):
+            await world.recovery.finish_checkpoint()
+        await world.recovery.finish_checkpoint()
+        assert "checkpoint step-00000001 was not finished: there is none of its step" in world.told
+        assert world.second.calls == []
+
+    run(act, Mesh(), Mesh(opens_at=2))
+
+
+def test_a_checkpoint_is_begun_again_where_the_trainer_comes_by_its_step(
+    run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def act(world: World) -> None:
+        await world.recovery.train_items([], step=1)
+        await world.recovery.begin_checkpoint(tmp_path / "step-00000001", run_state=b"", keep=1)
+        await world.recovery.train_items([], step=2)
+        await world.lose()
+        await world.recovery.finish_checkpoint()
+        assert world.second.calls == [("step", 1), ("checkpoint", "step-00000001"), ("step", 2)]
+
+    run(act, Mesh(), Mesh(opens_at=0))
+
+
+def test_an_export_that_is_all_written_is_not_written_again(run: Callable[..., None], tmp_path: Path) -> None:
+    """The trainer is lost between the last file and its answer. A folder of somebody else is none of its."""
+
+    async def act(world: World) -> None:
+        exporting = asyncio.create_task(world.recovery.save_hf(tmp_path / "final", source=tmp_path))
+        await world.first.is_exporting.wait()
+        await world.lose()
+        assert await exporting == 7
+        assert world.second.calls == []
+        (tmp_path / "other").mkdir()
+        with pytest.raises(FileExistsError):
+            await world.recovery.save_hf(tmp_path / "other", source=tmp_path)
+
+    run(act, Mesh(answers_export=False), Mesh())
