@@ -45,6 +45,7 @@ from tests.support.loops import (
     StartingFleet,
     Trainer,
     make_config,
+    make_files,
     make_prepared,
     make_problem,
     make_roles,
@@ -401,7 +402,8 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
         await run.complete(groups[0])
         assert generators.freed == list(groups[0].rollouts)
         await run.endings.free([groups[1]])
-        await run.endings.commit(trainer_wait_share=0.5, update=Update.MADE)
+        batch = Batch(trainer_version=0, groups=(groups[1],), weights=(1.0,))
+        await run.endings.commit(batch, trainer_wait_share=0.5, update=Update.MADE)
 
     asyncio.run(lose_all())
     assert generators.freed == [rollout for group in groups for rollout in group.rollouts]
@@ -516,7 +518,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
         dataclasses.replace(prepared, resumed=Resumed(folder=tmp_path, state=state)),
         make_roles(prepared, trainer, generators, buffer),
         recorder=recorder,
-        checkpoints=tmp_path,
+        files=make_files(tmp_path),
     )
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
     assert len(trainer.steps) == 4 and trainer.num_staged == 3

@@ -257,6 +257,8 @@ def changed(event: AnyEvent, rng: random.Random) -> AnyEvent:
             other = rng.choice([value[1:], (*value, rng.randrange(4)), value[::-1]])
             if name == "waiting":
                 other = ((0, 0),)
+            elif name == "batches":
+                other = rng.choice([value[1:], ((0,), *value), value[::-1]])
         case DropReason():
             other = rng.choice(list(DropReason))
         case Update():

@@ -29,14 +29,16 @@ from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.controller import starting
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import StepRecord
+from forgeasync.controller.resume import RunFiles
 from forgeasync.controller.starting import Roles
 from forgeasync.environments.reward import Response
 from forgeasync.faults.fault_log import FaultLog
 from forgeasync.faults.replica_states import ReplicaTable
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.ledger.book import Book
-from forgeasync.ledger.lines import FORMAT, START, CheckpointedBuffer, Opened
+from forgeasync.ledger.lines import FORMAT, START, CheckpointedBuffer, Opened, ResumedBuffer
 from forgeasync.observability.metrics import JsonLines
+from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.rollout import FinishReason, StoredRollout, VersionRange
@@ -139,6 +141,7 @@ class LocalBuffer:
         self.take = Endpoint(buffer.take)
         self.committed = Endpoint(self._committed)
         self.snapshot = Endpoint(self._snapshot)
+        self.restore_groups = Endpoint(buffer.restore_groups)
         self.checkpoint = Endpoint(self._checkpoint)
         self.report = Endpoint(self._report)
 
@@ -489,7 +492,7 @@ class StartingFleet:
             return make_scoring(config)
 
         async def buffer(
-            fleet: object, config: RunConfig, ledger: Path, resumed: CheckpointedBuffer | None
+            fleet: object, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None
         ) -> LocalBuffer:
             return LocalBuffer(config)
 
@@ -525,10 +528,10 @@ def make_problem(number: int) -> Task:
 
 
 def make_config(folder: Path, *overrides: str) -> RunConfig:
-    """A run of ``MAX_STEPS`` steps with two groups of four rollouts each."""
+    """A run of ``MAX_STEPS`` steps with two groups of four rollouts each, whose arrays lie nowhere."""
     file = folder / "run.yaml"
     file.write_text(MINIMAL)
-    return load_config([file], [f"max_steps={MAX_STEPS}", *overrides])
+    return load_config([file], [f"max_steps={MAX_STEPS}", "buffer.keep_groups=false", *overrides])
 
 
 def make_prepared(
@@ -590,5 +593,10 @@ def make_run(
         prepared,
         make_roles(prepared, trainer or Trainer(), generators or Generators(), LocalBuffer(config), groups),
         recorder=recorder or Recorder(),
-        checkpoints=Path(),
+        files=make_files(Path()),
     )
+
+
+def make_files(folder: Path) -> RunFiles:
+    """Where a run would write, if it kept groups."""
+    return RunFiles(run_dir=RunDir(path=folder), checkpoints=folder, messages=())
