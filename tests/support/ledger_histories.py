@@ -11,6 +11,7 @@ from forgeasync.buffer.submissions import ATTEMPT_STRIDE, attempt_and_prompt
 from forgeasync.config.buffer import AccountingSection, BatchOrder, BufferSection, StaleGroups
 from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Resumed
 from forgeasync.rollouts.kept_groups import KeptGroup
+from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
 from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 
@@ -42,7 +43,7 @@ class LedgerWorld(BufferWorld):
         self.disk: dict[int, KeptGroup] = {}
         """Finished groups by draw id."""
         self.taken: dict[int, set[int]] = {}
-        """Draw ids of the groups that each step of the history that stands was made with."""
+        """Draw ids of the groups that each step was made with, and those to come will be made with again."""
         self.plans: list[RestorePlan] = []
 
     def score(self, group_id: int) -> None:
@@ -93,6 +94,8 @@ class LedgerWorld(BufferWorld):
         again.buffer.restore(snapshot, batches=plan.batches)
         self.buffer = again.buffer
         self.trainer_version = self.served_version = snapshot.trainer_version
+        last = self.trainer_version + len(plan.batches)
+        self.taken = {step: draw_ids for step, draw_ids in self.taken.items() if step <= last}
         self.sampling, self.sampled = {}, {}
         self._num_tasks = snapshot.num_submitted
         self.note(
@@ -108,6 +111,10 @@ class LedgerWorld(BufferWorld):
             one.submission_id: one.attempt for one in sorted(waiting, key=lambda one: one.submission_id)
         }
         self._restore(plan)
+
+    def restored_of(self, prompts: Collection[int]) -> list[Group]:
+        """The groups on the disk of some prompts."""
+        return [one.group for draw_id, one in self.disk.items() if attempt_and_prompt(draw_id)[1] in prompts]
 
     def _candidate(self, draw_id: int, one: KeptGroup) -> Candidate:
         attempt, prompt = attempt_and_prompt(draw_id)
