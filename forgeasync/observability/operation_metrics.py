@@ -96,12 +96,12 @@ LOAD = Topic(
         ),
         Metric(
             key="buffer/num_restored",
-            meaning="Finished groups that came back from the disk when the run was resumed, instead of being "
-            "sampled again.",
+            meaning="Finished groups that came back from the disk when the run was resumed last, instead of "
+            "being sampled again.",
         ),
         Metric(
             key="buffer/num_left_out_groups",
-            meaning="Finished groups on the disk that were sampled again when the run was resumed: torn, too "
+            meaning="Finished groups on the disk left out when the run was resumed last: torn, too "
             "old, or of weights that were lost.",
         ),
         Metric(
