@@ -56,7 +56,9 @@ class BufferActor(Actor):
             accounting=config.accounting,
         )
         if resumed is not None:
-            state.restore(resumed.checkpointed.snapshot, batches=resumed.batches)
+            state.restore(
+                resumed.checkpointed.snapshot, batches=resumed.batches, num_groups=resumed.num_groups
+            )
         self._buffer = open_buffer(state, ledger, config, resumed)
         await self._buffer.durable()
         return os.getpid()
@@ -93,9 +95,9 @@ class BufferActor(Actor):
         return await self._buffer.scored(group_id, rewards, kept, scores)
 
     @concurrent_endpoint
-    async def restore_groups(self, kept: Sequence[KeptGroup]) -> tuple[Group, ...]:
-        """Take in finished groups of the run that this one goes on from; returned as they are named now."""
-        return await self._buffer.restore_groups(kept)
+    async def restored(self, kept: KeptGroup) -> Group:
+        """Take in a finished group from before the run was resumed; returned with its new number."""
+        return await self._buffer.restored(kept)
 
     @concurrent_endpoint
     async def failed(self, group_id: int, reason: DropReason) -> None:

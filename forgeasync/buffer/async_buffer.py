@@ -49,9 +49,9 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         """A group is complete; returned if it is too old by now."""
         return self.change(lambda buffer: buffer.scored(group_id, rewards, kept, scores))
 
-    async def restore_groups(self, kept: Sequence[KeptGroup]) -> tuple[Group, ...]:
-        """Take in finished groups of the run that this one goes on from; returned as they are named now."""
-        return tuple(self.change(lambda buffer, one=one: buffer.restored(one)) for one in kept)
+    async def restored(self, kept: KeptGroup) -> Group:
+        """Take in a finished group from before the run was resumed; returned with its new number."""
+        return self.change(lambda buffer: buffer.restored(kept))
 
     async def failed(self, group_id: int, reason: DropReason) -> None:
         """A group will not come."""

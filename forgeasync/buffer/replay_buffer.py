@@ -90,7 +90,6 @@ class ReplayBuffer:
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
         self.num_reissued = 0
         self.num_restarted = 0
-        self.num_restored = 0
         self.num_trained = 0
 
     # ---- events
@@ -250,23 +249,23 @@ class ReplayBuffer:
             num_censored=self._ledger.num_censored,
         )
 
-    def restore(self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = ()) -> None:
+    def restore(
+        self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
+    ) -> None:
         """Continue from a snapshot; generators serve its version before anything starts.
 
-        ``batches`` are the prompts of the next steps, whose groups will be ``restored``.
+        So many groups will be ``restored``, among them those of the next steps, with the prompts ``batches``.
         """
         assert not self._trainer_version and not self._entries, "before the first step"
-        started = (*snapshot.started, *snapshot.complete)
-        self._submissions.restore(
-            started=started, pending=snapshot.pending, num_submitted=snapshot.num_submitted
-        )
+        started, pending = (*snapshot.started, *snapshot.complete), snapshot.pending
+        self._submissions.restore(started=started, pending=pending, num_submitted=snapshot.num_submitted)
         self._ledger.restore(snapshot.deficits, snapshot.num_censored)
         self._trainer_version = self._served_version = snapshot.trainer_version
         self._next_group_id = snapshot.next_group_id
         self._num_admitted = self.num_trained = snapshot.trainer_version * self._groups_per_step
         self.num_reissued = snapshot.num_reissued
         self.num_restarted = snapshot.num_restarted + len(started)
-        self._again.plan(batches)
+        self._again.plan(batches, num_groups=num_groups)
 
     def restored(self, kept: KeptGroup) -> Group:
         """Take in a finished group from before the run was resumed, whose prompt was submitted."""
@@ -277,7 +276,7 @@ class ReplayBuffer:
         group = dataclasses.replace(kept.group, group_id=group_id, task=submission.task)
         self._take_in(entry, group)
         entry.complete(kept.rewards, kept.kept, kept.scores)
-        self.num_restored += 1
+        self._again.came()
         self.events.restored(submission, group_id)
         self._line.complete(group_id, entry.deadline)
         return group
@@ -312,7 +311,7 @@ class ReplayBuffer:
             "buffer/num_complete": self.num_complete,
             "buffer/num_reissued": self.num_reissued,
             "buffer/num_restarted": self.num_restarted,
-            "buffer/num_restored": self.num_restored,
+            "buffer/num_restored": self._again.num_came,
         }
         return self._ledger.metrics() | counts | self._load.metrics()
 
@@ -327,7 +326,7 @@ class ReplayBuffer:
         return len(self._entries) >= self._load.bound
 
     def _next_ids(self) -> list[int] | None:
-        """The groups of the next batch, which are no longer ready; None while they are not all there."""
+        """The groups of the next batch, which leave the line; None while they are not all there."""
         if self._again:
             # The step was feasible when it was made before, and nothing has come that is due earlier.
             ids = self._again.pop(self._entries)

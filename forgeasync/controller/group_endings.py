@@ -80,8 +80,9 @@ class GroupEndings:
 
     async def restore(self) -> None:
         """Give the buffer the finished groups from before the run was resumed, if there are any."""
-        if self._resumed is not None and self._resumed.found.groups:
-            self.keeper.restored(await self._buffer.restore_groups.call_one(self._resumed.found.groups))
+        if self._resumed is not None:
+            for kept in self._resumed.found.groups:
+                self.keeper.restored(await self._buffer.restored.call_one(kept))
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
         """Give up a group; the buffer decides what takes its place. ``problem`` says what was wrong with it.

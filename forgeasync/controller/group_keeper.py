@@ -66,10 +66,9 @@ class GroupKeeper:
             self._waiting[group.group_id] = one, time.monotonic()
             self._changed.set()
 
-    def restored(self, groups: Iterable[Group]) -> None:
-        """Take over the files of groups from before the run was resumed."""
-        for group in groups:
-            self._files[group.group_id] = self._folder / file_name(group.draw_id)
+    def restored(self, group: Group) -> None:
+        """Take over the file of a group from before the run was resumed."""
+        self._files[group.group_id] = self._folder / file_name(group.draw_id)
 
     def trained(self, step: int, groups: Iterable[Group]) -> None:
         """A step was made: its groups stay until a checkpoint has it."""

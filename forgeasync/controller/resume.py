@@ -48,7 +48,11 @@ class Resumed:
 
     @property
     def buffer(self) -> ResumedBuffer:
-        return ResumedBuffer(checkpointed=self.state.checkpointed_buffer, batches=self.found.batches)
+        return ResumedBuffer(
+            checkpointed=self.state.checkpointed_buffer,
+            batches=self.found.batches,
+            num_groups=len(self.found.groups),
+        )
 
     @property
     def num_next_prompts(self) -> int:

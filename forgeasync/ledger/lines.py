@@ -127,6 +127,8 @@ class ResumedBuffer:
     checkpointed: CheckpointedBuffer
     batches: tuple[tuple[int, ...], ...] = ()
     """See ``Resumed.batches``."""
+    num_groups: int = 0
+    """Groups that will be restored."""
 
 
 class BadLine(ValueError):

@@ -101,8 +101,8 @@ LOAD = Topic(
         ),
         Metric(
             key="buffer/num_left_out_groups",
-            meaning="Finished groups on the disk left out when the run was resumed last: torn, too "
-            "old, or of weights that were lost.",
+            meaning="Finished groups on the disk that were sampled again when the run was resumed last: "
+            "torn, too old, of another config, or of weights that were lost.",
         ),
         Metric(
             key="buffer/num_kept_groups",

@@ -111,7 +111,7 @@ def kept(prompt: int, version: int) -> KeptGroup:
 def test_the_buffer_takes_restored_groups_as_if_they_had_come_in_their_time() -> None:
     """The groups of the steps that are made again wait for each other; others do not take their places."""
     world = make_world(2, 1, longest_first=False)
-    world.buffer.restore(snapshot(2, 6, p4=0, p5=0), batches=[(4, 7), (5, 6)])
+    world.buffer.restore(snapshot(2, 6, p4=0, p5=0), batches=[(4, 7), (5, 6)], num_groups=4)
     for prompt in (6, 7, 8, 9):
         world.buffer.submit(make_task(prompt))
     buffer = world.buffer

@@ -91,7 +91,7 @@ class LedgerWorld(BufferWorld):
             section=self.section,
             accounting=self.buffer._accounting,
         )
-        again.buffer.restore(snapshot, batches=plan.batches)
+        again.buffer.restore(snapshot, batches=plan.batches, num_groups=len(plan.restored))
         self.buffer = again.buffer
         self.trainer_version = self.served_version = snapshot.trainer_version
         last = self.trainer_version + len(plan.batches)

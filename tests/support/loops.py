@@ -141,7 +141,7 @@ class LocalBuffer:
         self.take = Endpoint(buffer.take)
         self.committed = Endpoint(self._committed)
         self.snapshot = Endpoint(self._snapshot)
-        self.restore_groups = Endpoint(buffer.restore_groups)
+        self.restored = Endpoint(buffer.restored)
         self.checkpoint = Endpoint(self._checkpoint)
         self.report = Endpoint(self._report)
 
