@@ -74,9 +74,12 @@ class GroupEndings:
 
     @property
     def num_first_prompts(self) -> int:
-        """Prompts to submit before anything starts: a whole batch, and all that ``restore`` needs."""
+        """Prompts to submit before anything starts: all that ``restore`` needs, and a whole batch to start.
+
+        Later ones are submitted only when one of these has started.
+        """
         num_next = 0 if self._resumed is None else self._resumed.num_next_prompts
-        return max(self._config.algorithm.groups_per_step, num_next)
+        return num_next + self._config.algorithm.groups_per_step
 
     async def restore(self) -> None:
         """Give the buffer the finished groups from before the run was resumed, if there are any."""

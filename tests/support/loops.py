@@ -36,7 +36,15 @@ from forgeasync.faults.fault_log import FaultLog
 from forgeasync.faults.replica_states import ReplicaTable
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.ledger.book import Book
-from forgeasync.ledger.lines import FORMAT, START, CheckpointedBuffer, Opened, ResumedBuffer
+from forgeasync.ledger.lines import (
+    FORMAT,
+    START,
+    Checkpointed,
+    CheckpointedBuffer,
+    Opened,
+    Resumed,
+    ResumedBuffer,
+)
 from forgeasync.observability.metrics import JsonLines
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores
@@ -77,8 +85,8 @@ class BookedBuffer(AsyncReplayBuffer):
         super().__init__(state)
         self.book: Book | None = None
 
-    def open_book(self, groups_per_step: int) -> None:
-        """Begin with what the buffer holds now."""
+    def open_book(self, groups_per_step: int, batches: Sequence[tuple[int, ...]] = ()) -> None:
+        """Begin with what the buffer holds now, as a run that was resumed here if steps are made again."""
         now = self.state.snapshot()
         self.book = Book()
         self.book.apply(
@@ -93,6 +101,11 @@ class BookedBuffer(AsyncReplayBuffer):
                 waiting=tuple((one.submission_id, one.attempt) for one in now.pending),
             )
         )
+        if batches:
+            self.book.apply(Checkpointed(step=now.trainer_version))
+            self.book.apply(
+                Resumed(step=now.trainer_version, line=2, groups_per_step=groups_per_step, batches=batches)
+            )
 
     def change(self, act: Callable[[ReplayBuffer], R]) -> R:
         result = super().change(act)
@@ -145,10 +158,12 @@ class LocalBuffer:
         self.checkpoint = Endpoint(self._checkpoint)
         self.report = Endpoint(self._report)
 
-    def restore(self, snapshot: BufferSnapshot) -> None:
+    def restore(
+        self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
+    ) -> None:
         """Continue from a snapshot, as in a run that is resumed."""
-        self._buffer.state.restore(snapshot)
-        self._buffer.open_book(self._groups_per_step)
+        self._buffer.state.restore(snapshot, batches=batches, num_groups=num_groups)
+        self._buffer.open_book(self._groups_per_step, batches)
 
     @property
     def book(self) -> Book:
