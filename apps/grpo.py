@@ -22,7 +22,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
@@ -48,7 +47,7 @@ from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
-from forgeasync.controller.resume import open_files
+from forgeasync.controller.resume import RunFiles, open_files
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.starting import Roles, open_procs, start_roles
 from forgeasync.controller.stopping import run_main, telling
@@ -80,9 +79,9 @@ class GrpoRun:
         roles: Roles,
         *,
         recorder: RunRecorder,
-        checkpoints: Path,
+        files: RunFiles,
     ) -> None:
-        """``checkpoints`` is the folder that checkpoints are written to."""
+        """``files`` says where checkpoints and finished groups are written to."""
         self.config = config
         self.prepared = prepared
         self.trainer = roles.trainer
@@ -94,7 +93,7 @@ class GrpoRun:
         self.recorder = recorder
         self.storage = StorageFaults(self.faults)
         self.checkpoints = RunCheckpoints(
-            checkpoints,
+            files.checkpoints,
             prepared,
             trainer=self.trainer,
             buffer=self.buffer,
@@ -111,11 +110,12 @@ class GrpoRun:
         self.filtering = GroupFiltering(config.algorithm, seed=config.seed)
         self.payloads = payload_budget(config, prepared.facts)
         self.endings = GroupEndings(
-            config,
+            prepared,
             generators=self.generators,
             buffer=self.buffer,
             payloads=self.payloads,
             recorder=recorder,
+            files=files,
         )
         # Bounded by the buffer: it never holds more than the groups in flight.
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
@@ -138,7 +138,7 @@ class GrpoRun:
             serving = self.serving.loops()
             others = (
                 *(fleet.watch(), self.trainer.watch(), *serving, self.evaluations.loop()),
-                *(self.collect(), self.score(), self.free_trained()),
+                *(self.collect(), self.score(), self.free_trained(), self.endings.keeper.loop()),
                 *(() if control is None else (control.loop(),)),
             )
             background = [loops.create_task(loop) for loop in others]
@@ -149,7 +149,8 @@ class GrpoRun:
     async def collect(self) -> None:
         """Start a group whenever the buffer lets one start and the payload store has room for it."""
         await self.serving.until_served(self.first_version)
-        await self.submit(self.config.algorithm.groups_per_step)
+        await self.submit(self.endings.num_first_prompts)
+        await self.endings.restore()
         async with asyncio.TaskGroup() as groups:
             while True:
                 start, num_wanted = await self.buffer.start.call_one()
@@ -222,12 +223,7 @@ class GrpoRun:
         self.recorder.record_scored(scores, [rollout.num_sampled_tokens for rollout in group.rollouts])
         filtered = self.filtering.apply(group, scores)
         if filtered.kept:
-            self.endings.starvation.came_through()
-            kept_scores = [scores[index] for index in filtered.kept]
-            lost = await self.buffer.scored.call_one(
-                group.group_id, filtered.rewards, filtered.kept, kept_scores
-            )
-            await self.endings.lose(lost)
+            await self.endings.complete(group, filtered, scores)
         else:
             await self.endings.drop(group, DropReason.FILTERED)
 
@@ -260,7 +256,7 @@ class GrpoRun:
             result = await self.trainer.train_items(minibatches, step=step)
             train_s = time.perf_counter() - train_start_s
             update = Update.MADE if result.skip_reason is None else Update.SKIPPED
-            await self.endings.commit(trainer_wait_share=wait_s / (wait_s + train_s), update=update)
+            await self.endings.commit(batch, trainer_wait_share=wait_s / (wait_s + train_s), update=update)
             self.trained.put_nowait((step, batch))
             self.version += 1
 
@@ -321,6 +317,7 @@ class GrpoRun:
             self.faults,
             self.storage,
             self.trainer,
+            self.endings.keeper,
         ]
         if isinstance(self.groups, GroupEpisodes):
             counted.append(self.groups)
@@ -354,13 +351,14 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
                 await open_hosts(config, prepared.facts, fleet, tell=console.message)
                 roles = await start_roles(config, prepared, fleet, console, run_dir)
                 console.message(roles.scorer.isolation)
-                run = GrpoRun(config, prepared, roles, recorder=recorder, checkpoints=files.checkpoints)
+                run = GrpoRun(config, prepared, roles, recorder=recorder, files=files)
                 desk = control_desk(run_dir.control.resolve(), fleet, roles.generators.pool, config)
                 await run.run(fleet, desk)
                 final = run_dir.checkpoints.resolve() / FINAL
                 console.phase(f"writing {final}")
                 await export(run.trainer, final, prepared, run.storage)
                 await run.with_ledger(run.buffer.end.call_one())
+                await run.endings.keeper.end()
             console.message(f"wrote {final}")
         except BaseException as error:
             if run is not None:

@@ -18,8 +18,9 @@ from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.run import RunConfig
 from forgeasync.faults.appended_file import Refusal
 from forgeasync.ledger.journaled_buffer import open_buffer
-from forgeasync.ledger.lines import CheckpointedBuffer
+from forgeasync.ledger.lines import CheckpointedBuffer, ResumedBuffer
 from forgeasync.observability.logs import redirect_process_output
+from forgeasync.rollouts.kept_groups import KeptGroup
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
@@ -41,7 +42,7 @@ class BufferActor(Actor):
         redirect_process_output(log_dir / f"buffer-{current_rank().rank}.log")
 
     @concurrent_endpoint
-    async def setup(self, config: RunConfig, ledger: Path, resumed: CheckpointedBuffer | None) -> int:
+    async def setup(self, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None) -> int:
         """Make an empty buffer, or one that continues from a checkpoint, with its ledger on the disk.
 
         Returns the process id.
@@ -55,7 +56,9 @@ class BufferActor(Actor):
             accounting=config.accounting,
         )
         if resumed is not None:
-            state.restore(resumed.snapshot)
+            state.restore(
+                resumed.checkpointed.snapshot, batches=resumed.batches, num_groups=resumed.num_groups
+            )
         self._buffer = open_buffer(state, ledger, config, resumed)
         await self._buffer.durable()
         return os.getpid()
@@ -90,6 +93,11 @@ class BufferActor(Actor):
     ) -> tuple[Group, ...]:
         """Complete a group; it is returned if it is too old by now."""
         return await self._buffer.scored(group_id, rewards, kept, scores)
+
+    @concurrent_endpoint
+    async def restored(self, kept: KeptGroup) -> Group:
+        """Take in a finished group from before the run was resumed; returned with its new number."""
+        return await self._buffer.restored(kept)
 
     @concurrent_endpoint
     async def failed(self, group_id: int, reason: DropReason) -> None:

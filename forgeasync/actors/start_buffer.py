@@ -6,12 +6,12 @@ from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.procs import Procs
 from forgeasync.config.run import RunConfig
 from forgeasync.launch.hosts import LOCAL_HOST_ID
-from forgeasync.ledger.lines import CheckpointedBuffer
+from forgeasync.ledger.lines import ResumedBuffer
 from forgeasync.waiting import deadline
 
 
 async def start_buffer(
-    procs: Procs, config: RunConfig, ledger: Path, resumed: CheckpointedBuffer | None = None
+    procs: Procs, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None = None
 ) -> BufferActor:
     """Start the replay buffer, empty or restored; its endpoints are called with ``call_one``.
 

@@ -28,7 +28,7 @@ from forgeasync.observability.bad_batches import bad_batch_folder
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.group_payload import Arrays, decode_rollout
-from forgeasync.rollouts.payload_format import PayloadRef
+from forgeasync.rollouts.payload_format import EVERY_HOST, PayloadRef
 from forgeasync.rollouts.payload_remote import RemotePayloadReader
 from forgeasync.rollouts.payload_store import PayloadReader
 from forgeasync.trainer.advantage_spans import TokenPlaces
@@ -174,7 +174,7 @@ class TrainerActor(Actor):
         async with self._thread.turn():
             trained_version = self._trainer.policy_version
             start_s = time.perf_counter()
-            self._num_read = {"shared": 0, "remote": 0}
+            self._num_read = {"shared": 0, "remote": 0, "disk": 0}
             # The rollouts of a group share their prompt's payload: it is read once.
             prompts: dict[str, Arrays] = {}
             packed = [
@@ -195,8 +195,8 @@ class TrainerActor(Actor):
         return dataclasses.replace(result, metrics=metrics, memory=self._memory.peak())
 
     async def _read_payload(self, ref: PayloadRef) -> Arrays:
-        if ref.host_id == self._host_id:
-            self._num_read["shared"] += 1
+        if ref.host_id in (self._host_id, EVERY_HOST):
+            self._num_read["disk" if ref.host_id == EVERY_HOST else "shared"] += 1
             # Views: packing copies them out, before the group can be freed.
             return self._payloads.read(ref, copy=False)
         self._num_read["remote"] += 1

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forgeasync.buffer.decisions import Deficit
+from forgeasync.buffer.decisions import AGE_REASONS, Deficit, DropReason
 from forgeasync.config.buffer import AccountingPolicy, AccountingSection, Replacement
 from forgeasync.rollouts.task import Task
 
@@ -39,6 +39,13 @@ def length_bucket(num_tokens: int) -> int:
 def stratum_of(task: Task, lengths: Sequence[int]) -> Stratum:
     """Return the stratum of a group by the lengths of its rollouts."""
     return Stratum(task.source, length_bucket(max(lengths)))
+
+
+def comes_again(reason: DropReason, section: AccountingSection) -> bool:
+    """Whether the prompt of a group that was lost for ``reason`` is submitted again, attempts permitting."""
+    if reason in AGE_REASONS:
+        return section.policy is AccountingPolicy.EXACT and section.replacement is Replacement.REISSUE
+    return reason is not DropReason.FILTERED
 
 
 class AccountingLedger:

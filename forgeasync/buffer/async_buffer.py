@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed, DropReason, Start
 from forgeasync.buffer.events import Update
 from forgeasync.buffer.replay_buffer import ReplayBuffer
+from forgeasync.rollouts.kept_groups import KeptGroup
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
@@ -47,6 +48,10 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
     ) -> tuple[Group, ...]:
         """A group is complete; returned if it is too old by now."""
         return self.change(lambda buffer: buffer.scored(group_id, rewards, kept, scores))
+
+    async def restored(self, kept: KeptGroup) -> Group:
+        """Take in a finished group from before the run was resumed; returned with its new number."""
+        return self.change(lambda buffer: buffer.restored(kept))
 
     async def failed(self, group_id: int, reason: DropReason) -> None:
         """A group will not come."""

@@ -64,6 +64,14 @@ class Scored(PromptEvent, frozen=True, kw_only=True, tag="scored"):
     group: Count
 
 
+class Restored(PromptEvent, frozen=True, kw_only=True, tag="restored"):
+    """A resumed run has an attempt's group from the disk, scored and not trained on; nothing was sampled."""
+
+    prompt: Count
+    attempt: Count
+    group: Count
+
+
 class Dropped(PromptEvent, frozen=True, kw_only=True, tag="dropped"):
     """The group will not be trained on."""
 
@@ -84,7 +92,7 @@ class Trained(PromptEvent, frozen=True, kw_only=True, tag="trained"):
     update: Update
 
 
-AnyPromptEvent = Submitted | Started | Sampled | Scored | Dropped | Trained
+AnyPromptEvent = Submitted | Started | Sampled | Scored | Restored | Dropped | Trained
 
 
 class PromptEvents:
@@ -114,6 +122,11 @@ class PromptEvents:
 
     def scored(self, submission: Submission, group_id: int) -> None:
         self._events.append(Scored(prompt=submission.submission_id, group=group_id))
+
+    def restored(self, submission: Submission, group_id: int) -> None:
+        self._events.append(
+            Restored(prompt=submission.submission_id, attempt=submission.attempt, group=group_id)
+        )
 
     def dropped(self, submission: Submission, group_id: int, reason: DropReason, *, again: bool) -> None:
         self._events.append(

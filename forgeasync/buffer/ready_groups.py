@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from forgeasync.config.buffer import BatchOrder
+
 
 class ReadyGroups(Protocol):
     """Group ids that a batch may take."""
@@ -118,3 +120,57 @@ class StartWindow:
             self._inside.add(group_id)
             entered.append(group_id)
         return entered
+
+
+class BatchLine:
+    """Groups under way: those of them that are complete and in the window are ready, in a batch's order."""
+
+    def __init__(self, order: BatchOrder, window_groups: int | None) -> None:
+        """``window_groups`` is the size of the window; None: all groups are inside."""
+        is_by_deadline = order is BatchOrder.DEADLINE
+        self._ready: ReadyGroups = EarliestDeadlineFirst() if is_by_deadline else FirstCompleteFirst()
+        self._window = StartWindow(window_groups)
+        self._deadlines: dict[int, int] = {}
+        """Of the complete groups."""
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    def start(self, group_id: int) -> None:
+        """The youngest group."""
+        self._window.start(group_id)
+
+    def come_back(self, group_id: int) -> None:
+        """A group that had left is under way after all."""
+        self._window.come_back(group_id)
+
+    def complete(self, group_id: int, deadline: int) -> None:
+        """A group can be trained on, up to a step."""
+        self._deadlines[group_id] = deadline
+        if group_id in self._window:
+            self._ready.add(group_id, deadline)
+
+    def end(self, group_ids: Iterable[int]) -> None:
+        """Groups leave, if they have not left before; others come inside for it."""
+        group_ids = tuple(group_ids)
+        for group_id in group_ids:
+            deadline = self._deadlines.pop(group_id, None)
+            if deadline is not None and group_id in self._window:
+                self._ready.remove(group_id, deadline)
+        for entered in self._window.end(group_ids):
+            if entered in self._deadlines:
+                self._ready.add(entered, self._deadlines[entered])
+
+    def num_taken_by_deadline(self, num_groups: int) -> Iterator[tuple[int, int]]:
+        """(deadline, number of groups) of what ``pop`` would take, deadlines ascending."""
+        assert isinstance(self._ready, EarliestDeadlineFirst), "what the proof of the age bound is about"
+        return self._ready.num_taken_by_deadline(num_groups)
+
+    def pop(self, num_groups: int) -> list[int]:
+        """Take that many, the first first: they leave."""
+        group_ids = self._ready.pop(num_groups)
+        for group_id in group_ids:
+            del self._deadlines[group_id]
+        self.end(group_ids)
+        return group_ids

@@ -17,10 +17,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from forgeasync.buffer.accounting import AccountingLedger
+from forgeasync.buffer.accounting import AccountingLedger, comes_again
 from forgeasync.buffer.ages import Deadlines, known_reference, reference_version
 from forgeasync.buffer.decisions import (
-    AGE_REASONS,
     Batch,
     BufferSnapshot,
     Committed,
@@ -30,19 +29,19 @@ from forgeasync.buffer.decisions import (
 )
 from forgeasync.buffer.events import PromptEvents, Update
 from forgeasync.buffer.load import LoadController, StepLoad
-from forgeasync.buffer.ready_groups import EarliestDeadlineFirst, FirstCompleteFirst, StartWindow
-from forgeasync.buffer.submissions import Entry, Submissions
+from forgeasync.buffer.ready_groups import BatchLine
+from forgeasync.buffer.steps_again import StepsAgain
+from forgeasync.buffer.submissions import Entry, Submission, Submissions
 from forgeasync.config.buffer import (
     AccountingPolicy,
     AccountingSection,
     AgeOf,
-    BatchOrder,
     BufferSection,
-    Replacement,
     StaleGroups,
 )
+from forgeasync.rollouts.kept_groups import KeptGroup
 from forgeasync.rollouts.rollout import Group, GroupProgress
-from forgeasync.rollouts.score import Score, steps_of
+from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 
 
@@ -72,11 +71,8 @@ class ReplayBuffer:
         )
         self._submissions = Submissions(cohort_size=groups_per_step, longest_first=section.longest_first)
         self._ledger = AccountingLedger(accounting)
-        self._ready = (
-            EarliestDeadlineFirst() if section.order is BatchOrder.DEADLINE else FirstCompleteFirst()
-        )
         is_windowed = accounting.policy is AccountingPolicy.WINDOWED_FIFO
-        self._window = StartWindow(accounting.window_groups if is_windowed else None)
+        self._line = BatchLine(section.order, accounting.window_groups if is_windowed else None)
         self._served_version = 0
         self._trainer_version = 0
         self._next_group_id = 0
@@ -89,6 +85,7 @@ class ReplayBuffer:
         self._deficits_before_batch: tuple[Deficit, ...] = ()
         self._num_ready_after_batch = 0
         self._was_bound = False
+        self._again = StepsAgain()
         self.events = PromptEvents()
         self.num_dropped: Counter[DropReason] = Counter({reason: 0 for reason in DropReason})
         self.num_reissued = 0
@@ -113,8 +110,11 @@ class ReplayBuffer:
         """Take in a group whose rollouts are all sampled; it still has to be scored."""
         entry = self._entries[group.group_id]
         assert entry.sampled is None, "finished once"
-        entry.sampled = group
         self.events.sampled(entry.submission, group.group_id)
+        self._take_in(entry, group)
+
+    def _take_in(self, entry: Entry, group: Group) -> None:
+        entry.sampled = group
         assert entry.lengths is not None
         self._submissions.history.measure(entry.submission.task, max(entry.lengths))
         reference = reference_version(group.rollouts, self._section.age_of)
@@ -137,22 +137,13 @@ class ReplayBuffer:
         ``scores`` are what the reward said of them. Returns the group if it is too old by now: its arrays
         can be freed.
         """
-        assert kept and len(kept) == len(rewards) and (scores is None or len(scores) == len(kept))
         entry = self._entries[group_id]
-        assert entry.sampled is not None and entry.group is None, "finished, and scored once"
+        entry.complete(rewards, kept, scores)
         self._num_in_flight -= 1
-        entry.group = dataclasses.replace(
-            entry.sampled,
-            rollouts=tuple(entry.sampled.rollouts[index] for index in kept),
-            rewards=tuple(rewards),
-            scores=None if scores is None else tuple(scores),
-            steps=None if scores is None else steps_of(scores),
-        )
         self.events.scored(entry.submission, group_id)
         if entry.is_expired:
             return self._lose(group_id, DropReason.STALE)
-        if group_id in self._window:
-            self._ready.add(group_id, entry.deadline)
+        self._line.complete(group_id, entry.deadline)
         return ()
 
     def failed(self, group_id: int, reason: DropReason) -> None:
@@ -189,16 +180,19 @@ class ReplayBuffer:
         if not len(self._submissions) or self._is_bound():
             return None
         submission = self._submissions.pop()
+        group_id = self._admit(submission, self._served_version + self._max_off_policy_steps)
+        self._num_in_flight += 1
+        self.events.started(submission, group_id)
+        return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
+
+    def _admit(self, submission: Submission, deadline: int) -> int:
         group_id = self._next_group_id
         self._next_group_id += 1
         self._num_admitted += 1
-        self._num_in_flight += 1
-        deadline = self._served_version + self._max_off_policy_steps
         self._entries[group_id] = Entry(submission=submission, deadline=deadline)
         self._due.add(group_id, deadline)
-        self._window.start(group_id)
-        self.events.started(submission, group_id)
-        return Start(group_id=group_id, draw_id=submission.draw_id, task=submission.task)
+        self._line.start(group_id)
+        return group_id
 
     @property
     def num_wanted(self) -> int:
@@ -210,11 +204,11 @@ class ReplayBuffer:
         None while not ready.
         """
         assert not self._batch, "the batch before it was committed"
-        if len(self._ready) < self._groups_per_step or not self._leaves_rest_feasible():
+        ids = self._next_ids()
+        if ids is None:
             return None
         self._was_bound = self._is_bound()
         # The order changes the last bits of a step's sums, so it must not depend on timing.
-        ids = self._ready.pop(self._groups_per_step)
         ids.sort(key=lambda group_id: self._entries[group_id].submission.draw_id)
         self._batch = {group_id: self._entries[group_id] for group_id in ids}
         self._deficits_before_batch = self._ledger.deficits
@@ -229,8 +223,7 @@ class ReplayBuffer:
             weights.append(
                 self._ledger.train(submission.task, lengths, submitted=submission.first_lengths or lengths)
             )
-        self._leave_window(ids)
-        self._num_ready_after_batch = len(self._ready)
+        self._num_ready_after_batch = self._line.num_ready
         return Batch(trainer_version=self._trainer_version, groups=tuple(groups), weights=tuple(weights))
 
     # ---- a run that is resumed
@@ -256,19 +249,37 @@ class ReplayBuffer:
             num_censored=self._ledger.num_censored,
         )
 
-    def restore(self, snapshot: BufferSnapshot) -> None:
-        """Continue from a snapshot; generators serve its version before anything starts."""
+    def restore(
+        self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
+    ) -> None:
+        """Continue from a snapshot; generators serve its version before anything starts.
+
+        So many groups will be ``restored``, among them those of the next steps, with the prompts ``batches``.
+        """
         assert not self._trainer_version and not self._entries, "before the first step"
-        started = (*snapshot.started, *snapshot.complete)
-        self._submissions.restore(
-            started=started, pending=snapshot.pending, num_submitted=snapshot.num_submitted
-        )
+        started, pending = (*snapshot.started, *snapshot.complete), snapshot.pending
+        self._submissions.restore(started=started, pending=pending, num_submitted=snapshot.num_submitted)
         self._ledger.restore(snapshot.deficits, snapshot.num_censored)
         self._trainer_version = self._served_version = snapshot.trainer_version
         self._next_group_id = snapshot.next_group_id
         self._num_admitted = self.num_trained = snapshot.trainer_version * self._groups_per_step
         self.num_reissued = snapshot.num_reissued
         self.num_restarted = snapshot.num_restarted + len(started)
+        self._again.plan(batches, num_groups=num_groups)
+
+    def restored(self, kept: KeptGroup) -> Group:
+        """Take in a finished group from before the run was resumed, whose prompt was submitted."""
+        submission = self._submissions.claim(kept.group.draw_id, kept.group.task)
+        reference = reference_version(kept.group.rollouts, self._section.age_of)
+        group_id = self._admit(submission, reference + self._max_off_policy_steps)
+        entry = self._entries[group_id]
+        group = dataclasses.replace(kept.group, group_id=group_id, task=submission.task)
+        self._take_in(entry, group)
+        entry.complete(kept.rewards, kept.kept, kept.scores)
+        self._again.came()
+        self.events.restored(submission, group_id)
+        self._line.complete(group_id, entry.deadline)
+        return group
 
     # ---- state
 
@@ -295,16 +306,14 @@ class ReplayBuffer:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics under their names in metrics.jsonl."""
-        return (
-            self._ledger.metrics()
-            | {
-                "buffer/num_in_flight": self.num_in_flight,
-                "buffer/num_complete": self.num_complete,
-                "buffer/num_reissued": self.num_reissued,
-                "buffer/num_restarted": self.num_restarted,
-            }
-            | self._load.metrics()
-        )
+        counts = {
+            "buffer/num_in_flight": self.num_in_flight,
+            "buffer/num_complete": self.num_complete,
+            "buffer/num_reissued": self.num_reissued,
+            "buffer/num_restarted": self.num_restarted,
+            "buffer/num_restored": self._again.num_came,
+        }
+        return self._ledger.metrics() | counts | self._load.metrics()
 
     # ---- inside
 
@@ -316,14 +325,24 @@ class ReplayBuffer:
             return True
         return len(self._entries) >= self._load.bound
 
+    def _next_ids(self) -> list[int] | None:
+        """The groups of the next batch, which leave the line; None while they are not all there."""
+        if self._again:
+            # The step was feasible when it was made before, and nothing has come that is due earlier.
+            ids = self._again.pop(self._entries)
+            self._line.end(ids or ())
+            return ids
+        if self._line.num_ready < self._groups_per_step or not self._leaves_rest_feasible():
+            return None
+        return self._line.pop(self._groups_per_step)
+
     def _leaves_rest_feasible(self) -> bool:
         """Whether every group left can still be taken by its deadline, groups_per_step groups per step."""
         if self._section.stale_groups is StaleGroups.DROP:
             return True
-        assert isinstance(self._ready, EarliestDeadlineFirst), "what the proof is about"
         return self._due.are_feasible(
             self._trainer_version,
-            self._ready.num_taken_by_deadline(self._groups_per_step),
+            self._line.num_taken_by_deadline(self._groups_per_step),
             groups_per_step=self._groups_per_step,
         )
 
@@ -337,7 +356,7 @@ class ReplayBuffer:
             self._due.add(group_id, deadline)
             if entry.is_expired:
                 entry.is_expired = False
-                self._window.come_back(group_id)
+                self._line.come_back(group_id)
 
     def _expire(self) -> Committed:
         """Drop complete groups past their deadline; groups in flight past theirs no longer count."""
@@ -354,20 +373,18 @@ class ReplayBuffer:
                 else:
                     lost += self._lose(group_id, DropReason.STALE)
         # Batches do not wait for these at the head of the line.
-        self._leave_window(cancelled)
+        self._line.end(cancelled)
         return Committed(cancelled=tuple(cancelled), lost=tuple(lost))
 
     def _lose(self, group_id: int, reason: DropReason) -> tuple[Group, ...]:
         """Drop a group: its place is free, and its prompt may be submitted again."""
         entry = self._entries[group_id]
-        if entry.group is not None and not entry.is_expired and group_id in self._window:
-            self._ready.remove(group_id, entry.deadline)
+        self._line.end([group_id])
         self._forget(group_id)
-        self._leave_window([group_id])
         self._num_admitted -= 1
         self.num_dropped[reason] += 1
         submission = entry.submission
-        again = self._comes_again(reason) and submission.attempt + 1 < self._section.max_attempts
+        again = comes_again(reason, self._accounting) and submission.attempt + 1 < self._section.max_attempts
         self.events.dropped(submission, group_id, reason, again=again)
         if again:
             self._submissions.reissue(submission, entry.lengths)
@@ -376,21 +393,7 @@ class ReplayBuffer:
             self._ledger.lose(submission.task, submission.first_lengths or entry.lengths)
         return () if entry.group is None else (entry.group,)
 
-    def _comes_again(self, reason: DropReason) -> bool:
-        if reason in AGE_REASONS:
-            accounting = self._accounting
-            return (
-                accounting.policy is AccountingPolicy.EXACT and accounting.replacement is Replacement.REISSUE
-            )
-        return reason is not DropReason.FILTERED
-
     def _forget(self, group_id: int) -> None:
         entry = self._entries.pop(group_id)
         if not entry.is_expired:
             self._due.remove(group_id, entry.deadline)
-
-    def _leave_window(self, group_ids: Sequence[int]) -> None:
-        for entered in self._window.end(group_ids):
-            entry = self._entries[entered]
-            if entry.group is not None:
-                self._ready.add(entered, entry.deadline)

@@ -3,10 +3,11 @@
 import dataclasses
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.score import Score, steps_of
 from forgeasync.rollouts.task import Task
 
 HISTORY_DECAY = 0.5
@@ -64,6 +65,11 @@ class Submission:
     def draw_id(self) -> int:
         """The number that determines the group's random draws; the same in a run that is resumed."""
         return self.attempt * ATTEMPT_STRIDE + self.submission_id
+
+
+def attempt_and_prompt(draw_id: int) -> tuple[int, int]:
+    """Return which attempt at which prompt (``submission_id``) a draw id is of."""
+    return divmod(draw_id, ATTEMPT_STRIDE)
 
 
 class Submissions:
@@ -124,6 +130,27 @@ class Submissions:
         """The prompt to start next."""
         return heapq.heappop(self._heap)[-1]
 
+    def claim(self, draw_id: int, task: Task) -> Submission:
+        """Take a prompt that waits out of its turn, for an attempt that was made before the run was resumed.
+
+        It is the attempt that the prompt waits for, or a later one.
+
+        Raises:
+            ValueError: the data have another task at its place than the attempt was made at.
+        """
+        attempt, prompt = attempt_and_prompt(draw_id)
+        (place,) = (index for index, entry in enumerate(self._heap) if entry[2] == prompt)
+        submission = self._heap.pop(place)[-1]
+        heapq.heapify(self._heap)
+        assert submission.attempt <= attempt, "an attempt that was given up"
+        now, before = submission.task, task
+        if (now.source, now.task_id) != (before.source, before.task_id):
+            raise ValueError(
+                f"prompt {prompt} is task {now.task_id!r} of {now.source!r}, and was task "
+                f"{before.task_id!r} of {before.source!r} before the run was resumed; must be the same data"
+            )
+        return dataclasses.replace(submission, attempt=attempt)
+
     def _push(self, submission: Submission, *, cohort: int) -> None:
         expected = self.history.expected(submission.task) if self._longest_first else 0.0
         heapq.heappush(self._heap, (cohort, -expected, submission.submission_id, submission))
@@ -142,6 +169,18 @@ class Entry:
     """The group with the rollouts that are trained on and their rewards; None until it is complete."""
     is_expired: bool = False
     """Whether the group is in flight past its deadline: the trainer no longer waits for it."""
+
+    def complete(self, rewards: Sequence[float], kept: Sequence[int], scores: Sequence[Score] | None) -> None:
+        """The rollouts at ``kept`` train, with these rewards."""
+        assert self.sampled is not None and self.group is None, "finished, and scored once"
+        assert kept and len(kept) == len(rewards) and (scores is None or len(scores) == len(kept))
+        self.group = dataclasses.replace(
+            self.sampled,
+            rollouts=tuple(self.sampled.rollouts[index] for index in kept),
+            rewards=tuple(rewards),
+            scores=None if scores is None else tuple(scores),
+            steps=None if scores is None else steps_of(scores),
+        )
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

@@ -55,6 +55,10 @@ class BufferSection(Section):
     """Among the prompts for one batch, start those first whose responses took longest before."""
     max_attempts: Count = 3
     """Attempts at a prompt; a prompt whose groups fail this many times is dropped."""
+    keep_groups: bool = True
+    """Keep finished groups on the disk, in the run's folder, until a checkpoint has the step that trained on
+    them: a run that was killed resumes with them. Their arrays are as large there as in shared memory, and
+    all hosts must see the folder."""
     max_given_up_in_a_row: Count = 64
     """The run ends with an error once this many groups in a row were refused or could not be scored."""
 

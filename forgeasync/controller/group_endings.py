@@ -1,19 +1,28 @@
-"""How groups end (trained on, dropped, given up): arrays are freed, the buffer and the files are told."""
+"""How groups end (trained on, dropped, given up): arrays are freed, the buffer and the files are told.
+
+Also what a group that was scored goes through before: the filters have left something of it, the buffer takes
+it, and it is kept on the disk.
+"""
 
 from collections.abc import Sequence
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.algorithms.group_facts import Filtered
+from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.buffer.events import Update
 from forgeasync.buffer.starvation import StarvationWatch
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, num_groups_held
 from forgeasync.config.weights import Interruption
+from forgeasync.controller.group_keeper import GroupKeeper
+from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
+from forgeasync.controller.resume import RunFiles
 from forgeasync.models.sizes import largest_group_payload_bytes
 from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.score import Score
 
 
 def payload_budget(config: RunConfig, facts: ModelFacts) -> AsyncPayloadBudget:
@@ -29,19 +38,54 @@ class GroupEndings:
 
     def __init__(
         self,
-        config: RunConfig,
+        prepared: Prepared,
         *,
         generators: GeneratorRouter,
         buffer: BufferActor,
         payloads: AsyncPayloadBudget,
         recorder: RunRecorder,
+        files: RunFiles,
     ) -> None:
-        self.starvation = StarvationWatch(config.buffer.max_given_up_in_a_row)
-        self._config = config
+        """``files`` says where finished groups are kept, and where checkpoints are."""
+        self.starvation = StarvationWatch(prepared.config.buffer.max_given_up_in_a_row)
+        self._config = prepared.config
+        self._resumed = prepared.resumed
         self._generators = generators
         self._buffer = buffer
         self._payloads = payloads
         self._recorder = recorder
+        self.keeper = GroupKeeper(
+            files.run_dir.payloads.resolve(),
+            prepared,
+            checkpoints=files.checkpoints,
+            generators=generators,
+            tell=recorder.console.message,
+        )
+
+    async def complete(self, group: Group, filtered: Filtered, scores: Sequence[Score]) -> None:
+        """Complete a group that the filters have left something of; ``scores`` are those of all rollouts."""
+        self.starvation.came_through()
+        kept = [scores[index] for index in filtered.kept]
+        lost = await self._buffer.scored.call_one(group.group_id, filtered.rewards, filtered.kept, kept)
+        if lost:
+            await self.lose(lost)
+        else:
+            self.keeper.keep(group, filtered.rewards, filtered.kept, kept)
+
+    @property
+    def num_first_prompts(self) -> int:
+        """Prompts to submit before anything starts: all that ``restore`` needs, and a whole batch to start.
+
+        Later ones are submitted only when one of these has started.
+        """
+        num_next = 0 if self._resumed is None else self._resumed.num_next_prompts
+        return num_next + self._config.algorithm.groups_per_step
+
+    async def restore(self) -> None:
+        """Give the buffer the finished groups from before the run was resumed, if there are any."""
+        if self._resumed is not None:
+            for kept in self._resumed.found.groups:
+                self.keeper.restored(await self._buffer.restored.call_one(kept))
 
     async def give_up(self, group_id: int, reason: DropReason, problem: str | None = None) -> None:
         """Give up a group; the buffer decides what takes its place. ``problem`` says what was wrong with it.
@@ -61,23 +105,29 @@ class GroupEndings:
         await self._generators.free_payloads(group.rollouts)
         await self.give_up(group.group_id, reason, problem)
 
-    async def commit(self, *, trainer_wait_share: float, update: Update) -> None:
+    async def commit(self, batch: Batch, *, trainer_wait_share: float, update: Update) -> None:
         """Tell the buffer that a batch was trained on, and free the groups that are too old now.
 
         Arrays of the batch itself stay until the trainer needs them no more: ``free`` is for the caller.
         """
         committed = await self._buffer.committed.call_one(trainer_wait_share, update)
+        self.keeper.trained(batch.trainer_version + 1, batch.groups)
         await self.lose(committed.lost)
         if committed.cancelled and self._config.weights.interruption is Interruption.CANCEL_STALE:
             await self._generators.cancel_groups(committed.cancelled)
 
     async def lose(self, groups: Sequence[Group]) -> None:
         """Forget groups that the buffer has dropped."""
+        self.keeper.forget(group.group_id for group in groups)
         self._recorder.forget_records(group.group_id for group in groups)
         await self.free(groups)
 
     async def free(self, groups: Sequence[Group]) -> None:
-        """Free the arrays of groups whose step is done, or that were dropped."""
-        await self._generators.free_payloads(rollout for group in groups for rollout in group.rollouts)
-        for group in groups:
+        """Free the arrays of groups whose step is done, or that were dropped.
+
+        Those of restored groups are in no shared memory; the keeper removes them.
+        """
+        sampled = [group for group in groups if not group.is_restored]
+        await self._generators.free_payloads(rollout for group in sampled for rollout in group.rollouts)
+        for group in sampled:
             await self._payloads.release(group.group_id)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from forgeasync.checkpoint.run_state import RunState, check_resumable, differenc
 from forgeasync.config.load import dump_config
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.controller.kept_groups import FoundGroups, find_groups, remove_others
 from forgeasync.ledger.journal_file import cut_torn_line
+from forgeasync.ledger.lines import ResumedBuffer
 from forgeasync.ledger.resuming import check_ledger
 from forgeasync.observability.run_dir import RUNS_FOLDER, RunDir, check_folder
 from forgeasync.observability.truncation import cut_after, put_aside
@@ -42,6 +44,20 @@ class Resumed:
 
     folder: Path
     state: RunState
+    found: FoundGroups = field(default_factory=FoundGroups)
+
+    @property
+    def buffer(self) -> ResumedBuffer:
+        return ResumedBuffer(
+            checkpointed=self.state.checkpointed_buffer,
+            batches=self.found.batches,
+            num_groups=len(self.found.groups),
+        )
+
+    @property
+    def num_next_prompts(self) -> int:
+        """Prompts to submit before all groups that were found can be restored."""
+        return max(0, self.found.num_prompts - self.state.buffer.num_submitted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +119,10 @@ def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resume
     except ValueError as error:
         raise ConfigError([Problem(field="--resume", value=choice, remedy=str(error))]) from None
     raise_if_any(check_resumable(state, folder, config, facts))
-    ledger = RunDir(path=Path(config.run_dir)).ledger
-    raise_if_any(check_ledger(ledger, state.checkpointed_buffer, checkpoint=folder))
-    return Resumed(folder=folder.resolve(), state=state)
+    run_dir = RunDir(path=Path(config.run_dir))
+    lost = check_ledger(run_dir.ledger, state.checkpointed_buffer, checkpoint=folder)
+    found = find_groups(run_dir.payloads, state, config, lost)
+    return Resumed(folder=folder.resolve(), state=state, found=found)
 
 
 def open_files(config: RunConfig, resumed: Resumed | None) -> RunFiles:
@@ -141,6 +158,8 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
         yield f"{run_dir.ledger.name} is missing: a new one begins after step {step}"
     elif num_torn_bytes := cut_torn_line(run_dir.ledger):
         yield f"{num_torn_bytes} bytes of an unfinished last line of {run_dir.ledger.name} removed"
+    yield from resumed.found.messages(step)
+    remove_others(run_dir.payloads, resumed.found.groups)
     for file in (run_dir.metrics, run_dir.rollouts):
         cut = cut_after(file, step)
         if cut is not None:

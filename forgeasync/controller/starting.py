@@ -87,7 +87,7 @@ async def start_roles(
                 fleet,
                 config,
                 run_dir.ledger.resolve(),
-                None if resumed is None else resumed.state.checkpointed_buffer,
+                None if resumed is None else resumed.buffer,
             )
         )
         environment = starting.create_task(

@@ -22,6 +22,7 @@ from forgeasync.launch.hosts import remove_from
 from forgeasync.launch.kill_tree import kill_tree
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight, remove_in_flight
+from forgeasync.rollouts.kept_groups import try_write_kept
 from forgeasync.rollouts.run_folder import (
     create_run_folder,
     is_running,
@@ -72,6 +73,7 @@ class HostAgent(Actor):
         """Remove files from the run's folders, whose writer is gone; no error if they are not there."""
         remove_from(self._folders, files)
 
+    @concurrent_endpoint
     async def read_in_flight(self, folder: Path, group_ids: Sequence[int]) -> InFlightRead:
         """Read what a process of this host that is gone had in flight of some groups."""
         # In a thread, as the controller goes on asking whether the host is up.
@@ -81,6 +83,11 @@ class HostAgent(Actor):
     async def remove_in_flight(self, folder: Path) -> None:
         """Remove what such a process has logged; no error if there is nothing."""
         await asyncio.to_thread(remove_in_flight, folder)
+
+    @concurrent_endpoint
+    async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
+        """Write a finished group, whose arrays lie in ``source``, to a disk; what prevents it, in words."""
+        return await asyncio.to_thread(try_write_kept, target, facts, source)
 
     @concurrent_endpoint
     async def gpus(self) -> GpuFacts:

@@ -16,6 +16,7 @@ from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.kill_tree import kill_tree
 from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.rollouts.in_flight_log import InFlightRead, read_in_flight, remove_in_flight
+from forgeasync.rollouts.kept_groups import try_write_kept
 from forgeasync.rollouts.run_folder import (
     create_run_folder,
     is_running,
@@ -61,6 +62,10 @@ class Host(Protocol):
 
     async def remove_in_flight(self, folder: Path) -> None:
         """Remove what such a process has logged; no error if there is nothing."""
+        ...
+
+    async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
+        """Write a finished group, whose arrays lie in ``source``, to a disk; what prevents it, in words."""
         ...
 
 
@@ -179,6 +184,9 @@ class LocalHost:
 
     async def remove_in_flight(self, folder: Path) -> None:
         await asyncio.to_thread(remove_in_flight, folder)
+
+    async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
+        return await asyncio.to_thread(try_write_kept, target, facts, source)
 
 
 class LocalHosts:

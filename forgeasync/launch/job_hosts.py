@@ -107,6 +107,10 @@ class JobHost:
         """See ``Host``."""
         await self.agent.remove_in_flight.call_one(folder)
 
+    async def keep_group(self, target: Path, facts: bytes, source: str) -> str | None:
+        """See ``Host``."""
+        return await self.agent.keep_group.call_one(target, facts, source)
+
 
 def lost_words(hosts: Sequence[JobHost], why: str | None) -> str:
     """Words about those of ``hosts`` that are lost, the first one first: it may be why the others are.

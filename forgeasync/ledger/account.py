@@ -26,6 +26,7 @@ class Place(StrEnum):
 
 UNDER_WAY = frozenset({Place.STARTED, Place.SAMPLED, Place.SCORED})
 OPEN = UNDER_WAY | {Place.WAITING}
+LOSSES = frozenset({Place.FILTERED, Place.DROPPED, Place.UNFINISHED})
 ENDS = (Place.TRAINED, Place.SKIPPED, Place.FILTERED, Place.DROPPED, Place.UNFINISHED)
 
 
@@ -89,7 +90,10 @@ class Resumption:
     untrained_prompts: tuple[int, ...]
     """Those of them that had been trained on."""
     restarted_prompts: tuple[int, ...]
-    """Prompts whose groups were under way at the checkpoint: their samples are lost."""
+    """Prompts whose groups were under way at the checkpoint: their samples are lost, unless they are
+    restored."""
+    num_steps_again: int = 0
+    """Steps that are made again with the groups that they had."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,6 +107,8 @@ class Totals:
     num_attempts: int = 0
     num_reissued: int = 0
     num_restarted: int = 0
+    num_restored: int = 0
+    """Groups that came back from the disk when the run was resumed."""
     num_lost: Counter[DropReason] = field(default_factory=Counter)
     """Groups that were not trained on, also those whose prompts came again."""
     num_ended: Counter[Place] = field(default_factory=Counter)

@@ -8,16 +8,30 @@ A prompt is in one place at a time:
       again
 
 A run that is resumed goes on from the state at a line ``checkpointed``: all that happened after it is undone,
-and prompts whose groups were under way there wait again. What was undone stays on record.
+and prompts whose groups were under way there wait again. Those whose scored groups come back from the disk
+are ``restored``, which leads from waiting to scored. Steps may be made again, each with the prompts that it
+had. What was undone stays on record.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import Dropped, Sampled, Scored, Started, Submitted, Trained, Update
+from forgeasync.buffer.events import (
+    Dropped,
+    Restored,
+    Sampled,
+    Scored,
+    Started,
+    Submitted,
+    Trained,
+    Update,
+)
+from forgeasync.buffer.restoring import LostSteps
 from forgeasync.ledger.account import (
     ENDS,
+    LOSSES,
     OPEN,
     UNDER_WAY,
     Contradiction,
@@ -57,6 +71,8 @@ class Book:
         self._tasks: dict[int, tuple[str, str]] = {}
         self._marks: list[_Mark] = []
         self._life = 0
+        self._planned: list[tuple[int, ...]] = []
+        """Prompts of the next steps, if these are made again."""
 
     def apply(self, event: AnyEvent) -> None:
         """Take the next line's event.
@@ -80,6 +96,8 @@ class Book:
                 self._move(event, Place.STARTED, Place.SAMPLED)
             case Scored():
                 self._move(event, Place.SAMPLED, Place.SCORED)
+            case Restored():
+                self._restore(event)
             case Dropped():
                 self._drop(event)
             case Trained():
@@ -96,6 +114,19 @@ class Book:
     def open_prompts(self) -> dict[int, int]:
         """Prompts that have not ended, each with its attempt."""
         return {prompt: self._prompts[prompt].attempt for prompt in sorted(self._open)}
+
+    def lost_after(self, step: int) -> LostSteps:
+        """What a run loses that goes on from the checkpoint of ``step`` now."""
+        batches: dict[int, list[int]] = {one.step: [] for one in self.steps if one.step > step}
+        first_attempts: dict[int, int] = {}
+        for prompt, state in self._prompts.items():
+            if state.step is not None and state.step > step:
+                batches[state.step].append(prompt)
+            num_lost = state.attempt + (state.place in LOSSES)
+            if num_lost:
+                first_attempts[prompt] = num_lost
+        made = tuple(tuple(sorted(batches[one])) for one in sorted(batches))
+        return LostSteps(batches=(*made, *self._planned), first_attempts=first_attempts)
 
     def prompt(self, prompt: int) -> PromptState | None:
         """Return where a prompt is; None if it was not submitted, or ended before the ledger began."""
@@ -138,14 +169,17 @@ class Book:
             self._contradict(
                 f"prompt {event.prompt} was started as attempt {event.attempt}, but it {state.words()}"
             )
+        self._number_group(event, "started")
+        self.totals.num_attempts += 1
+        self._set(event.prompt, PromptState(Place.STARTED, state.attempt, self.num_lines, event.group))
+
+    def _number_group(self, event: Started | Restored, what: str) -> None:
         if event.group != self.totals.next_group:
             self._contradict(
-                f"prompt {event.prompt} was started as group {event.group}, but group "
+                f"prompt {event.prompt} was {what} as group {event.group}, but group "
                 f"{self.totals.next_group} comes next"
             )
         self.totals.next_group += 1
-        self.totals.num_attempts += 1
-        self._set(event.prompt, PromptState(Place.STARTED, state.attempt, self.num_lines, event.group))
 
     def _move(self, event: Sampled | Scored, source: Place, target: Place) -> None:
         state = self._known(event.prompt, f"was {target}")
@@ -154,6 +188,18 @@ class Book:
                 f"group {event.group} of prompt {event.prompt} was {target}, but the prompt {state.words()}"
             )
         self._set(event.prompt, PromptState(target, state.attempt, self.num_lines, event.group))
+
+    def _restore(self, event: Restored) -> None:
+        state = self._known(event.prompt, "was restored")
+        if state.place is not Place.WAITING or event.attempt < state.attempt:
+            self._contradict(
+                f"attempt {event.attempt} at prompt {event.prompt} was restored, but it {state.words()}"
+            )
+        if not self.resumptions:
+            self._contradict(f"prompt {event.prompt} was restored in a run that was not resumed")
+        self._number_group(event, "restored")
+        self.totals.num_restored += 1
+        self._set(event.prompt, PromptState(Place.SCORED, event.attempt, self.num_lines, event.group))
 
     def _drop(self, event: Dropped) -> None:
         state = self._known(event.prompt, "was dropped")
@@ -189,6 +235,11 @@ class Book:
             self._contradict(
                 f"step {event.step} was trained on {len(event.prompts)} prompts and {len(event.groups)} "
                 f"groups; a step has {self.totals.groups_per_step}"
+            )
+        if self._planned and set(planned := self._planned.pop(0)) != set(event.prompts):
+            self._contradict(
+                f"step {event.step} was trained on prompts {_listed(event.prompts)}, but it was to be made "
+                f"again with prompts {_listed(planned)}"
             )
         place = Place.SKIPPED if event.update is Update.SKIPPED else Place.TRAINED
         for prompt, group in zip(event.prompts, event.groups, strict=True):
@@ -228,6 +279,7 @@ class Book:
         del self._marks[number + 1 :]
         mark = self._marks[number]
         mark.before.clear()
+        self._planned = list(event.batches)
         self.totals = mark.totals.copied()
         self.totals.groups_per_step = event.groups_per_step
         self.is_ended = False
@@ -247,6 +299,7 @@ class Book:
                 undone_prompts=tuple(undone),
                 untrained_prompts=tuple(one for one in undone if ended[one].place is Place.TRAINED),
                 restarted_prompts=tuple(restarted),
+                num_steps_again=len(event.batches),
             )
         )
         self.losses = [(line, reason) for line, reason in self.losses if line <= event.line]
@@ -307,6 +360,10 @@ class Book:
 
     def _contradict(self, words: str) -> NoReturn:
         raise Contradiction(self.num_lines, words)
+
+
+def _listed(prompts: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(prompts)))
 
 
 def _tag(event: AnyEvent) -> str:

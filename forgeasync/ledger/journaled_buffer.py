@@ -24,6 +24,7 @@ from forgeasync.ledger.lines import (
     Ended,
     Opened,
     Resumed,
+    ResumedBuffer,
 )
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class JournaledBuffer(AsyncReplayBuffer):
 
 
 def open_buffer(
-    state: ReplayBuffer, file: Path, config: RunConfig, resumed: CheckpointedBuffer | None
+    state: ReplayBuffer, file: Path, config: RunConfig, resumed: ResumedBuffer | None
 ) -> JournaledBuffer:
     """Begin the ledger of a run, or go on with it. Without a file a resumed run begins one at its step.
 
@@ -109,9 +110,10 @@ def open_buffer(
     if resumed is not None and file.exists():
         opened, position = JournalFile.reopen(file)
         event = Resumed(
-            step=resumed.snapshot.trainer_version,
-            line=resumed.ledger.num_lines,
+            step=resumed.checkpointed.snapshot.trainer_version,
+            line=resumed.checkpointed.ledger.num_lines,
             groups_per_step=groups_per_step,
+            batches=resumed.batches,
         )
     else:
         opened, position = JournalFile.create(file), START

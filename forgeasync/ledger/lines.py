@@ -20,6 +20,7 @@ from forgeasync.buffer.events import (
     AnyPromptEvent,
     Count,
     Dropped,
+    Restored,
     Sampled,
     Scored,
     Started,
@@ -66,6 +67,8 @@ class Resumed(LedgerEvent, frozen=True, kw_only=True, tag="resumed"):
     line: Count
     """Line that the checkpoint's ``checkpointed`` is in."""
     groups_per_step: Count
+    batches: tuple[tuple[Count, ...], ...] = ()
+    """Prompts of the next steps, which are made again with the groups that they had before."""
 
 
 class Ended(LedgerEvent, frozen=True, kw_only=True, tag="ended"):
@@ -78,7 +81,17 @@ AnyEvent = AnyPromptEvent | Opened | Checkpointed | Resumed | Ended
 
 # A union that is written out, as its decoder wants it.
 _DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(
-    Submitted | Started | Sampled | Scored | Dropped | Trained | Opened | Checkpointed | Resumed | Ended
+    Submitted
+    | Started
+    | Sampled
+    | Scored
+    | Restored
+    | Dropped
+    | Trained
+    | Opened
+    | Checkpointed
+    | Resumed
+    | Ended
 )
 
 _LINE = re.compile(
@@ -105,6 +118,17 @@ class CheckpointedBuffer:
     snapshot: BufferSnapshot
     ledger: LedgerPosition
     """The ledger with all that had happened by then; its last line is the ``checkpointed``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedBuffer:
+    """The replay buffer of a run that goes on from a checkpoint."""
+
+    checkpointed: CheckpointedBuffer
+    batches: tuple[tuple[int, ...], ...] = ()
+    """See ``Resumed.batches``."""
+    num_groups: int = 0
+    """Groups that will be restored."""
 
 
 class BadLine(ValueError):

@@ -42,6 +42,7 @@ class Verdict:
             "attempts": totals.num_attempts,
             "reissued": totals.num_reissued,
             "restarted": totals.num_restarted,
+            "restored": totals.num_restored,
             "lost_groups": {reason.value: num for reason, num in sorted(totals.num_lost.items())},
             "resumptions": [
                 {
@@ -52,6 +53,7 @@ class Verdict:
                     "untrained_prompts": one.untrained_prompts,
                     "undone_prompts": one.undone_prompts,
                     "restarted_prompts": one.restarted_prompts,
+                    "steps_again": one.num_steps_again,
                 }
                 for one in book.resumptions
             ],
@@ -72,6 +74,7 @@ class Verdict:
             ("  open", len(book.open_prompts), "wait for the run to be resumed" if book.open_prompts else ""),
             ("attempts", totals.num_attempts, f"{totals.num_reissued} prompts came again for a lost group"),
             ("restarts", totals.num_restarted, "groups under way at a checkpoint that was resumed from"),
+            ("restored", totals.num_restored, "groups that came back from the disk"),
         ]
         if before := num_before(self.reading):
             rows.insert(1, ("  before this ledger", before, ""))
@@ -145,5 +148,7 @@ def _undone(one: Resumption) -> Iterable[str]:
     others = sorted(set(one.undone_prompts) - set(one.untrained_prompts))
     if others:
         yield f"other ends undone: prompts {ranges(others)}"
+    if one.num_steps_again:
+        yield f"{one.num_steps_again} of them made again with the same groups"
     if one.restarted_prompts:
         yield f"restarted: prompts {ranges(one.restarted_prompts)}"

@@ -1,32 +1,43 @@
-"""Whether a run can be resumed with the ledger in its folder."""
+"""Whether a run can be resumed with the ledger in its folder, and what it then loses."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from forgeasync.buffer.restoring import LostSteps
 from forgeasync.ledger.account import Contradiction
 from forgeasync.ledger.lines import CheckpointedBuffer, Resumed
-from forgeasync.ledger.reading import LedgerUnreadable, read_ledger
-from forgeasync.schema.problems import Problem
+from forgeasync.ledger.reading import LedgerReading, LedgerUnreadable, read_ledger
+from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 
 FIELD = "--resume"
 
 
-def check_ledger(file: Path, resumed: CheckpointedBuffer, *, checkpoint: Path) -> Iterator[Problem]:
-    """Find what in the ledger contradicts itself or the checkpoint. A run may go on without a ledger."""
+def check_ledger(file: Path, resumed: CheckpointedBuffer, *, checkpoint: Path) -> LostSteps | None:
+    """Check the ledger against itself and the checkpoint; what the run loses that goes on from there.
+
+    None: there is no ledger. A run may go on without one.
+
+    Raises:
+        ConfigError: something contradicts.
+    """
     if not file.exists():
-        return
-    at, snapshot = resumed.ledger, resumed.snapshot
-
-    def problem(remedy: str) -> Problem:
-        return Problem(field=FIELD, value=str(checkpoint), remedy=f"{remedy}")
-
+        return None
+    value = str(checkpoint)
     try:
-        reading = read_ledger(file, line=at.num_lines)
+        reading = read_ledger(file, line=resumed.ledger.num_lines)
     except LedgerUnreadable as error:
-        yield problem(f"needs the ledger up to line {at.num_lines}, but {error}")
-        return
+        remedy = f"needs the ledger up to line {resumed.ledger.num_lines}, but {error}"
+        raise ConfigError([Problem(field=FIELD, value=value, remedy=remedy)]) from None
+    lost = reading.book.lost_after(resumed.snapshot.trainer_version)
+    remedies = _contradictions(file, reading, resumed)
+    raise_if_any(Problem(field=FIELD, value=value, remedy=remedy) for remedy in remedies)
+    return lost
+
+
+def _contradictions(file: Path, reading: LedgerReading, resumed: CheckpointedBuffer) -> Iterator[str]:
+    at, snapshot = resumed.ledger, resumed.snapshot
     if reading.contradiction is not None:
-        yield problem(f"the ledger contradicts itself: {file}, {reading.contradiction}")
+        yield f"the ledger contradicts itself: {file}, {reading.contradiction}"
         return
     if reading.checksum_at != at.checksum:
         found = (
@@ -34,7 +45,7 @@ def check_ledger(file: Path, resumed: CheckpointedBuffer, *, checkpoint: Path) -
             if reading.checksum_at is None
             else f"has {reading.checksum_at:08x} there"
         )
-        yield problem(
+        yield (
             f"is not of the run that {file} is the ledger of: in the checkpoint line {at.num_lines} has the "
             f"checksum {at.checksum:08x}, the ledger {found}"
         )
@@ -48,7 +59,7 @@ def check_ledger(file: Path, resumed: CheckpointedBuffer, *, checkpoint: Path) -
     try:
         book.apply(event)
     except Contradiction as error:
-        yield problem(f"contradicts the ledger: {file}, {error}")
+        yield f"contradicts the ledger: {file}, {error}"
         return
     waiting = (*snapshot.started, *snapshot.complete, *snapshot.pending)
     for what, saved, now in (
@@ -61,4 +72,4 @@ def check_ledger(file: Path, resumed: CheckpointedBuffer, *, checkpoint: Path) -
         ),
     ):
         if saved != now:
-            yield problem(f"contradicts the ledger: {what}: {saved} in the checkpoint, {now} in {file}")
+            yield f"contradicts the ledger: {what}: {saved} in the checkpoint, {now} in {file}"

@@ -91,7 +91,32 @@ LOAD = Topic(
         Metric(key="buffer/num_reissued", meaning="Prompts so far that came again for a lost group."),
         Metric(
             key="buffer/num_restarted",
-            meaning="Prompts so far whose groups were lost when a run was interrupted.",
+            meaning="Prompts so far whose groups were under way at a checkpoint from which the run was "
+            "resumed.",
+        ),
+        Metric(
+            key="buffer/num_restored",
+            meaning="Finished groups that came back from the disk when the run was resumed last, instead of "
+            "being sampled again.",
+        ),
+        Metric(
+            key="buffer/num_left_out_groups",
+            meaning="Finished groups on the disk that were sampled again when the run was resumed last: "
+            "torn, too old, of another config, or of weights that were lost.",
+        ),
+        Metric(
+            key="buffer/num_kept_groups",
+            meaning="Finished groups that are on the disk now, for a run that is resumed.",
+        ),
+        Metric(
+            key="buffer/num_unkept_groups",
+            meaning="Finished groups so far that could not be written to the disk. A resumed run would "
+            "sample them again.",
+        ),
+        Metric(
+            key="buffer/kept_behind_s",
+            meaning="Longest time since the step before from the end of a group's scoring until it was on "
+            "the disk, or refused.",
         ),
         Metric(
             key="dropped/<reason>",
@@ -222,6 +247,10 @@ PAYLOADS = Topic(
         Metric(
             key="payload/num_read_shared",
             meaning="Payloads that the first trainer rank read from its own host's shared memory.",
+        ),
+        Metric(
+            key="payload/num_read_disk",
+            meaning="Payloads of restored groups that the first trainer rank read from the run's folder.",
         ),
         Metric(
             key="payload/num_read_remote",

@@ -12,6 +12,7 @@ runs/<name>-<time>/
     serving.json     where people are served, with the token if the run has made one; for its owner only
     artifacts/       files that these episodes have kept
     bad_steps/       batches of steps that were not made because something was not finite, or far too large
+    payloads/        finished groups that no checkpoint has, for a run that is resumed
     checkpoints/     what a later run resumes from or samples with
     logs/            output of the controller's libraries and of every actor process
     tensorboard/     event files
@@ -113,7 +114,7 @@ class RunDir:
             return []
         self.claim()
         files = (self.metrics, self.rollouts, self.ledger, self.faults, self.procs, self.config)
-        left = (*files, self.artifacts, self.bad_steps, self.logs, self.tensorboard)
+        left = (*files, self.artifacts, self.bad_steps, self.payloads, self.logs, self.tensorboard)
         return [put_aside(path).name for path in left if path.exists()]
 
     @property
@@ -176,6 +177,10 @@ class RunDir:
     def artifacts(self) -> Path:
         """Files that episodes have kept, in a folder for each attempt; made when the first is kept."""
         return self.path / "artifacts"
+
+    @property
+    def payloads(self) -> Path:
+        return self.path / "payloads"
 
     @property
     def checkpoints(self) -> Path:

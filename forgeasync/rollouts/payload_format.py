@@ -18,11 +18,16 @@ class PayloadTorn(ValueError):
     """The bytes found are not those that were written."""
 
 
+EVERY_HOST = ""
+"""``host_id`` of a file on a disk that all hosts of the run see."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
     """The place of one payload, and how to verify that its bytes are the right ones.
 
-    ``file`` is a path on the host ``host_id``; the payload is its bytes [offset, offset + num_bytes).
+    ``file`` is a path on the host ``host_id``, or on ``EVERY_HOST``; the payload is its bytes [offset,
+    offset + num_bytes).
     ``checksum`` is the xxh3_64 of the payload's body; ``payload_id`` is unique in the run.
     """
 

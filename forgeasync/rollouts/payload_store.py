@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from forgeasync.rollouts.payload_format import (
+    EVERY_HOST,
     PayloadRef,
     align,
     gone,
@@ -210,7 +211,7 @@ def map_payload(ref: PayloadRef, *, is_writable: bool = False) -> memoryview:
 
 
 class PayloadReader:
-    """Reads payloads that lie on its own host."""
+    """Reads payloads that lie on its own host, or on a disk that it shares with others."""
 
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
@@ -226,7 +227,7 @@ class PayloadReader:
             PayloadTorn: the bytes are not those that were written.
             ValueError: the payload lies on another host.
         """
-        if ref.host_id != self._host_id:
+        if ref.host_id not in (self._host_id, EVERY_HOST):
             raise ValueError(
                 f"payload {ref.payload_id} is on host {ref.host_id}, this is host {self._host_id}; "
                 "must be read with a RemotePayloadReader"

@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 
 from forgeasync.rollouts.kept_tokens import KeptTokens
-from forgeasync.rollouts.payload_format import PayloadRef, group_num_bytes
+from forgeasync.rollouts.payload_format import EVERY_HOST, PayloadRef, group_num_bytes
 from forgeasync.rollouts.routing import RoutedExperts
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.rollouts.task import Task
@@ -192,6 +192,11 @@ class Group:
                 for ref in (branch.prompt, branch.response)
             ]
         )
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether its arrays are on a disk since before the run was resumed."""
+        return self.rollouts[0].branches[0].response.host_id == EVERY_HOST
 
     @property
     def first_version(self) -> int:

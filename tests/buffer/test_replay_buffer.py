@@ -296,6 +296,7 @@ def test_what_is_counted() -> None:
         "buffer/num_complete": 1,
         "buffer/num_reissued": 1,
         "buffer/num_restarted": 0,
+        "buffer/num_restored": 0,
         "load/bound": 4,
         "load/trainer_waits": 0.0,
         "load/generators_wait": 0.0,

@@ -17,9 +17,12 @@ from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.buffer.decisions import AGE_REASONS, Batch, BufferSnapshot, Committed, DropReason
 from forgeasync.buffer.events import Update
 from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
+from forgeasync.buffer.submissions import Submission
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.buffer import AgeOf
+from forgeasync.config.run import RunConfig
 from forgeasync.config.weights import Interruption
+from forgeasync.controller.kept_groups import FoundGroups
 from forgeasync.controller.recorder import StepRecord, StepTimes
 from forgeasync.controller.resume import Resumed
 from forgeasync.controller.starting import start_roles
@@ -28,6 +31,8 @@ from forgeasync.environments.reward import Response
 from forgeasync.ledger.lines import START
 from forgeasync.observability.failures import root_cause
 from forgeasync.observability.run_dir import RunDir
+from forgeasync.rollouts.kept_groups import KeptGroup
+from forgeasync.rollouts.payload_format import EVERY_HOST, PayloadRef
 from forgeasync.rollouts.rollout import Group, GroupProgress, StoredRollout
 from forgeasync.rollouts.score import Score, Step
 from forgeasync.rollouts.task import Task
@@ -46,6 +51,7 @@ from tests.support.loops import (
     StartingFleet,
     Trainer,
     make_config,
+    make_files,
     make_prepared,
     make_problem,
     make_roles,
@@ -56,6 +62,20 @@ from tests.support.rollouts import make_stored_rollout
 
 SECONDS = 10.0
 """Nothing here waits: past this a loop is stuck."""
+
+RESUMED_AT = BufferSnapshot(
+    trainer_version=2,
+    num_submitted=6,
+    next_group_id=6,
+    started=(),
+    complete=(),
+    pending=(),
+    num_reissued=0,
+    num_restarted=0,
+    deficits=(),
+    num_censored=0,
+)
+"""A buffer with nothing in it after two steps."""
 
 
 def run_to_the_end(folder: Path, *overrides: str, **parts: object) -> GrpoRun:
@@ -421,7 +441,8 @@ def test_groups_that_became_too_old_are_freed(tmp_path: Path) -> None:
         await run.complete(groups[0])
         assert generators.freed == list(groups[0].rollouts)
         await run.endings.free([groups[1]])
-        await run.endings.commit(trainer_wait_share=0.5, update=Update.MADE)
+        batch = Batch(trainer_version=0, groups=(groups[1],), weights=(1.0,))
+        await run.endings.commit(batch, trainer_wait_share=0.5, update=Update.MADE)
 
     asyncio.run(lose_all())
     assert generators.freed == [rollout for group in groups for rollout in group.rollouts]
@@ -511,18 +532,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
             assert min(self._fetched) >= 2, "they started under version 0, which is not the run's"
             return await super().sample_group(*arguments, **keywords)
 
-    snapshot = BufferSnapshot(
-        trainer_version=2,
-        num_submitted=6,
-        next_group_id=6,
-        started=(),
-        complete=(),
-        pending=(),
-        num_reissued=0,
-        num_restarted=0,
-        deficits=(),
-        num_censored=0,
-    )
+    snapshot = RESUMED_AT
     state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot, ledger=START)
     config = make_config(tmp_path, "max_steps=4")
     prepared = make_prepared(config, [make_problem(10)])
@@ -536,12 +546,62 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
         dataclasses.replace(prepared, resumed=Resumed(folder=tmp_path, state=state)),
         make_roles(prepared, trainer, generators, buffer),
         recorder=recorder,
-        checkpoints=tmp_path,
+        files=make_files(tmp_path),
     )
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
     assert len(trainer.steps) == 4 and trainer.num_staged == 3
     assert generators.prompts == prompts[6:]
     assert len(recorder.accuracies) == 1, "the evaluation before the first step was made before"
+
+
+def kept_group(task: Task, prompt: int, config: RunConfig) -> KeptGroup:
+    """A group with rewards 1, 2, ..., on a disk, that version 2 has sampled."""
+
+    def on_disk(ref: PayloadRef) -> PayloadRef:
+        return dataclasses.replace(ref, host_id=EVERY_HOST)
+
+    size = config.algorithm.group_size
+    rollouts = tuple(make_stored_rollout((2, 0, 4), text=f"{prompt}, {index}") for index in range(size))
+    kept = KeptGroup(
+        group=Group(group_id=77, draw_id=prompt, task=task, rollouts=rollouts),
+        rewards=tuple(map(float, range(size))),
+        kept=tuple(range(size)),
+        scores=tuple(Score(float(index), index > 0) for index in range(size)),
+    )
+    return kept.with_refs(on_disk)
+
+
+def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_path: Path) -> None:
+    """Prompts 6 to 9 were trained in steps 3 and 4, which are lost; they are on the disk."""
+    snapshot = dataclasses.replace(RESUMED_AT, num_submitted=7, pending=())
+    config = make_config(tmp_path, "max_steps=5", "max_off_policy_steps=1")
+    prepared = make_prepared(config, [make_problem(10)])
+    order = TaskOrder(prepared.train, seed=config.seed, position=0)
+    tasks = [order.next() for _ in range(12)]
+    snapshot = dataclasses.replace(snapshot, pending=(Submission(submission_id=6, task=tasks[6]),))
+    batches = ((6, 9), (7, 8))
+    found = FoundGroups(
+        groups=tuple(kept_group(tasks[prompt], prompt, config) for prompt in (6, 7, 8, 9)), batches=batches
+    )
+    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot, ledger=START)
+    resumed = Resumed(folder=tmp_path, state=state, found=found)
+    assert resumed.num_next_prompts == 3 and resumed.buffer.num_groups == 4
+    trainer, generators, recorder, buffer = Trainer(), Generators(), Recorder(), LocalBuffer(config)
+    trainer.steps += [[], []]
+    buffer.restore(snapshot, batches=batches, num_groups=4)
+    run = GrpoRun(
+        config,
+        dataclasses.replace(prepared, resumed=resumed),
+        make_roles(prepared, trainer, generators, buffer),
+        recorder=recorder,
+        files=make_files(tmp_path),
+    )
+    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    trained = [{item.branch.text.partition(",")[0] for item in step} for step in trainer.steps[2:4]]
+    assert trained == [{"6", "9"}, {"7", "8"}] and len(trainer.steps) == 5
+    assert {group.group_id for batch in recorder.batches[:2] for group in batch.groups} == {6, 7, 8, 9}
+    assert generators.prompts[:2] == [int(tasks[prompt].prompt) for prompt in (10, 11)]
+    assert not any("," in rollout.text for rollout in generators.freed), "they are in no shared memory"
 
 
 def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.filtering import AllFiltered
-from tests.support.loops import Recorder
+from tests.support.loops import Recorder, make_files
 from tests.support.models import write_random_model
 from tests.support.rollouts import make_ref, make_stored_rollout
 from tests.support.runs import tiny_config
@@ -166,12 +166,12 @@ async def _first_batch(
             prepared,
             make_roles(prepared, generators, scoring or make_scoring(), buffer),
             recorder=recorder,
-            checkpoints=log_dir,
+            files=make_files(log_dir),
         )
         loops = [asyncio.create_task(loop) for loop in (run.collect(), run.score())]
         batch = await asyncio.wait_for(run.buffer.take.call_one(), 120)
         await run.endings.free(batch.groups)
-        await run.endings.commit(trainer_wait_share=0.0, update=Update.MADE)
+        await run.endings.commit(batch, trainer_wait_share=0.0, update=Update.MADE)
         report = await run.buffer.report.call_one()
         for loop in loops:
             loop.cancel()
@@ -274,7 +274,7 @@ def test_a_run_that_filters_everything_says_so(tmp_path: Path) -> None:
                 prepared,
                 make_roles(prepared, Generators(), make_scoring(), buffer),
                 recorder=Recorder(),
-                checkpoints=tmp_path,
+                files=make_files(tmp_path),
             )
             collecting = asyncio.create_task(run.collect())
             with pytest.raises(ExceptionGroup) as ended:

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgeasync.buffer.decisions import DropReason
-from forgeasync.buffer.events import Dropped, Sampled, Scored, Started, Submitted, Trained, Update
+from forgeasync.buffer.events import (
+    Dropped,
+    Restored,
+    Sampled,
+    Scored,
+    Started,
+    Submitted,
+    Trained,
+    Update,
+)
+from forgeasync.buffer.restoring import LostSteps
 from forgeasync.ledger.account import Contradiction, Place
 from forgeasync.ledger.book import Book
 from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Resumed
@@ -229,6 +239,68 @@ def test_a_ledger_can_begin_later() -> None:
         read(msgspec.structs.replace(first, waiting=((7, 0),)))
 
 
+def restored(prompt: int, group: int, attempt: int = 0) -> Restored:
+    return Restored(prompt=prompt, attempt=attempt, group=group)
+
+
+def resumed(*batches: tuple[int, ...]) -> list[AnyEvent]:
+    """Step 1 is in a checkpoint, and step 2, of prompt 1, is lost."""
+    events = [*STEP_1, Checkpointed(step=1), *ready(1, 1), trained(2, 1, 1)]
+    return [*events, Resumed(step=1, line=len(STEP_1) + 1, groups_per_step=1, batches=batches)]
+
+
+def test_groups_that_come_back_are_scored_and_their_steps_are_made_again() -> None:
+    book = read(*resumed((1,)), restored(1, 1, attempt=2), trained(2, 1, 1), *submitted(2))
+    state = book.prompt(1)
+    assert state is not None and (state.place, state.attempt, state.group) == (Place.TRAINED, 2, 1)
+    assert book.totals.num_restored == 1 and book.totals.num_attempts == 1
+    (resumption,) = book.resumptions
+    assert resumption.undone_steps == (2,) and resumption.num_steps_again == 1
+
+
+def test_what_a_run_loses_is_what_it_has_made_and_what_it_was_to_make_again() -> None:
+    made = read(*resumed((1,), (2,)), restored(1, 1), trained(2, 1, 1))
+    assert made.lost_after(1) == LostSteps(batches=((1,), (2,)), first_attempts={})
+    assert made.lost_after(2) == LostSteps(batches=((2,),), first_attempts={})
+    lost = read(
+        *resumed(),
+        Started(prompt=1, attempt=0, group=1),
+        dropped(1, 1, DropReason.BAD_RECORD, again=True),
+        *submitted(2),
+        Started(prompt=2, attempt=0, group=2),
+        dropped(2, 2, DropReason.FILTERED, again=False),
+    )
+    assert lost.lost_after(1) == LostSteps(batches=(), first_attempts={1: 1, 2: 1})
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([*resumed(), restored(0, 1)], r"attempt 0 at prompt 0 was restored, but it was trained at step 1"),
+        ([*resumed(), restored(1, 2)], "prompt 1 was restored as group 2, but group 1 comes next"),
+        ([*resumed(), restored(5, 1)], "prompt 5 was restored, but it was not submitted"),
+        ([*STEP_1, restored(1, 1)], "prompt 1 was restored in a run that was not resumed"),
+        (
+            [*resumed((1,)), *submitted(2), *ready(2, 1), trained(2, 2, 1)],
+            "step 2 was trained on prompts 2, but it was to be made again with prompts 1",
+        ),
+        (
+            [
+                *resumed(),
+                Started(prompt=1, attempt=0, group=1),
+                dropped(1, 1, DropReason.LOST, again=True),
+                restored(1, 2),
+            ],
+            "attempt 0 at prompt 1 was restored, but it waits for attempt 1 to start",
+        ),
+    ],
+)
+def test_what_cannot_come_back_is_contradicted(events: list[AnyEvent], words: str) -> None:
+    with pytest.raises(Contradiction, match=words):
+        read(*events)
+    assert not is_consistent(plain(events))
+
+
 def is_followed(events: list[AnyEvent]) -> bool:
     try:
         read(*events)
@@ -257,6 +329,8 @@ def changed(event: AnyEvent, rng: random.Random) -> AnyEvent:
             other = rng.choice([value[1:], (*value, rng.randrange(4)), value[::-1]])
             if name == "waiting":
                 other = ((0, 0),)
+            elif name == "batches":
+                other = rng.choice([value[1:], ((0,), *value), value[::-1]])
         case DropReason():
             other = rng.choice(list(DropReason))
         case Update():

@@ -18,7 +18,7 @@ from forgeasync.checkpoint.run_state import RunState, model_shape
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.resume import find_checkpoint, open_files
 from forgeasync.ledger.journaled_buffer import JournaledBuffer, RunHasEnded, open_buffer
-from forgeasync.ledger.lines import CheckpointedBuffer, LedgerPosition
+from forgeasync.ledger.lines import CheckpointedBuffer, LedgerPosition, ResumedBuffer
 from forgeasync.ledger.resuming import check_ledger
 from forgeasync.rollouts.rollout import Group
 from forgeasync.schema.problems import ConfigError
@@ -43,7 +43,12 @@ class JournaledRun:
         if resumed is not None:
             state.restore(resumed.snapshot)
         self.folder = folder
-        self.buffer: JournaledBuffer = open_buffer(state, folder / "ledger.jsonl", config, resumed)
+        self.buffer: JournaledBuffer = open_buffer(
+            state,
+            folder / "ledger.jsonl",
+            config,
+            None if resumed is None else ResumedBuffer(checkpointed=resumed),
+        )
         self._version = state.snapshot().trainer_version
         self._num_submitted = state.num_submitted
         self._num_skipped = 0
@@ -288,9 +293,11 @@ class TestResuming:
         return asyncio.run(asyncio.wait_for(whole_run(tmp_path, make_tiny(tmp_path)), 60))
 
     def problems(self, tmp_path: Path, resumed: CheckpointedBuffer) -> list[str]:
-        return [
-            str(one) for one in check_ledger(tmp_path / "ledger.jsonl", resumed, checkpoint=Path("step-4"))
-        ]
+        try:
+            check_ledger(tmp_path / "ledger.jsonl", resumed, checkpoint=Path("step-4"))
+        except ConfigError as error:
+            return [str(one) for one in error.problems]
+        return []
 
     def test_a_ledger_that_fits_is_no_problem(self, tmp_path: Path, last: CheckpointedBuffer) -> None:
         assert self.problems(tmp_path, last) == []

@@ -1,51 +1,138 @@
 """Random histories of a real buffer with a ledger: runs that are killed, resumed, and end."""
 
+from collections.abc import Collection
+
 from hypothesis import strategies as st
 
-from forgeasync.buffer.decisions import DropReason
+from forgeasync.buffer.ages import reference_version
+from forgeasync.buffer.decisions import Batch, DropReason
+from forgeasync.buffer.restoring import Candidate, RestorePlan, plan_restore
+from forgeasync.buffer.submissions import ATTEMPT_STRIDE, attempt_and_prompt
 from forgeasync.config.buffer import AccountingSection, BatchOrder, BufferSection, StaleGroups
 from forgeasync.ledger.lines import AnyEvent, Checkpointed, Ended, Resumed
-from tests.support.buffer_world import BufferWorld
+from forgeasync.rollouts.kept_groups import KeptGroup
+from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.score import Score
+from tests.support.buffer_world import EXACT, GROUP_SIZE, BufferWorld, make_task
 
 REASONS = (DropReason.BAD_RECORD, DropReason.CANCELLED, DropReason.FILTERED, DropReason.UNSCORED)
 
 
-class LedgerWorld(BufferWorld):
-    """A world whose run writes checkpoints and can be resumed from them."""
+DROP = BufferSection(
+    stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION, adapt_load=False, max_attempts=3
+)
 
-    def __init__(self, *, groups_per_step: int, k: int) -> None:
-        super().__init__(
-            groups_per_step=groups_per_step,
-            k=k,
-            section=BufferSection(
-                stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION, adapt_load=False, max_attempts=3
-            ),
-            accounting=AccountingSection(),
-        )
+
+class LedgerWorld(BufferWorld):
+    """A world whose run writes checkpoints and can be resumed from them.
+
+    The finished groups are on a disk. They come back, those of lost steps in the batches that they had.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        k: int,
+        section: BufferSection = DROP,
+        accounting: AccountingSection = EXACT,
+    ) -> None:
+        super().__init__(groups_per_step=groups_per_step, k=k, section=section, accounting=accounting)
         self.checkpoints = []
         """Line and snapshot of each that stands."""
+        self.disk: dict[int, KeptGroup] = {}
+        """Finished groups by draw id."""
+        self.taken: dict[int, set[int]] = {}
+        """Draw ids of the groups that each step was made with, and those to come will be made with again."""
+        self.plans: list[RestorePlan] = []
+
+    def score(self, group_id: int) -> None:
+        group = self.sampled[group_id]
+        super().score(group_id)
+        if group_id in self.buffer._entries:
+            kept = tuple(range(GROUP_SIZE))
+            scores = tuple(Score(1.0, True) for _ in kept)
+            self.disk[group.draw_id] = KeptGroup(
+                group=group, rewards=(1.0,) * GROUP_SIZE, kept=kept, scores=scores
+            )
+
+    def take(self) -> Batch | None:
+        batch = super().take()
+        if batch is not None:
+            for group in batch.groups:
+                newest = max(rollout.last_version for rollout in group.rollouts)
+                assert newest <= batch.trainer_version, "sampled under weights that there never were"
+            self.taken[self.trainer_version] = {group.draw_id for group in batch.groups}
+        return batch
 
     def checkpoint(self) -> None:
         snapshot = self.buffer.snapshot()
         self.note(Checkpointed(step=self.trainer_version))
         self.checkpoints.append((len(self.events), snapshot))
 
-    def resume(self, number: int) -> None:
-        """Kill the run, and go on from one of its checkpoints."""
+    def resume(self, number: int, *, missing: Collection[int] = ()) -> None:
+        """Kill the run, and go on from one of its checkpoints; files of ``missing`` draw ids are gone."""
         # The last events never reached the file.
         line, snapshot = self.checkpoints[number]
         del self.checkpoints[number + 1 :]
-        again = LedgerWorld(groups_per_step=self.groups_per_step, k=self.k)
-        again.buffer.restore(snapshot)
+        for draw_id in missing:
+            self.disk.pop(draw_id, None)
+        plan = plan_restore(
+            [self._candidate(draw_id, one) for draw_id, one in self.disk.items()],
+            self.book.lost_after(snapshot.trainer_version),
+            snapshot,
+            groups_per_step=self.groups_per_step,
+            max_off_policy_steps=self.k,
+        )
+        self.plans.append(plan)
+        again = LedgerWorld(
+            groups_per_step=self.groups_per_step,
+            k=self.k,
+            section=self.section,
+            accounting=self.buffer._accounting,
+        )
+        again.buffer.restore(snapshot, batches=plan.batches, num_groups=len(plan.restored))
         self.buffer = again.buffer
         self.trainer_version = self.served_version = snapshot.trainer_version
+        last = self.trainer_version + len(plan.batches)
+        self.taken = {step: draw_ids for step, draw_ids in self.taken.items() if step <= last}
         self.sampling, self.sampled = {}, {}
         self._num_tasks = snapshot.num_submitted
-        self.note(Resumed(step=self.trainer_version, line=line, groups_per_step=self.groups_per_step))
+        self.note(
+            Resumed(
+                step=self.trainer_version,
+                line=line,
+                groups_per_step=self.groups_per_step,
+                batches=plan.batches,
+            )
+        )
         waiting = self.buffer.snapshot().pending
         assert self.book.open_prompts == {
             one.submission_id: one.attempt for one in sorted(waiting, key=lambda one: one.submission_id)
         }
+        self._restore(plan)
+
+    def restored_of(self, prompts: Collection[int]) -> list[Group]:
+        """The groups on the disk of some prompts."""
+        return [one.group for draw_id, one in self.disk.items() if attempt_and_prompt(draw_id)[1] in prompts]
+
+    def _candidate(self, draw_id: int, one: KeptGroup) -> Candidate:
+        attempt, prompt = attempt_and_prompt(draw_id)
+        return Candidate(
+            prompt=prompt,
+            attempt=attempt,
+            reference=reference_version(one.group.rollouts, self.section.age_of),
+            last_version=max(rollout.last_version for rollout in one.group.rollouts),
+        )
+
+    def _restore(self, plan: RestorePlan) -> None:
+        while self._num_tasks <= max((one.prompt for one in plan.restored), default=-1):
+            self.buffer.submit(make_task(self._num_tasks))
+            self._num_tasks += 1
+        draw_ids = [one.attempt * ATTEMPT_STRIDE + one.prompt for one in plan.restored]
+        self.disk = {draw_id: self.disk[draw_id] for draw_id in draw_ids}
+        for one in self.disk.values():
+            self.buffer.restored(one)
 
     def end(self) -> None:
         now = self.buffer.snapshot()
@@ -79,7 +166,8 @@ def histories(draw: st.DrawFn, *, num_moves: int = 40) -> list[AnyEvent]:
                 world.checkpoint()
             case "resume" if world.checkpoints:
                 world.note()
-                world.resume(draw(st.integers(0, len(world.checkpoints) - 1)))
+                missing = draw(st.sets(st.sampled_from(sorted(world.disk)))) if world.disk else ()
+                world.resume(draw(st.integers(0, len(world.checkpoints) - 1)), missing=missing)
         world.note()
     if draw(st.booleans()):
         world.end()

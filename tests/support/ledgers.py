@@ -36,9 +36,9 @@ def is_intact(text: bytes) -> bool:
     return True
 
 
-# A prompt's story in letters: submitted w, started s, sampled m, scored c, dropped for another attempt d,
-# dropped for good x, trained t, restarted by a resumption r, unfinished u.
-_STORY = re.compile(r"w(s(m(c)?)?[dr])*(s(m(c)?)?x|smct|(s(m(c)?)?)?u?)")
+# A prompt's story in letters: submitted w, started s, sampled m, scored c, restored k, dropped for another
+# attempt d, dropped for good x, trained t, restarted by a resumption r, unfinished u.
+_STORY = re.compile(r"w((s(m(c)?)?|k)[dr])*((s(m(c)?)?|k)x|(smc|k)t|(s(m(c)?)?|k)?u?)")
 
 
 def is_consistent(events: Sequence[dict]) -> bool:
@@ -75,6 +75,8 @@ def _holds(events: Sequence[dict]) -> bool:
     stories: dict[int, str] = {}
     attempts: dict[int, int] = {}
     groups: dict[int, int] = {}
+    planned: list[list[int]] = []
+    is_resumed = False
     num_prompts = num_groups = step = groups_per_step = 0
     for event in events:
         kind = event["event"]
@@ -98,8 +100,18 @@ def _holds(events: Sequence[dict]) -> bool:
                 num_groups += 1
                 groups[event["prompt"]] = event["group"]
                 stories[event["prompt"]] += "s"
+            case "restored":
+                if event["group"] != num_groups or not is_resumed or event["prompt"] not in attempts:
+                    return False
+                if event["attempt"] < attempts[event["prompt"]]:
+                    return False
+                num_groups += 1
+                groups[event["prompt"]], attempts[event["prompt"]] = event["group"], event["attempt"]
+                stories[event["prompt"]] += "k"
             case "trained":
                 step += 1
+                if planned and set(planned.pop(0)) != set(event["prompts"]):
+                    return False
                 members = list(zip(event["prompts"], event["groups"], strict=False))
                 if event["step"] != step or not (
                     len(event["prompts"]) == len(event["groups"]) == groups_per_step
@@ -110,16 +122,17 @@ def _holds(events: Sequence[dict]) -> bool:
                     return False
             case "resumed":
                 groups_per_step = event["groups_per_step"]
+                planned, is_resumed = list(event["batches"]), True
                 for prompt, story in stories.items():
-                    if story[-1] in "smc":
+                    if story[-1] in "smck":
                         stories[prompt] = story + "r"
             case "ended":
-                left = sorted(prompt for prompt, story in stories.items() if story[-1] in "wsmcdr")
+                left = sorted(prompt for prompt, story in stories.items() if story[-1] in "wsmckdr")
                 if sorted(event["unfinished"]) != left:
                     return False
                 for prompt in left:
                     stories[prompt] += "u"
-        if kind in ("submitted", "started"):
+        if kind in ("submitted", "started", "restored"):
             continue
         for prompt, group in members:
             if prompt not in stories or groups.get(prompt) != group:

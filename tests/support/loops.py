@@ -29,14 +29,24 @@ from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.controller import starting
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import StepRecord
+from forgeasync.controller.resume import RunFiles
 from forgeasync.controller.starting import Roles
 from forgeasync.environments.reward import Response
 from forgeasync.faults.fault_log import FaultLog
 from forgeasync.faults.replica_states import ReplicaTable
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.ledger.book import Book
-from forgeasync.ledger.lines import FORMAT, START, CheckpointedBuffer, Opened
+from forgeasync.ledger.lines import (
+    FORMAT,
+    START,
+    Checkpointed,
+    CheckpointedBuffer,
+    Opened,
+    Resumed,
+    ResumedBuffer,
+)
 from forgeasync.observability.metrics import JsonLines
+from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.rollout import FinishReason, StoredRollout, VersionRange
@@ -75,8 +85,8 @@ class BookedBuffer(AsyncReplayBuffer):
         super().__init__(state)
         self.book: Book | None = None
 
-    def open_book(self, groups_per_step: int) -> None:
-        """Begin with what the buffer holds now."""
+    def open_book(self, groups_per_step: int, batches: Sequence[tuple[int, ...]] = ()) -> None:
+        """Begin with what the buffer holds now, as a run that was resumed here if steps are made again."""
         now = self.state.snapshot()
         self.book = Book()
         self.book.apply(
@@ -91,6 +101,11 @@ class BookedBuffer(AsyncReplayBuffer):
                 waiting=tuple((one.submission_id, one.attempt) for one in now.pending),
             )
         )
+        if batches:
+            self.book.apply(Checkpointed(step=now.trainer_version))
+            self.book.apply(
+                Resumed(step=now.trainer_version, line=2, groups_per_step=groups_per_step, batches=batches)
+            )
 
     def change(self, act: Callable[[ReplayBuffer], R]) -> R:
         result = super().change(act)
@@ -139,13 +154,16 @@ class LocalBuffer:
         self.take = Endpoint(buffer.take)
         self.committed = Endpoint(self._committed)
         self.snapshot = Endpoint(self._snapshot)
+        self.restored = Endpoint(buffer.restored)
         self.checkpoint = Endpoint(self._checkpoint)
         self.report = Endpoint(self._report)
 
-    def restore(self, snapshot: BufferSnapshot) -> None:
+    def restore(
+        self, snapshot: BufferSnapshot, *, batches: Sequence[tuple[int, ...]] = (), num_groups: int = 0
+    ) -> None:
         """Continue from a snapshot, as in a run that is resumed."""
-        self._buffer.state.restore(snapshot)
-        self._buffer.open_book(self._groups_per_step)
+        self._buffer.state.restore(snapshot, batches=batches, num_groups=num_groups)
+        self._buffer.open_book(self._groups_per_step, batches)
 
     @property
     def book(self) -> Book:
@@ -500,7 +518,7 @@ class StartingFleet:
             return make_scoring(config)
 
         async def buffer(
-            fleet: object, config: RunConfig, ledger: Path, resumed: CheckpointedBuffer | None
+            fleet: object, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None
         ) -> LocalBuffer:
             return LocalBuffer(config)
 
@@ -536,10 +554,10 @@ def make_problem(number: int) -> Task:
 
 
 def make_config(folder: Path, *overrides: str) -> RunConfig:
-    """A run of ``MAX_STEPS`` steps with two groups of four rollouts each."""
+    """A run of ``MAX_STEPS`` steps with two groups of four rollouts each, whose arrays lie nowhere."""
     file = folder / "run.yaml"
     file.write_text(MINIMAL)
-    return load_config([file], [f"max_steps={MAX_STEPS}", *overrides])
+    return load_config([file], [f"max_steps={MAX_STEPS}", "buffer.keep_groups=false", *overrides])
 
 
 def make_prepared(
@@ -601,5 +619,10 @@ def make_run(
         prepared,
         make_roles(prepared, trainer or Trainer(), generators or Generators(), LocalBuffer(config), groups),
         recorder=recorder or Recorder(),
-        checkpoints=Path(),
+        files=make_files(Path()),
     )
+
+
+def make_files(folder: Path) -> RunFiles:
+    """Where a run would write, if it kept groups."""
+    return RunFiles(run_dir=RunDir(path=folder), checkpoints=folder, messages=())

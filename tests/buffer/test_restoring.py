@@ -1,0 +1,204 @@
+"""Which finished groups a resumed run trains on, and when."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.buffer.decisions import BufferSnapshot, DropReason
+from forgeasync.buffer.restoring import Candidate, LeftOut, LostSteps, plan_restore
+from forgeasync.buffer.submissions import Submission
+from forgeasync.config.buffer import AgeOf, BatchOrder, BufferSection, StaleGroups
+from forgeasync.rollouts.kept_groups import KeptGroup
+from forgeasync.rollouts.rollout import Group
+from tests.support.buffer_world import EXACT, make_task, make_world
+from tests.support.ledger_histories import LedgerWorld
+from tests.support.rollouts import make_stored_rollout
+
+
+def snapshot(version: int, num_submitted: int, **waiting: int) -> BufferSnapshot:
+    """``waiting`` are prompts, as p3=1 for prompt 3 with its attempt 1."""
+    return BufferSnapshot(
+        trainer_version=version,
+        num_submitted=num_submitted,
+        next_group_id=100,
+        started=(),
+        complete=(),
+        pending=tuple(
+            Submission(submission_id=int(name[1:]), task=make_task(int(name[1:])), attempt=attempt)
+            for name, attempt in waiting.items()
+        ),
+        num_reissued=0,
+        num_restarted=0,
+        deficits=(),
+        num_censored=0,
+    )
+
+
+def candidate(prompt: int, first: int, last: int | None = None, *, attempt: int = 0) -> Candidate:
+    """Sampled under versions from ``first`` to ``last``."""
+    return Candidate(
+        prompt=prompt, attempt=attempt, reference=first, last_version=first if last is None else last
+    )
+
+
+def lost(*batches: tuple[int, ...], **first_attempts: int) -> LostSteps:
+    return LostSteps(
+        batches=batches, first_attempts={int(name[1:]): one for name, one in first_attempts.items()}
+    )
+
+
+def plan(
+    candidates: list[Candidate], steps: LostSteps, at: BufferSnapshot, *, k: int = 1
+) -> tuple[list[tuple[int, int]], list[tuple[int, ...]], dict[LeftOut, int]]:
+    """What is restored (prompt, attempt), the batches, and what is not."""
+    found = plan_restore(candidates, steps, at, groups_per_step=2, max_off_policy_steps=k)
+    restored = [(one.prompt, one.attempt) for one in found.restored]
+    return restored, list(found.batches), {reason: num for reason, num in found.left_out.items() if num}
+
+
+def test_lost_steps_are_made_again_and_what_waited_waits_again() -> None:
+    """From step 2: steps 3 and 4 are lost, and prompt 9 was complete."""
+    groups = [candidate(4, 2), candidate(5, 2), candidate(7, 3), candidate(6, 2, 3), candidate(9, 3, 4)]
+    assert plan(groups, lost((4, 5), (6, 7)), snapshot(2, 6, p4=0, p5=0)) == (
+        [(4, 0), (5, 0), (6, 0), (7, 0), (9, 0)],
+        [(4, 5), (6, 7)],
+        {},
+    )
+
+
+def test_from_the_first_step_that_lacks_a_group_on_weights_are_lost() -> None:
+    """Step 4 lacks the group of prompt 7: version 4 will be another one."""
+    groups = [candidate(4, 2), candidate(5, 2), candidate(6, 3), candidate(8, 3), candidate(9, 4)]
+    restored, batches, left_out = plan(groups, lost((4, 5), (6, 7)), snapshot(2, 6, p4=0, p5=0))
+    assert batches == [(4, 5)] and left_out == {LeftOut.LOST_WEIGHTS: 1}
+    assert restored == [(4, 0), (5, 0), (6, 0), (8, 0)]
+
+
+def test_what_is_too_old_or_was_dropped_is_left_out() -> None:
+    groups = [
+        candidate(4, 1),
+        candidate(5, 0),
+        candidate(6, 2),
+        candidate(7, 2),
+        candidate(1, 0),
+        candidate(8, 2, attempt=1),
+    ]
+    at = snapshot(2, 8, p4=0, p5=0, p6=1, p7=0)
+    restored, batches, left_out = plan(groups, lost(p7=1, p8=1), at)
+    assert restored == [(4, 0), (8, 1)] and batches == []
+    # Prompt 1 had ended, attempts at 6 and 7 were lost.
+    assert left_out == {LeftOut.OLD: 1, LeftOut.ENDED: 3}
+
+
+def test_steps_of_another_size_or_of_an_age_that_is_no_longer_allowed_are_not_made_again() -> None:
+    groups = [candidate(prompt, 1) for prompt in (4, 5, 6)]
+    at = snapshot(2, 7, p4=0, p5=0, p6=0)
+    assert plan(groups, lost((4, 5, 6)), at)[:2] == ([(4, 0), (5, 0), (6, 0)], [])
+    assert plan(groups, lost((4, 5)), at, k=0) == ([], [], {LeftOut.OLD: 3})
+
+
+def test_of_two_attempts_the_later_one_stands() -> None:
+    groups = [candidate(4, 2), candidate(4, 2, attempt=1)]
+    assert plan(groups, lost(), snapshot(2, 6, p4=0)) == ([(4, 1)], [], {LeftOut.ENDED: 1})
+
+
+def kept(prompt: int, version: int) -> KeptGroup:
+    rollouts = (make_stored_rollout((version, 0, 4)),) * 2
+    group = Group(group_id=55, draw_id=prompt, task=make_task(prompt), rollouts=rollouts)
+    return KeptGroup(group=group, rewards=(1.0,), kept=(1,), scores=None)
+
+
+def test_the_buffer_takes_restored_groups_as_if_they_had_come_in_their_time() -> None:
+    """The groups of the steps that are made again wait for each other; others do not take their places."""
+    world = make_world(2, 1, longest_first=False)
+    world.buffer.restore(snapshot(2, 6, p4=0, p5=0), batches=[(4, 7), (5, 6)], num_groups=4)
+    for prompt in (6, 7, 8, 9):
+        world.buffer.submit(make_task(prompt))
+    buffer = world.buffer
+    for prompt in (4, 5, 6):
+        buffer.restored(kept(prompt, 2))
+    assert buffer.take() is None, "prompt 7's group is missing"
+    restored = buffer.restored(kept(7, 2))
+    assert restored.group_id == 103 and restored.draw_id == 7
+    start = buffer.start()
+    assert start is None, "two batches are there, and version 2 is served"
+    batch = buffer.take()
+    assert batch is not None and [group.draw_id for group in batch.groups] == [4, 7]
+    assert [len(group.rollouts) for group in batch.groups] == [1, 1] and batch.groups[0].rewards == (1.0,)
+    buffer.committed(trainer_wait_share=0.0)
+    batch = buffer.take()
+    assert batch is not None and [group.draw_id for group in batch.groups] == [5, 6]
+    buffer.committed(trainer_wait_share=0.0)
+    buffer.set_served_version(4)
+    starts = [buffer.start(), buffer.start()]
+    assert [one.task.task_id for one in starts if one is not None] == ["8", "9"]
+    assert buffer.metrics()["buffer/num_restored"] == 4
+
+
+def test_a_group_of_another_task_is_refused() -> None:
+    world = make_world(2, 1)
+    world.buffer.restore(snapshot(2, 6, p4=0))
+    with pytest.raises(ValueError, match="is task '4' of 's', and was task '5' of 's'"):
+        one = kept(5, 2)
+        world.buffer._submissions.claim(4, one.group.task)
+
+
+SECTIONS = st.sampled_from(
+    [
+        BufferSection(adapt_load=False),
+        BufferSection(adapt_load=False, age_of=AgeOf.NEWEST_TOKEN),
+        BufferSection(adapt_load=False, age_of=AgeOf.TOKEN),
+        BufferSection(adapt_load=False, max_in_flight=2),
+        BufferSection(adapt_load=True),
+        BufferSection(adapt_load=False, stale_groups=StaleGroups.DROP),
+        BufferSection(adapt_load=False, stale_groups=StaleGroups.DROP, order=BatchOrder.COMPLETION),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), section=SECTIONS)
+def test_killed_anywhere_a_run_keeps_its_bounds_and_its_batches(
+    data: st.DataObject, section: BufferSection
+) -> None:
+    """The world's ``take`` checks ages token by token, its book every prompt. No group is ever too young."""
+    gps, k = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+    world = LedgerWorld(groups_per_step=gps, k=k, section=section, accounting=EXACT)
+    world.checkpoint()
+    moves = ["decode", "complete", "complete", "take", "take", "serve", "fail", "checkpoint", "kill"]
+    for _ in range(data.draw(st.integers(10, 60))):
+        world.start_all()
+        match data.draw(st.sampled_from(moves)):
+            case "decode" if world.sampling:
+                world.decode(data.draw(st.sampled_from(sorted(world.sampling))))
+            case "complete" if world.sampling:
+                group_id = data.draw(st.sampled_from(sorted(world.sampling)))
+                world.finish(group_id)
+                world.score(group_id)
+            case "take":
+                world.take()
+            case "serve":
+                world.serve(world.trainer_version)
+            case "fail" if world.sampling:
+                world.fail(data.draw(st.sampled_from(sorted(world.sampling))), DropReason.BAD_RECORD)
+            case "checkpoint":
+                world.checkpoint()
+            case "kill":
+                world.note()
+                missing = data.draw(st.sets(st.sampled_from(sorted(world.disk)))) if world.disk else ()
+                made, on_disk = dict(world.taken), set(world.disk) - set(missing)
+                world.resume(data.draw(st.integers(0, len(world.checkpoints) - 1)), missing=missing)
+                check_batches(world, made, on_disk)
+        world.note()
+    for _ in range(gps + 1):
+        world.finish_everything()
+    assert world.take() is not None, "it goes on"
+
+
+def check_batches(world: LedgerWorld, made: dict[int, set[int]], on_disk: set[int]) -> None:
+    """The steps that were made before are made again with the same groups, as far as they are all there."""
+    plan, first = world.plans[-1], world.trainer_version + 1
+    for number, batch in enumerate(plan.batches):
+        assert made[first + number] == {one.draw_id for one in world.restored_of(batch)}
+    end = first + len(plan.batches)
+    assert not made.get(end, {None}) <= on_disk, f"step {end} could be made again"

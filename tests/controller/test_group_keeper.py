@@ -1,0 +1,266 @@
+"""Finished groups on the disk of a run: written, removed when they are not needed, and found again."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forgeasync.buffer.decisions import BufferSnapshot
+from forgeasync.buffer.restoring import LeftOut, LostSteps
+from forgeasync.buffer.submissions import Submission
+from forgeasync.checkpoint.folders import RUN_FILE, checkpoint_name
+from forgeasync.checkpoint.run_state import RunState
+from forgeasync.config.run import RunConfig
+from forgeasync.controller import group_keeper
+from forgeasync.controller.group_keeper import GroupKeeper
+from forgeasync.controller.kept_groups import FoundGroups, find_groups, remove_others
+from forgeasync.launch.hosts import LOCAL_HOST_ID, LocalHost
+from forgeasync.ledger.lines import START
+from forgeasync.rollouts.kept_groups import SUFFIX, file_name, read_kept
+from forgeasync.rollouts.payload_store import PayloadWriter
+from forgeasync.rollouts.rollout import Group, StoredRollout
+from forgeasync.rollouts.score import Score
+from tests.support.buffer_world import make_task
+from tests.support.loops import make_config, make_prepared
+from tests.support.payloads import MIB, make_payload
+from tests.support.rollouts import make_stored_rollout
+
+SECONDS = 60.0
+KEEP, K = "buffer.keep_groups=true", "max_off_policy_steps=1"
+SCORES = (Score(1.0, True), Score(0.0, False))
+
+
+class World:
+    """A keeper beside a payload store; the disk has as much room as ``free_bytes`` says."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.config = make_config(folder, KEEP, K, *overrides)
+        self.folder, self.checkpoints, self.shared = (
+            folder / "payloads",
+            folder / "checkpoints",
+            folder / "shm",
+        )
+        self.checkpoints.mkdir()
+        self.shared.mkdir()
+        self.writer = PayloadWriter(self.shared, LOCAL_HOST_ID, MIB)
+        self.told: list[str] = []
+        host = LocalHost(LOCAL_HOST_ID, [])
+        self.keeper = GroupKeeper(
+            self.folder,
+            make_prepared(self.config),
+            checkpoints=self.checkpoints,
+            generators=SimpleNamespace(pool=SimpleNamespace(hosts=[host])),
+            tell=self.told.append,
+        )
+
+    def group(self, prompt: int) -> Group:
+        """A group whose arrays are in shared memory."""
+        prompt_ref, *responses = self.writer.write_group([make_payload(prompt, 10)] * 3)
+
+        def stored(index: int) -> StoredRollout:
+            rollout = make_stored_rollout((2, 0, 4), text=f"{prompt} {index}")
+            branch = dataclasses.replace(rollout.branches[0], prompt=prompt_ref, response=responses[index])
+            return dataclasses.replace(rollout, branches=(branch,))
+
+        return Group(
+            group_id=100 + prompt, draw_id=prompt, task=make_task(prompt), rollouts=(stored(0), stored(1))
+        )
+
+    def keep(self, group: Group) -> None:
+        self.keeper.keep(group, (1.0, 0.0), (0, 1), SCORES)
+
+    def add_checkpoint(self, step: int) -> None:
+        folder = self.checkpoints / checkpoint_name(step)
+        folder.mkdir()
+        (folder / RUN_FILE).touch()
+
+    def on_disk(self) -> list[int]:
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + SECONDS
+        while not holds():
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0.01)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        loop = asyncio.create_task(self.keeper.loop())
+        try:
+            yield
+        finally:
+            loop.cancel()
+            assert isinstance((await asyncio.gather(loop, return_exceptions=True))[0], asyncio.CancelledError)
+
+
+def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def go() -> None:
+        async with world.running():
+            groups = [world.group(prompt) for prompt in range(5)]
+            for group in groups:
+                world.keep(group)
+            await world.until(lambda: world.on_disk() == [0, 1, 2, 3, 4])
+            assert [one.text for one in read_kept(world.folder / file_name(3)).group.rollouts] == [
+                "3 0",
+                "3 1",
+            ]
+            world.keeper.trained(1, groups[:2])
+            world.keeper.trained(2, groups[2:3])
+            world.keeper.forget([groups[4].group_id])
+            await world.until(lambda: world.on_disk() == [0, 1, 2, 3])
+            world.add_checkpoint(1)
+            world.keeper.forget([])
+            await world.until(lambda: world.on_disk() == [2, 3])
+            metrics = world.keeper.metrics()
+            assert metrics["buffer/num_kept_groups"] == 2 and metrics["buffer/num_unkept_groups"] == 0
+            assert metrics["buffer/kept_behind_s"] > world.keeper.metrics()["buffer/kept_behind_s"] == 0.0
+            await world.keeper.end()
+        assert not world.folder.exists() and world.told == []
+
+    asyncio.run(go())
+
+
+def test_without_checkpoints_groups_that_were_trained_on_go_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path, "checkpoint.every_steps=null")
+
+    async def go() -> None:
+        async with world.running():
+            groups = [world.group(prompt) for prompt in range(2)]
+            for group in groups:
+                world.keep(group)
+            await world.until(lambda: world.on_disk() == [0, 1])
+            world.keeper.trained(1, groups[:1])
+            await world.until(lambda: world.on_disk() == [1])
+
+    asyncio.run(go())
+
+
+def test_a_group_that_is_dropped_before_its_turn_is_not_written(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def go() -> None:
+        first, second = world.group(0), world.group(1)
+        world.keep(first)
+        world.keep(second)
+        world.keeper.forget([first.group_id])
+        async with world.running():
+            await world.until(lambda: world.on_disk() == [1])
+
+    asyncio.run(go())
+    assert world.on_disk() == [1]
+
+
+def test_a_disk_without_room_is_told_once_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the next checkpoint is not touched."""
+    world = World(tmp_path)
+    free = 10**5
+    monkeypatch.setattr(group_keeper.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+
+    async def go() -> None:
+        nonlocal free
+        async with world.running():
+            world.keep(world.group(0))
+            world.keep(world.group(1))
+            await world.until(lambda: world.keeper.metrics()["buffer/num_unkept_groups"] == 2)
+            free = 10**15
+            world.keep(world.group(2))
+            await world.until(lambda: world.on_disk() == [2])
+
+    asyncio.run(go())
+    refused, again = world.told
+    assert "100,000 bytes left, and the next checkpoint and the trained model take" in refused
+    assert refused.startswith("warning: finished groups cannot be kept") and "kept on the disk again" in again
+
+
+def test_arrays_that_are_gone_are_counted_and_end_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def go() -> None:
+        group = world.group(0)
+        world.writer.free(group.rollouts[0].branches[0].response.file)
+        async with world.running():
+            world.keep(group)
+            await world.until(lambda: world.keeper.metrics()["buffer/num_unkept_groups"] == 1)
+
+    asyncio.run(go())
+    assert "No such file" in world.told[0] and world.on_disk() == []
+
+
+def written(folder: Path, num_groups: int) -> World:
+    """Groups of prompts 0, 1, ... sampled under version 2."""
+    world = World(folder)
+
+    async def go() -> None:
+        async with world.running():
+            for prompt in range(num_groups):
+                world.keep(world.group(prompt))
+            await world.until(lambda: len(world.on_disk()) == num_groups)
+
+    asyncio.run(go())
+    return world
+
+
+def state(config: RunConfig) -> RunState:
+    snapshot = BufferSnapshot(
+        trainer_version=2,
+        num_submitted=2,
+        next_group_id=9,
+        started=(),
+        complete=(),
+        pending=tuple(Submission(submission_id=prompt, task=make_task(prompt)) for prompt in (0, 1)),
+        num_reissued=0,
+        num_restarted=0,
+        deficits=(),
+        num_censored=0,
+    )
+    saved = config.model_dump(mode="json")
+    return RunState(step=2, elapsed_s=1.0, model={}, config=saved, buffer=snapshot, ledger=START)
+
+
+LOST = LostSteps(batches=((0, 1),), first_attempts={})
+
+
+def test_found_groups_are_those_that_are_whole_and_fit(tmp_path: Path) -> None:
+    world = written(tmp_path, 4)
+    torn = world.folder / file_name(3)
+    torn.write_bytes(torn.read_bytes()[:-1])
+    (world.folder / "half.unfinished").touch()
+    found = find_groups(world.folder, state(world.config), world.config, LOST)
+    assert [one.group.draw_id for one in found.groups] == [0, 1, 2] and found.batches == ((0, 1),)
+    assert found.num_left_out == found.left_out[LeftOut.TORN] == 1 and found.num_prompts == 3
+    assert list(found.messages(2)) == [
+        "3 finished groups come back from the disk; steps 3 to 3 are made again",
+        "1 finished groups are sampled again (torn 1)",
+    ]
+    remove_others(world.folder, found.groups)
+    assert sorted(path.name for path in world.folder.iterdir()) == [file_name(one) for one in (0, 1, 2)]
+
+
+def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    found = find_groups(tmp_path / "payloads", state(config), config, LOST)
+    assert found == FoundGroups() and list(found.messages(2)) == []
+    remove_others(tmp_path / "payloads", ())
+
+
+def test_groups_of_another_config_or_without_a_ledger_are_sampled_again(tmp_path: Path) -> None:
+    world = written(tmp_path, 2)
+    before = state(world.config)
+    assert find_groups(world.folder, before, world.config, None).left_out == {LeftOut.NO_LEDGER: 2}
+    changed = make_config(tmp_path, KEEP, K, "sampling.temperature=0.5", "algorithm.group_size=8")
+    found = find_groups(world.folder, before, changed, LOST)
+    assert found.groups == () and list(found.messages(2)) == [
+        "2 finished groups are sampled again (other_config 2): algorithm.group_size, sampling.temperature "
+        "changed"
+    ]
+    same = make_config(tmp_path, K, "max_steps=9", "timeouts.score_s=1")
+    assert len(find_groups(world.folder, before, same, LOST).groups) == 2

@@ -1,0 +1,154 @@
+"""A run whose controller is killed goes on with the groups that were finished, and samples none again."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from forgeasync.buffer.events import Restored, Sampled, Trained
+from forgeasync.buffer.submissions import attempt_and_prompt
+from forgeasync.checkpoint.folders import list_checkpoints, step_of
+from forgeasync.config.load import dump_config
+from forgeasync.config.run import CheckpointSection
+from forgeasync.ledger.lines import START, AnyEvent, Resumed, decode_line
+from forgeasync.rollouts.kept_groups import SUFFIX, KeptGroupTorn, read_kept
+from tests.support.app_runs import (
+    DEADLINE_S,
+    NEVER_ENDING,
+    check_ledger,
+    finish,
+    read_lines,
+    session_processes,
+    start,
+)
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+EVERY, NUM_MORE = 6, 3
+"""Steps between checkpoints, and steps that the resumed run makes after those that were lost."""
+
+
+def events_of(ledger: Path) -> list[AnyEvent]:
+    """All whole lines."""
+    events, position = [], START
+    for line in ledger.read_bytes().split(b"\n")[:-1]:
+        event, position = decode_line(line, position)
+        events.append(event)
+    return events
+
+
+def kill_everything(pid: int) -> None:
+    """Kill the controller, and wait until nothing of its run is left."""
+    os.kill(pid, signal.SIGKILL)
+    end_s = time.monotonic() + DEADLINE_S
+    while session_processes(pid):
+        assert time.monotonic() < end_s, "processes outlive their controller"
+        time.sleep(0.1)
+
+
+def texts_on_disk(run_dir: Path) -> dict[int, set[str]]:
+    """The texts of the whole groups in the run's folder, by prompt."""
+    found = {}
+    for file in (run_dir / "payloads").glob(f"*{SUFFIX}"):
+        try:
+            group = read_kept(file).group
+        except (KeptGroupTorn, FileNotFoundError):
+            continue
+        found[attempt_and_prompt(group.draw_id)[1]] = {rollout.text for rollout in group.rollouts}
+    return found
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    return max((step_of(folder) or 0 for folder in list_checkpoints(run_dir / "checkpoints")), default=0)
+
+
+def steps_after(events: list[AnyEvent], step: int) -> dict[int, set[int]]:
+    """The prompts of each later step."""
+    return {one.step: set(one.prompts) for one in events if isinstance(one, Trained) and one.step > step}
+
+
+def run_until_two_steps_would_be_lost(process: subprocess.Popen[str], run_dir: Path) -> None:
+    """Past a checkpoint, with the groups of the first step after it on the disk."""
+    end_s = time.monotonic() + DEADLINE_S
+    while True:
+        if step := newest_checkpoint(run_dir):
+            lost = steps_after(events_of(run_dir / "ledger.jsonl"), step)
+            if 2 <= len(lost) <= EVERY // 2 and lost[step + 1] <= texts_on_disk(run_dir).keys():
+                return
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s, "no two steps after a checkpoint"
+        time.sleep(0.02)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_a_killed_controller_goes_on_with_its_finished_groups(tmp_path: Path) -> None:
+    """It is killed once more as soon as it has gone on."""
+    config = tiny_config(write_random_model(tmp_path / "model", scale=4.0))
+    updates = {
+        "max_off_policy_steps": 2,
+        "checkpoint": CheckpointSection(every_steps=EVERY, keep=2),
+        "logging": config.logging.model_copy(update={"rollouts_per_step": 100}),
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config.model_copy(update=updates)))
+    run_dir = tmp_path / "run"
+    ledger, metrics = run_dir / "ledger.jsonl", run_dir / "metrics.jsonl"
+    process = start(file, f"run_dir={run_dir}", NEVER_ENDING)
+    run_until_two_steps_would_be_lost(process, run_dir)
+    kill_everything(process.pid)
+    finish(process)
+    first_step, before, on_disk = newest_checkpoint(run_dir), events_of(ledger), texts_on_disk(run_dir)
+    lost = steps_after(before, first_step)
+    assert lost, "steps that are lost with the processes"
+    # What was trained on by the checkpoint may not have been removed yet.
+    ended = set().union(*steps_after(before, 0).values()) - set().union(*lost.values())
+    finished = on_disk.keys() - ended
+
+    process = start(file, f"run_dir={run_dir}", NEVER_ENDING, "--resume", "latest")
+    end_s = time.monotonic() + DEADLINE_S
+    while not any(isinstance(one, Resumed) for one in events_of(ledger)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    kill_everything(process.pid)
+    finish(process)
+    assert texts_on_disk(run_dir).keys() >= finished
+
+    num_steps = max(lost) + NUM_MORE
+    before = events_of(ledger)
+    process = start(file, f"run_dir={run_dir}", f"max_steps={num_steps}", "--resume", "latest")
+    code, out, err = finish(process, deadline_s=600.0)
+    assert code == 0, err
+    after = events_of(ledger)[len(before) :]
+    (resumed,) = (one for one in after if isinstance(one, Resumed))
+    assert resumed.step == first_step
+    again = [set(batch) for batch in resumed.batches]
+    assert again and again == list(lost.values())[: len(again)]
+    restored = {one.prompt for one in after if isinstance(one, Restored)}
+    sampled = {one.prompt for one in after if isinstance(one, Sampled)}
+    assert restored <= finished and set().union(*again) <= restored
+    assert sampled and not sampled & restored, "none of it is sampled again"
+    trained = steps_after(after, 0)
+    assert list(trained.values())[: len(again)] == again, "the same batches"
+    assert restored <= set().union(*trained.values())
+    if set().union(*lost.values()) <= on_disk.keys():
+        assert len(again) == len(lost) and restored == finished, "all that was finished comes back"
+    assert f"{len(restored)} finished groups come back from the disk; steps {first_step + 1} to " in out
+
+    lines = read_lines(metrics)
+    assert [line["step"] for line in lines] == list(range(num_steps + 1))
+    assert all(0 <= line["off_policy/age_max"] <= 2 for line in lines[1:])
+    assert lines[-1]["buffer/num_restored"] == len(restored)
+    assert lines[first_step + 1]["payload/num_read_disk"] > 0
+    texts: dict[int, set[str]] = {}
+    for one in read_lines(run_dir / "rollouts.jsonl"):
+        texts.setdefault(one["step"], set()).add(one["response"])
+    for number, prompts in enumerate(again, start=first_step + 1):
+        assert texts[number] <= set().union(*(on_disk[prompt] for prompt in prompts)), "the old samples"
+    said = check_ledger(run_dir)
+    assert said["ends"]["trained"] == num_steps * 4 and said["restored"] == len(restored)
+    assert not (run_dir / "payloads").exists(), "nothing is kept of a run that has ended"
