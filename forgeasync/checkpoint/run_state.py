@@ -82,11 +82,11 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
             before, after = data_order(before), data_order(after)
         for path, saved, now in differences({field: before}, {field: after}):
             yield Problem(field=path, value=now, remedy=f"must be {saved!r} as in {folder}: {reason}")
-    if config.max_steps <= state.step:
+    if config.max_steps < state.step:
         yield Problem(
             field="max_steps",
             value=config.max_steps,
-            remedy=f"must be more than {state.step}, the steps that {folder} has behind it",
+            remedy=f"must be at least {state.step}, the steps that {folder} has behind it",
         )
 
 
