@@ -19,7 +19,7 @@ from tests.support.app_runs import check_ledger, finish, read_lines, run_here, s
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
-NUM_STEPS = 8
+NUM_STEPS = 24
 WAIT_S = 600.0
 END_S = 60.0
 
@@ -67,6 +67,11 @@ def newest(run_dir: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else -1
 
 
+def num_recovered(run_dir: Path) -> int:
+    file = run_dir / "faults.jsonl"
+    return file.read_text().count('"recovered"') if file.exists() else 0
+
+
 def semaphores() -> set[Path]:
     return set(SHARED_MEMORY.glob("sem.forgeasync-*"))
 
@@ -79,6 +84,11 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
     config_file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
     config_file.write_text(dump_config(config))
     semaphores_before = semaphores()
+    for name in ("imported", "second"):
+        (tmp_path / name).mkdir()
+    # What is imported once makes the second start quick: the first run must still be there.
+    code, _, err = run_here(tmp_path / "imported", "--config", str(config_file), "--dry-run")
+    assert code == 0, err
     process = start(config_file, f"run_dir={run_dir}", "--supervise")
     seen = Seen(process)
     try:
@@ -89,7 +99,6 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
         assert listed["controller"] == holder["pid"] and all(one["start_ticks"] for one in listed["procs"])
         environments = [Path(f"/proc/{one['pid']}/environ").read_bytes() for one in listed["procs"]]
         assert all(f"{RUN_MARK}={holder['mark']}".encode() in one for one in environments)
-        (tmp_path / "second").mkdir()
         second = ["--config", str(config_file), f"run_dir={run_dir}", "--resume", "latest"]
         code, _, err = run_here(tmp_path / "second", *second)
         assert code == 2 and f"(process {holder['pid']} on {holder['host']}, since " in err
@@ -97,7 +106,10 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
         seen.look()
         first = seen.running()
         os.kill(holder["pid"], signal.SIGKILL)
-        wait_until(lambda: newest(run_dir) >= 5 or process.poll() is not None, seen)
+        wait_until(lambda: num_recovered(run_dir) == 1 or process.poll() is not None, seen)
+        resumed_at = newest(run_dir)
+        assert resumed_at >= 2, "from a checkpoint"
+        wait_until(lambda: newest(run_dir) > resumed_at or process.poll() is not None, seen)
         assert process.poll() is None
         assert [one for one in first if is_running(one)] == [seen.root]
         assert not list(SHARED_MEMORY.glob(f"*-{holder['pid']}-*"))
