@@ -36,6 +36,8 @@ class RunState:
     model: dict[str, object]
     """The model's shape, by ``model_shape``."""
     config: dict[str, object]
+    problems: str
+    """Digest of the training problems in their order."""
     buffer: BufferSnapshot
     ledger: LedgerPosition
     """The run's ledger, which is on the disk up to here."""
@@ -88,6 +90,16 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
             value=config.max_steps,
             remedy=f"must be at least {state.step}, the steps that {folder} has behind it",
         )
+
+
+def check_problems(state: RunState, folder: Path, problems: str) -> Iterator[Problem]:
+    """Whether the training problems, by their digest, are those that the checkpoint's run has trained on.
+
+    A file can have other content under the name that the config says.
+    """
+    if state.problems != problems:
+        remedy = f"has become other data: the source must have {state.problems}, as in {folder}"
+        yield Problem(field="data", value=problems, remedy=f"{remedy}: {UNCHANGEABLE['data']}")
 
 
 _NOT_ORDER = frozenset({"reward", "renderer"})

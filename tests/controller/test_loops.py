@@ -503,7 +503,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
         deficits=(),
         num_censored=0,
     )
-    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot, ledger=START)
+    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, problems="", buffer=snapshot, ledger=START)
     config = make_config(tmp_path, "max_steps=4")
     prepared = make_prepared(config, [make_problem(10)])
     order = TaskOrder(prepared.train, seed=config.seed, position=0)

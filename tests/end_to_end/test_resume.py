@@ -219,6 +219,20 @@ def load(config_file: Path, *overrides: str) -> RunConfig:
     return load_config(config_file, overrides)
 
 
+def test_other_problems_under_the_same_names_are_refused(
+    config_file: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    """As if a file of the data had been written anew since."""
+    file = interrupted / "checkpoints" / "step-00000002" / "run.json"
+    state = json.loads(file.read_text())
+    now, state["problems"] = state["problems"], "64 problems, of another day"
+    file.write_text(json.dumps(state))
+    arguments = ["--config", str(config_file), f"run_dir={interrupted}", "--resume", "latest"]
+    code, _, err = run_here(tmp_path, *arguments)
+    assert code == 2 and now.startswith("64 problems, ")
+    assert f"data = {now!r}: has become other data: the source must have 64 problems, of another day" in err
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
