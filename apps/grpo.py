@@ -238,6 +238,7 @@ class GrpoRun:
         config = self.config
         if self.first_version:
             await self.serving.publish()
+            await self.serving.until_served(self.first_version)
             self.evaluations.resume(self.first_version)
         else:
             start_s = time.perf_counter()

@@ -59,22 +59,27 @@ def _run_arguments(configs: Sequence[str], overrides: Sequence[str]) -> list[str
 class Supervisor:
     """Supervises one run."""
 
-    def __init__(self, command: Sequence[str], run_dir: RunDir, checkpoints: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], run_dir: RunDir, checkpoints: Path, *, resume: str | None
+    ) -> None:
         """``command`` starts the run, from the beginning; with ``--resume latest`` behind it, from the newest
-        one of ``checkpoints``."""
+        one of ``checkpoints``. ``resume`` is what the first start is to be resumed from."""
         self._command = list(command)
         self._run_dir = run_dir
         self._checkpoints = checkpoints
+        self._resume = resume
+        self._checkpoints_before = list_checkpoints(checkpoints)
         self._child: int | None = None
+        self._last_child = 0
         self._received: signal.Signals | None = None
 
-    def run(self, resume: str | None) -> int:
+    def run(self) -> int:
         """Supervise until the run is done or cannot go on; returns the exit code."""
         _adopt_orphans()
         for number in STOPPING:
             signal.signal(number, self._on_signal)
         try:
-            return self._supervise(resume)
+            return self._supervise()
         except RunInUse as holder:
             _say(f"gives up: {self._run_dir.path} is the folder of another run at this moment ({holder})")
             return EXIT_REFUSED
@@ -82,7 +87,8 @@ class Supervisor:
             _say(f"gives up: {error}")
             return EXIT_FAILED
 
-    def _supervise(self, resume: str | None) -> int:
+    def _supervise(self) -> int:
+        resume = self._resume
         policy = RestartPolicy(newest_step(self._run_dir.metrics))
         while True:
             log_bytes, ledger_bytes = _size(self._run_dir.run_log), _size(self._run_dir.ledger)
@@ -112,7 +118,7 @@ class Supervisor:
     def _start_and_wait(self, resume: str | None) -> int:
         """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
         process = subprocess.Popen([*self._command, *([] if resume is None else ["--resume", resume])])
-        self._child = process.pid
+        self._child = self._last_child = process.pid
         if self._received is not None:
             # It came before there was anybody to pass it on to.
             os.kill(process.pid, self._received)
@@ -141,6 +147,10 @@ class Supervisor:
         """End what the run has left, note its death, and make its folder ready for the next start.
 
         Returns what that is to be resumed from; None: it begins anew.
+
+        Raises:
+            RunInUse: another run has the folder by now.
+            NotEnded: something of the run does not end.
         """
         folder = self._run_dir
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -149,18 +159,25 @@ class Supervisor:
             words = [] if lock.before is None else end_leftovers(folder, lock.before)
             if is_death(ending):
                 faults = FaultLog(folder.faults, _say)
-                who = "controller" if lock.before is None else f"controller (process {lock.before.pid})"
+                who = f"controller (process {self._last_child})"
                 fault = faults.detected(Role.CONTROLLER, who, ending.words)
                 if ending.has_ended:
                     faults.recovered(fault, "had done everything before")
-            has_checkpoint = bool(list_checkpoints(self._checkpoints))
-            if isinstance(decision, StartAgain) and not has_checkpoint and (left := folder.put_all_aside()):
+            resume = self._next_resume()
+            if isinstance(decision, StartAgain) and resume is None and (left := folder.put_all_aside()):
                 words.append(f"there is no checkpoint yet: moved to {', '.join(left)}")
             for line in words:
                 _say(line)
-            return LATEST if has_checkpoint else None
+            return resume
         finally:
             lock.release()
+
+    def _next_resume(self) -> str | None:
+        checkpoints = list_checkpoints(self._checkpoints)
+        if self._resume is not None and checkpoints == self._checkpoints_before:
+            # It may have died before it moved those aside that are later than the one that it was given.
+            return self._resume
+        return LATEST if checkpoints else None
 
 
 def _adopt_orphans() -> None:
@@ -245,7 +262,7 @@ def main() -> int:
     assert config.run_dir is not None
     command = [sys.executable, "-m", "apps.grpo", *_run_arguments(arguments.config, overrides)]
     run_dir = RunDir(path=Path(config.run_dir))
-    return Supervisor(command, run_dir, planned_folder(config)).run(arguments.resume)
+    return Supervisor(command, run_dir, planned_folder(config), resume=arguments.resume).run()
 
 
 if __name__ == "__main__":

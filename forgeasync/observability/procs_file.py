@@ -98,7 +98,7 @@ def left_processes(file: Path) -> Iterator[psutil.Process]:
     if listed["boot"] != _boot():
         return
     for one in listed["procs"]:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             # First: what takes the id from now on is another process to psutil.
             process = psutil.Process(one["pid"])
             if one["start_ticks"] is not None and start_ticks(one["pid"]) == one["start_ticks"]:
@@ -111,6 +111,6 @@ def _boot() -> str:
 
 def _is_descendant(pid: int) -> bool:
     """Whether this process has started that one, directly or not; ids of other machines say nothing."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):
         return any(one.pid == os.getpid() for one in psutil.Process(pid).parents())
     return False

@@ -52,6 +52,8 @@ for what in plan[number].split("+"):
         folder = run_dir.checkpoints / "step-00000001"
         folder.mkdir()
         (folder / "run.json").write_text("{}")
+    elif what == "rewind":
+        (run_dir.checkpoints / "step-00000002").rename(run_dir.checkpoints / "step-00000002.cut-1")
     elif what == "ended":
         (run_dir.checkpoints / "final").mkdir()
         run_dir.ledger.write_text('{"n":1,"event":"opened"}\\n{"n":2,"event":"ended"}\\n')
@@ -81,20 +83,22 @@ from pathlib import Path
 from forgeasync.controller.supervisor import Supervisor
 from forgeasync.observability.run_dir import RunDir
 run_dir = RunDir(path=Path(sys.argv[1]))
-supervisor = Supervisor([sys.executable, *sys.argv[2:]], run_dir, run_dir.checkpoints)
+supervisor = Supervisor(
+    [sys.executable, *sys.argv[3:]], run_dir, run_dir.checkpoints, resume=sys.argv[2] or None
+)
 heavy = [name for name in ("torch", "vllm", "monarch", "transformers") if name in sys.modules]
 assert not heavy, heavy
-sys.exit(supervisor.run(None))
+sys.exit(supervisor.run())
 """
 
 
 @contextmanager
-def supervised(folder: Path, *plan: str) -> Iterator[subprocess.Popen[str]]:
+def supervised(folder: Path, *plan: str, resume: str = "") -> Iterator[subprocess.Popen[str]]:
     """A supervisor of a program whose n-th start does what the n-th part of the plan says."""
     script = folder.with_name("run.py")
     script.write_text(RUN)
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(folder), str(script), str(folder), ",".join(plan)],
+        [sys.executable, "-c", SUPERVISOR, str(folder), resume, str(script), str(folder), ",".join(plan)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -152,6 +156,19 @@ def test_a_run_that_is_killed_comes_back_until_it_is_done(tmp_path: Path) -> Non
     ]
     assert "there is no checkpoint yet: moved to metrics.cut-1.jsonl" in err
     assert has_ended(run_dir) and newest_step(run_dir.metrics) == 3
+
+
+def test_a_given_checkpoint_is_gone_on_from_until_later_ones_are_out_of_the_way(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for name in ("step-00000001", "step-00000002"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "run.json").write_text("{}")
+    given = str(folder / "checkpoints" / "step-00000001")
+    with supervised(folder, "SIGKILL", "rewind+SIGKILL", "exit0", resume=given) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, err
+    starts = (folder / "starts").read_text().splitlines()
+    assert starts == [f"--resume {given}", f"--resume {given}", "--resume latest"]
 
 
 def test_a_run_that_makes_no_step_is_given_up_with_its_last_failure(tmp_path: Path) -> None:
