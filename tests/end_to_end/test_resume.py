@@ -135,6 +135,7 @@ def test_a_run_whose_trainer_loses_a_rank_has_the_same_losses_to_the_last_bit(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(
     config_file: Path, whole_run: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def semaphores() -> set[Path]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
 def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) -> None:
     config = tiny_config(write_random_model(tmp_path / "model", scale=4.0)).model_copy(
         update={"max_steps": NUM_STEPS, "checkpoint": CheckpointSection(every_steps=2, keep=2)}
