@@ -1,7 +1,7 @@
 """GRPO with rollouts and training running concurrently.
 
     python -m apps.grpo --config FILE [--config FILE ...] [key.path=value ...]
-        [--dry-run | --rehearse [--hosts] | --resume latest]
+        [--dry-run | --rehearse [--hosts] | [--resume latest] [--supervise]]
 
 Four loops share one replay buffer, and wait for each other only through it:
 
@@ -43,6 +43,7 @@ from forgeasync.controller.evaluation_schedule import EvaluationSchedule, waited
 from forgeasync.controller.exporting import export
 from forgeasync.controller.group_endings import GroupEndings, payload_budget
 from forgeasync.controller.host_checks import open_hosts
+from forgeasync.controller.leftovers import take_over
 from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.controller.rehearsing import rehearse
@@ -51,6 +52,7 @@ from forgeasync.controller.resume import RunFiles, open_files
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.starting import Roles, open_procs, start_roles
 from forgeasync.controller.stopping import run_main, telling
+from forgeasync.controller.supervisor import become_supervisor
 from forgeasync.environments.order import sampling_seed, weighted_order
 from forgeasync.environments.reward import response_of
 from forgeasync.environments.sandboxes.build import sandbox_warning
@@ -232,6 +234,7 @@ class GrpoRun:
         config = self.config
         if self.first_version:
             await self.serving.publish()
+            await self.serving.until_served(self.first_version)
             self.evaluations.resume(self.first_version)
         else:
             start_s = time.perf_counter()
@@ -307,18 +310,8 @@ class GrpoRun:
 
     def counters(self) -> dict[str, float]:
         """Return what the loops have counted so far, by metric name."""
-        counted = [
-            self.filtering,
-            self.scorer,
-            self.payloads,
-            self.serving.ledger,
-            self.generators,
-            self.evaluations,
-            self.faults,
-            self.storage,
-            self.trainer,
-            self.endings.keeper,
-        ]
+        counted = [self.filtering, self.scorer, self.payloads, self.serving.ledger, self.generators]
+        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.endings.keeper]
         if isinstance(self.groups, GroupEpisodes):
             counted.append(self.groups)
         return {name: value for one in counted for name, value in one.metrics().items()}
@@ -376,9 +369,15 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    arguments = parse_arguments("Asynchronous GRPO.", dry_run=True, resume=True, rehearse=True)
+    arguments = parse_arguments(
+        "Asynchronous GRPO.", dry_run=True, resume=True, rehearse=True, supervise=True
+    )
+    if arguments.supervise:
+        become_supervisor(arguments.config, arguments.overrides, arguments.resume)
 
     def start(config: RunConfig) -> None:
+        for line in take_over(config):
+            print(line)
         prepared = prepare(config, arguments.resume)
         run_main(train(prepared.config, prepared))
 

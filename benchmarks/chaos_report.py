@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from chaos_faults import CONTROLLER, Injected, Planned
+from chaos_faults import Injected, Planned
 from rich.table import Table
 
 
@@ -88,16 +88,14 @@ def first_difference(evidence: Evidence) -> str | None:
     )
     if counting is not None:
         return f"rollouts.jsonl: {counting}"
-    # The counts in metrics.jsonl begin again with every controller.
-    if CONTROLLER not in planned:
-        last = evidence.steps[-1]
-        for role in sorted(planned):
-            for what in ("detected", "recovered"):
-                if last[f"faults/{what}_{role}"] != planned[role]:
-                    return (
-                        f"metrics.jsonl: faults/{what}_{role} = {last[f'faults/{what}_{role}']:g}, "
-                        f"and {planned[role]} were injected"
-                    )
+    last = evidence.steps[-1]
+    for role in sorted(planned):
+        for what in ("detected", "recovered"):
+            if last[f"faults/{what}_{role}"] != planned[role]:
+                return (
+                    f"metrics.jsonl: faults/{what}_{role} = {last[f'faults/{what}_{role}']:g}, "
+                    f"and {planned[role]} were injected"
+                )
     if evidence.ledger_problem is not None:
         return f"apps.verify: {evidence.ledger_problem}"
     if evidence.band is not None:

@@ -36,6 +36,8 @@ class RunState:
     model: dict[str, object]
     """The model's shape, by ``model_shape``."""
     config: dict[str, object]
+    problems: str
+    """Digest of the training problems in their order."""
     buffer: BufferSnapshot
     ledger: LedgerPosition
     """The run's ledger, which is on the disk up to here."""
@@ -82,12 +84,22 @@ def check_resumable(state: RunState, folder: Path, config: RunConfig, facts: Mod
             before, after = data_order(before), data_order(after)
         for path, saved, now in differences({field: before}, {field: after}):
             yield Problem(field=path, value=now, remedy=f"must be {saved!r} as in {folder}: {reason}")
-    if config.max_steps <= state.step:
+    if config.max_steps < state.step:
         yield Problem(
             field="max_steps",
             value=config.max_steps,
-            remedy=f"must be more than {state.step}, the steps that {folder} has behind it",
+            remedy=f"must be at least {state.step}, the steps that {folder} has behind it",
         )
+
+
+def check_problems(state: RunState, folder: Path, problems: str) -> Iterator[Problem]:
+    """Whether the training problems, by their digest, are those that the checkpoint's run has trained on.
+
+    A file can have other content under the name that the config says.
+    """
+    if state.problems != problems:
+        remedy = f"has become other data: the source must have {state.problems}, as in {folder}"
+        yield Problem(field="data", value=problems, remedy=f"{remedy}: {UNCHANGEABLE['data']}")
 
 
 _NOT_ORDER = frozenset({"reward", "renderer"})

@@ -20,6 +20,7 @@ from forgeasync.controller.exporting import cause_of
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.trainer_recovery import TrainerRecovery
+from forgeasync.environments.sources import digest_of
 from forgeasync.faults.appended_file import Refusal
 from forgeasync.faults.storage import StorageFaults
 
@@ -53,6 +54,7 @@ class RunCheckpoints:
         self._buffer = buffer
         self._recorder = recorder
         self._storage = storage
+        self._problems = digest_of(prepared.train)
         self._is_under_way = False
         self._num_failures = 0
         """In a row."""
@@ -103,6 +105,7 @@ class RunCheckpoints:
             elapsed_s=self._recorder.elapsed_s,
             model=model_shape(self._prepared.facts),
             config=config.model_dump(mode="json"),
+            problems=self._problems,
             buffer=buffer.snapshot,
             ledger=buffer.ledger,
         )

@@ -21,16 +21,12 @@ from forgeasync.controller.preparation import check_plan, gpu_memory_bytes
 from forgeasync.controller.stopping import install_handlers, received_signal
 from forgeasync.models.config_file import model_config_file
 from forgeasync.observability.failures import failure_line, root_cause
+from forgeasync.observability.run_dir import release_claims
 from forgeasync.planning.layouts import GPU_GIB
-from forgeasync.schema.problems import EXIT_REFUSED, ConfigError
+from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
 
 _closing_words: list[str] = []
 """Text of the last line besides the reason."""
-
-EXIT_FAILED = 1
-
-EXIT_SIGNAL = 128
-"""Exit code of an app stopped by a signal, less the signal's number."""
 
 
 def config_parser(description: str) -> argparse.ArgumentParser:
@@ -48,7 +44,12 @@ def config_parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse_arguments(
-    description: str, *, dry_run: bool = False, resume: bool = False, rehearse: bool = False
+    description: str,
+    *,
+    dry_run: bool = False,
+    resume: bool = False,
+    rehearse: bool = False,
+    supervise: bool = False,
 ) -> argparse.Namespace:
     """Parse ``--config FILE [--config FILE ...] [key.path=value ...]`` and the app's further options."""
     parser = config_parser(description)
@@ -79,7 +80,15 @@ def parse_arguments(
             action="store_true",
             help="with --rehearse: on the hosts and GPUs that the config names, with nothing left out",
         )
+    if supervise:
+        parser.add_argument(
+            "--supervise",
+            action="store_true",
+            help="start the run again from its newest checkpoint whenever it dies, in whatever way",
+        )
     arguments = parser.parse_intermixed_args()
+    if supervise and arguments.supervise and (arguments.dry_run or arguments.rehearse):
+        parser.error("--supervise: needs a run; leave --dry-run and --rehearse away")
     if rehearse and arguments.hosts and not arguments.rehearse:
         parser.error("--hosts: needs --rehearse; a run always uses the hosts that its config names")
     return arguments
@@ -100,6 +109,7 @@ def exit_code(run: Callable[[], None]) -> int:
             run()
         finally:
             _leave_monarch()
+            release_claims()
     except ConfigError as error:
         _say(f"refused:\n{error}")
         return EXIT_REFUSED

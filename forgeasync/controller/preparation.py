@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from forgeasync.checkpoint.room import check_room
+from forgeasync.checkpoint.run_state import check_problems
 from forgeasync.config.data import named_sources
 from forgeasync.config.evaluation import named_sets
 from forgeasync.config.generator import SamplingSection
@@ -25,7 +26,7 @@ from forgeasync.controller.resume import (
     planned_folder,
 )
 from forgeasync.environments.build import check_environment
-from forgeasync.environments.sources import build_source, look_at_data
+from forgeasync.environments.sources import build_source, digest_of, look_at_data
 from forgeasync.launch.prerequisites import check_prerequisites
 from forgeasync.models.checkpoint_shapes import check_checkpoint_shapes
 from forgeasync.models.config_file import model_folder, read_model_facts
@@ -249,6 +250,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         raise
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    if resumed is not None:
+        raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(source.train)))
     of_sources = (source.train, *source.sets.values())
     first_tasks = {task.source: task for tasks in of_sources for task in reversed(tasks)}
     raise_if_any(try_rewards((*named_sources(config.data), *sets), first_tasks))

@@ -119,6 +119,10 @@ def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resume
     except ValueError as error:
         raise ConfigError([Problem(field="--resume", value=choice, remedy=str(error))]) from None
     raise_if_any(check_resumable(state, folder, config, facts))
+    if config.max_steps == state.step and (final := planned_export(config) / FINAL).exists():
+        # Without it the run goes on: it was killed between its last step and its end.
+        remedy = f"must be more than {state.step}: the run has made all its steps, and {final} is its model"
+        raise ConfigError([Problem(field="max_steps", value=config.max_steps, remedy=remedy)])
     run_dir = RunDir(path=Path(config.run_dir))
     lost = check_ledger(run_dir.ledger, state.checkpointed_buffer, checkpoint=folder)
     found = find_groups(run_dir.payloads, state, config, lost)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 from dataclasses import dataclass
 from functools import partial
 
@@ -126,6 +127,7 @@ async def start_roles(
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )
+    fleet.faults.recover_earlier(f"came back as process {os.getpid()}")
     return Roles(
         trainer=recovery,
         generators=generators.result(),

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from forgeasync.launch.bootstrap_main import STOPPING
+from forgeasync.observability.run_dir import release_claims
 from forgeasync.rollouts.run_folder import remove_own_folders
 
 SAME_S = 1.0
@@ -101,6 +102,7 @@ def telling(listener: Callable[[signal.Signals], None]) -> Iterator[None]:
 def _end_at_once(first: signal.Signals) -> None:
     """End this process without waiting for anything; its procs end with it."""
     remove_own_folders()
+    release_claims()
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             os.write(stream.fileno(), SHOW_CURSOR)

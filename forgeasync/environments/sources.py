@@ -1,6 +1,7 @@
 """Builds the problems of a run's ``data`` section: training tasks and held-out tasks that share no text."""
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -231,3 +232,14 @@ def _place(field: str, source: NamedSource) -> str:
     if field == "data.num_held_out":
         return source.num_held_out_field
     return field.replace("data.source", source.field, 1) if field.startswith("data.source.") else field
+
+
+def digest_of(tasks: Sequence[Task]) -> str:
+    """Return a digest of problems in their order: other ones under the same names have another digest."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        for text in (task.source, task.task_id, task.prompt, task.answer):
+            encoded = text.encode(errors="surrogatepass")
+            # With its length: "ab" and "c" are others than "a" and "bc".
+            digest.update(b"%d:" % len(encoded) + encoded)
+    return f"{len(tasks)} problems, {digest.hexdigest()[:32]}"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from forgeasync.faults.run_mark import RUN_MARK
+
 WORKER_MARK = "FORGEASYNC_ENVIRONMENT_WORKER"
 """The variable that holds the mark."""
 
@@ -23,9 +25,9 @@ def mark_this_process() -> str:
 
 
 def own_mark() -> dict[str, str]:
-    """Return the variable with this process's mark, for programs that get an environment of their own."""
-    mark = os.environ.get(WORKER_MARK)
-    return {} if mark is None else {WORKER_MARK: mark}
+    """Return the variables with the marks of this process and of its run, for programs that get an
+    environment of their own."""
+    return {name: os.environ[name] for name in (WORKER_MARK, RUN_MARK) if name in os.environ}
 
 
 def marked_processes(mark: str, variable: str = WORKER_MARK) -> list[psutil.Process]:

@@ -2,16 +2,20 @@
 
 Whoever looks after a role reports here: that something of it is gone or does not answer, and that the role
 has all that it had again. Nobody waits for this file: lines that the disk refuses are kept and written later.
+
+A run has one file, over all its starts: numbers and counts go on where the start before has ended.
 """
 
 import contextlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from forgeasync.faults.appended_file import AppendedFile
 
@@ -44,10 +48,15 @@ class Fault:
 
 
 class FaultLog:
-    """All faults since the command started."""
+    """All faults of a run so far."""
 
     def __init__(self, file: Path | None = None, tell: Callable[[str], None] = lambda line: None) -> None:
-        """``file`` gets a line for each event; ``tell`` is called with a line for people."""
+        """``file`` gets a line for each event, behind those of the starts before; ``tell`` is called with a
+        line for people.
+
+        Raises:
+            ValueError: a line of the file is none of these.
+        """
         self._file = file
         self._tell = tell
         self._unwritten: list[str] = []
@@ -55,6 +64,44 @@ class FaultLog:
         self._open: dict[int, Fault] = {}
         self._num_detected: Counter[Role] = Counter()
         self._num_recovered: Counter[Role] = Counter()
+        if file is not None and file.exists():
+            self._take_in(file)
+        self._earlier = self.open
+
+    def _take_in(self, file: Path) -> None:
+        """Count what the starts before have written. A last line that was cut by a crash is removed."""
+        lines = file.read_bytes().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            os.truncate(file, sum(map(len, lines[:-1])))
+            del lines[-1]
+        for number, line in enumerate(lines, start=1):
+            try:
+                self._count(json.loads(line))
+            except (ValueError, LookupError, TypeError) as error:
+                raise ValueError(
+                    f"{file}: line {number} is no line of faults.jsonl ({error!r}); move the file away"
+                ) from None
+
+    def _count(self, event: dict[str, Any]) -> None:
+        role = Role(event["role"])
+        if event["event"] == "recovered":
+            del self._open[event["number"]]
+            self._num_recovered[role] += 1
+            return
+        self._num_detected[role] += 1
+        self._open[event["number"]] = Fault(
+            number=event["number"],
+            role=role,
+            who=event["who"],
+            what=event["what"],
+            detected_s=time.monotonic() - max(0.0, time.time() - event["time_s"]),
+        )
+
+    def recover_earlier(self, how: str) -> None:
+        """Take note that everything which had failed in the starts before has come back with this one."""
+        earlier, self._earlier = self._earlier, ()
+        for fault in earlier:
+            self.recovered(fault, how)
 
     def detected(self, role: Role, who: str, what: str) -> Fault:
         """Take note of a failure, once for each; ``recovered`` ends it."""
@@ -92,7 +139,7 @@ class FaultLog:
         return tuple(self._open.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the command started, under their names in metrics.jsonl."""
+        """Return counts since the run began, under their names in metrics.jsonl."""
         if self._unwritten or self._opened is not None:
             self._flush()
         counts: dict[str, float] = {}

@@ -1,11 +1,10 @@
 """The file of a journal: appended to by one process at a time, never rewritten."""
 
-import fcntl
 import os
-import time
 from pathlib import Path
 
 from forgeasync.faults.appended_file import AppendedFile
+from forgeasync.faults.file_lock import FileLocked, lock
 from forgeasync.ledger.lines import START, LedgerPosition, position_after
 
 LOCK_WAIT_S = 10.0
@@ -66,10 +65,14 @@ class JournalFile:
     def _open(cls, path: Path, flags: int) -> "JournalFile":
         descriptor = os.open(path, os.O_RDWR | flags, 0o644)
         try:
-            _lock(descriptor, path)
-        except BaseException:
+            # Where its file system has no locks, the run's folder is claimed by one controller anyway.
+            lock(descriptor, wait_s=LOCK_WAIT_S)
+        except FileLocked:
             os.close(descriptor)
-            raise
+            raise JournalInUse(
+                f"{path}: another process writes this ledger; end it first (a run that goes on, or what "
+                "is left of one that was killed)"
+            ) from None
         return cls(path, descriptor)
 
     def write(self, data: bytes) -> None:
@@ -112,26 +115,6 @@ def cut_torn_line(path: Path) -> int:
         return len(tail)
     finally:
         file.close()
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """Lock the file; wait a moment for a process that is about to end."""
-    end_s = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end_s:
-                raise JournalInUse(
-                    f"{path}: another process writes this ledger; end it first (a run that goes on, or what "
-                    "is left of one that was killed)"
-                ) from None
-            time.sleep(0.05)
-        except OSError:
-            # Some network file systems lock no files; the run's folder is claimed by one controller anyway.
-            return
-        else:
-            return
 
 
 def _last_line(descriptor: int, size: int) -> bytes:

@@ -4,11 +4,20 @@ It is for people (which process is generator 2?), for programs that look at a ru
 later start that has to end what a killed run has left.
 """
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
+
+from forgeasync.rollouts.run_folder import start_ticks
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Says another thing after every boot of a machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +32,9 @@ class ProcEntry:
     host: str
     since_s: float
     """When it was listed, as ``time.time`` says it."""
+    start_ticks: int | None
+    """Clock ticks from the boot of the controller's machine to the start of the process, which has no other
+    process's id and time; None: it is on another machine, whose agent ends it."""
 
 
 class ProcsFile:
@@ -35,7 +47,14 @@ class ProcsFile:
 
     def put(self, role: str, rank: int, *, pid: int, host: str) -> None:
         """List a process, in place of the one that had its role and rank."""
-        self._entries[role, rank] = ProcEntry(role=role, rank=rank, pid=pid, host=host, since_s=time.time())
+        self._entries[role, rank] = ProcEntry(
+            role=role,
+            rank=rank,
+            pid=pid,
+            host=host,
+            since_s=time.time(),
+            start_ticks=start_ticks(pid) if _is_descendant(pid) else None,
+        )
         self._write()
 
     def remove(self, role: str, rank: int) -> None:
@@ -51,7 +70,12 @@ class ProcsFile:
         if self._file is None:
             return
         text = json.dumps(
-            {"controller": os.getpid(), "procs": [asdict(one) for one in self.entries]}, indent=1
+            {
+                "controller": os.getpid(),
+                "boot": _boot(),
+                "procs": [asdict(one) for one in self.entries],
+            },
+            indent=1,
         )
         partial = self._file.with_name(f".{self._file.name}.partial")
         try:
@@ -60,3 +84,33 @@ class ProcsFile:
         except OSError:
             # A full disk must not end a role that has just been started; the next change writes all of it.
             return
+
+
+def left_processes(file: Path) -> Iterator[psutil.Process]:
+    """Find the processes in the list of a controller that is gone which still run on this machine.
+
+    A process that only has the id of one of them is none: ids are used again.
+    """
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    if listed["boot"] != _boot():
+        return
+    for one in listed["procs"]:
+        with contextlib.suppress(psutil.Error):
+            # First: what takes the id from now on is another process to psutil.
+            process = psutil.Process(one["pid"])
+            if one["start_ticks"] is not None and start_ticks(one["pid"]) == one["start_ticks"]:
+                yield process
+
+
+def _boot() -> str:
+    return BOOT_ID.read_text(encoding="utf-8").strip()
+
+
+def _is_descendant(pid: int) -> bool:
+    """Whether this process has started that one, directly or not; ids of other machines say nothing."""
+    with contextlib.suppress(psutil.Error):
+        return any(one.pid == os.getpid() for one in psutil.Process(pid).parents())
+    return False

@@ -7,6 +7,7 @@ runs/<name>-<time>/
     ledger.jsonl     what became of every prompt (docs/ledger.md)
     faults.jsonl     what has failed and what came back; made by the first fault
     procs.json       which process fills which role at this moment
+    run.lock         which process the run is, locked as long as it is one
     control/         requests of apps.control to a run that goes on, and its answers
     rollouts.jsonl   a few rollouts per step, with text; whole episodes
     serving.json     where people are served, with the token if the run has made one; for its owner only
@@ -18,7 +19,6 @@ runs/<name>-<time>/
     tensorboard/     event files
 """
 
-import fcntl
 import json
 import os
 import re
@@ -28,6 +28,8 @@ from datetime import datetime
 from pathlib import Path
 
 from forgeasync.config.run import RunConfig
+from forgeasync.faults.run_mark import mark_this_run
+from forgeasync.observability.run_lock import Holder, RunInUse, RunLock
 from forgeasync.observability.truncation import put_aside
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
 
@@ -38,8 +40,8 @@ RUNS_FOLDER = Path("runs")
 """Parent of the runs that do not name their own folder; relative to the working directory."""
 
 
-_held: dict[Path, int] = {}
-"""Folders that this process has claimed for its runs; the descriptors stay open as long as it lives."""
+_held: dict[Path, RunLock] = {}
+"""Folders that this process has claimed for its runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,9 @@ class RunDir:
         return run_dir
 
     def claim(self) -> None:
-        """Keep other runs out of the folder for as long as this process lives.
+        """Keep other runs out of the folder until ``release_claims``, or as long as this process lives.
+
+        What this process starts from now on carries the mark that the claim says.
 
         Raises:
             ConfigError: another process has it.
@@ -91,18 +95,17 @@ class RunDir:
         folder = self.path.resolve()
         if folder in _held:
             return
-        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            remedy = "is the folder of a run that goes on at this moment; name another one"
+            _held[folder] = RunLock.take(self.lock, mark_this_run())
+        except RunInUse as holder:
+            remedy = f"is the folder of a run that goes on at this moment ({holder}); name another one"
             raise ConfigError([Problem(field="run_dir", value=str(self.path), remedy=remedy)]) from None
-        except OSError:
-            # Some network file systems lock no folders: then creating metrics.jsonl decides alone.
-            os.close(descriptor)
-            return
-        _held[folder] = descriptor
+
+    @property
+    def before(self) -> Holder | None:
+        """The process that had the folder before this one has claimed it."""
+        claim = _held.get(self.path.resolve())
+        return None if claim is None else claim.before
 
     def put_start_aside(self) -> list[str]:
         """Move what a start that never trained has left out of the way; the new names, if there are any.
@@ -113,8 +116,18 @@ class RunDir:
         if not (self.metrics.exists() or self.ledger.exists()) or self.has_trained:
             return []
         self.claim()
-        files = (self.metrics, self.rollouts, self.ledger, self.faults, self.procs, self.config)
-        left = (*files, self.artifacts, self.bad_steps, self.payloads, self.logs, self.tensorboard)
+        faults = [put_aside(self.faults).name] if self.faults.exists() else []
+        return self.put_all_aside() + faults
+
+    def put_all_aside(self) -> list[str]:
+        """Move what a start without a checkpoint has left out of the way; the new names.
+
+        Failures stay: their file is of the whole run, which begins anew. The caller has the folder's lock.
+        """
+        files = (self.metrics, self.rollouts, self.ledger, self.procs, self.config)
+        left = [*files, self.artifacts, self.bad_steps, self.payloads, self.logs, self.tensorboard]
+        if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
+            left.append(self.checkpoints)
         return [put_aside(path).name for path in left if path.exists()]
 
     @property
@@ -147,6 +160,10 @@ class RunDir:
     @property
     def procs(self) -> Path:
         return self.path / "procs.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
 
     @property
     def run_log(self) -> Path:
@@ -202,6 +219,13 @@ class RunDir:
     def log(self, process: str) -> Path:
         """Log file of the process called ``process``, such as ``generator-0``."""
         return self.logs / f"{process}.log"
+
+
+def release_claims() -> None:
+    """Let others have the folders that this process has claimed: it ends in order."""
+    while _held:
+        _, claim = _held.popitem()
+        claim.release()
 
 
 def default_run_dir(name: str, now: datetime) -> Path:

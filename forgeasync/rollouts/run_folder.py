@@ -42,11 +42,14 @@ class _Creator:
 
     def is_gone(self) -> bool:
         """Whether it has certainly ended."""
-        return self.pid_namespace == _own_pid_namespace() and _start_ticks(self.pid) != self.start_ticks
+        return self.pid_namespace == _own_pid_namespace() and start_ticks(self.pid) != self.start_ticks
 
 
-def _start_ticks(pid: int) -> int | None:
-    """When a process started; None where it has ended, also if nobody has waited for it yet."""
+def start_ticks(pid: int) -> int | None:
+    """Clock ticks from the host's boot to a process's start.
+
+    None where it has ended, also if nobody has waited for it yet.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -58,7 +61,7 @@ def _start_ticks(pid: int) -> int | None:
 
 def is_running(pid: int) -> bool:
     """Whether this host has a process of that id which has not ended."""
-    return _start_ticks(pid) is not None
+    return start_ticks(pid) is not None
 
 
 def _own_pid_namespace() -> int:
@@ -69,8 +72,8 @@ def _creator(folder: Path) -> _Creator | None:
     """Return the creator of a folder without a lock; None for any other name."""
     if (match := _UNLOCKED_NAME.fullmatch(folder.name)) is None:
         return None
-    pid_namespace, pid, start_ticks = map(int, match.groups())
-    return _Creator(pid_namespace=pid_namespace, pid=pid, start_ticks=start_ticks)
+    pid_namespace, pid, ticks = map(int, match.groups())
+    return _Creator(pid_namespace=pid_namespace, pid=pid, start_ticks=ticks)
 
 
 def _is_same(folder: Path, descriptor: int) -> bool:

@@ -3,8 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+EXIT_FAILED = 1
+
 EXIT_REFUSED = 2
 """Exit code of a program whose input was refused before it started anything."""
+
+EXIT_SIGNAL = 128
+"""Exit code of a program that was stopped by a signal, less the signal's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

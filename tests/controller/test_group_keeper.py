@@ -223,7 +223,7 @@ def state(config: RunConfig) -> RunState:
         num_censored=0,
     )
     saved = config.model_dump(mode="json")
-    return RunState(step=2, elapsed_s=1.0, model={}, config=saved, buffer=snapshot, ledger=START)
+    return RunState(step=2, elapsed_s=1.0, model={}, config=saved, problems="", buffer=snapshot, ledger=START)
 
 
 LOST = LostSteps(batches=((0, 1),), first_attempts={})

@@ -533,7 +533,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
             return await super().sample_group(*arguments, **keywords)
 
     snapshot = RESUMED_AT
-    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot, ledger=START)
+    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, problems="", buffer=snapshot, ledger=START)
     config = make_config(tmp_path, "max_steps=4")
     prepared = make_prepared(config, [make_problem(10)])
     order = TaskOrder(prepared.train, seed=config.seed, position=0)
@@ -583,7 +583,7 @@ def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_p
     found = FoundGroups(
         groups=tuple(kept_group(tasks[prompt], prompt, config) for prompt in (6, 7, 8, 9)), batches=batches
     )
-    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, buffer=snapshot, ledger=START)
+    state = RunState(step=2, elapsed_s=100.0, model={}, config={}, problems="", buffer=snapshot, ledger=START)
     resumed = Resumed(folder=tmp_path, state=state, found=found)
     assert resumed.num_next_prompts == 3 and resumed.buffer.num_groups == 4
     trainer, generators, recorder, buffer = Trainer(), Generators(), Recorder(), LocalBuffer(config)

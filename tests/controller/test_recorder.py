@@ -401,7 +401,9 @@ def test_the_clock_of_a_new_run_starts_with_it(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_path: Path) -> None:
     config = make_config(tmp_path, f"run_dir={tmp_path / 'run'}")
     run_dir = RunDir.create(config, "", datetime(2030, 1, 1))
-    state = RunState(step=5, elapsed_s=1000.0, model={}, config={}, buffer=SNAPSHOT, ledger=START)
+    state = RunState(
+        step=5, elapsed_s=1000.0, model={}, config={}, problems="", buffer=SNAPSHOT, ledger=START
+    )
     console = StepConsole(config.max_steps, stream=io.StringIO())
     with RunRecorder(config, run_dir, console, state) as recorder:
         assert 1000.0 <= recorder.elapsed_s < 1060.0

@@ -135,6 +135,25 @@ def test_a_run_whose_trainer_loses_a_rank_has_the_same_losses_to_the_last_bit(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(
+    config_file: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole_run, run_dir)
+    arguments = (f"run_dir={run_dir}", "max_steps=4", "--resume", "latest")
+    (tmp_path / "refused").mkdir()
+    code, _, err = run_here(tmp_path / "refused", "--config", str(config_file), *arguments)
+    assert code == 2 and "max_steps = 4: must be more than 4: the run has made all its steps" in err
+    shutil.rmtree(run_dir / "checkpoints" / "final")
+    code, _, err = finish(start(config_file, *arguments))
+    assert code == 0, err
+    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert check_ledger(run_dir)["ends"]["trained"] == 4 * 4
+    assert (run_dir / "checkpoints" / "final").is_dir()
+
+
+@pytest.mark.exhaustive
 def test_resumed_under_another_layout_and_with_another_learning_rate(
     config_file: Path, whole_run: Path, interrupted: Path
 ) -> None:
@@ -201,13 +220,27 @@ def load(config_file: Path, *overrides: str) -> RunConfig:
     return load_config(config_file, overrides)
 
 
+def test_other_problems_under_the_same_names_are_refused(
+    config_file: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    """As if a file of the data had been written anew since."""
+    file = interrupted / "checkpoints" / "step-00000002" / "run.json"
+    state = json.loads(file.read_text())
+    now, state["problems"] = state["problems"], "64 problems, of another day"
+    file.write_text(json.dumps(state))
+    arguments = ["--config", str(config_file), f"run_dir={interrupted}", "--resume", "latest"]
+    code, _, err = run_here(tmp_path, *arguments)
+    assert code == 2 and now.startswith("64 problems, ")
+    assert f"data = {now!r}: has become other data: the source must have 64 problems, of another day" in err
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["seed=7"], ["seed = 7", "must be 0"]),
         (["data.num_train=32"], ["data.num_train = 32", "must be 64"]),
         (["lora={rank: 2, alpha: 4.0, targets: [q_proj]}"], ["lora = ", "must be None"]),
-        (["max_steps=2"], ["max_steps = 2", "more than 2"]),
+        (["max_steps=1"], ["max_steps = 1", "at least 2"]),
         (["checkpoint.folder=nowhere"], ["nowhere has no checkpoint"]),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from forgeasync.config.data import DataSection, PythonReward, named_sources
 from forgeasync.config.load import load_config
 from forgeasync.config.run import ScorerSection
 from forgeasync.controller.preparation import check_plan
-from forgeasync.environments.sources import build_source, look_at_data
+from forgeasync.environments.sources import build_source, digest_of, look_at_data
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError
@@ -466,3 +467,13 @@ class TestPromptEncoder:
         encoder.check_length(task, max_context_length=10, max_response_tokens=7)
         with pytest.raises(ValueError, match=r"'sums/7' has 3 tokens"):
             encoder.check_length(task, max_context_length=10, max_response_tokens=8)
+
+
+def test_other_problems_under_the_same_names_have_another_digest() -> None:
+    task = Task(task_id="train/0", prompt="1 + 1", answer="2", source_index=0, source="a")
+    same = digest_of([task, task])
+    assert same == digest_of([task, replace(task, record={"x": 1})]) and same.startswith("2 problems, ")
+    others = [replace(task, **{key: "other"}) for key in ("task_id", "prompt", "answer", "source")]
+    moved = replace(task, prompt="1 + 12", answer="")
+    digests = {digest_of([task, one]) for one in (*others, moved)} | {digest_of([others[0], task])}
+    assert len(digests | {same, digest_of([task])}) == 8

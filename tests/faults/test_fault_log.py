@@ -48,3 +48,44 @@ def test_lines_that_the_disk_refuses_are_written_later(tmp_path: Path) -> None:
     file.parent.mkdir()
     log.recovered(fault, "has room again")
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["detected", "recovered"]
+
+
+def test_a_later_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    """Numbers stay unique, counts are those of the run, and what had failed before comes back."""
+    file = tmp_path / "faults.jsonl"
+    first = FaultLog(file)
+    first.recovered(first.detected(Role.SCORER, "scorer (process 5)", "has died"), "was replaced")
+    first.detected(Role.GENERATOR, "generator 2 (process 6)", "has died")
+    FaultLog(file).detected(Role.CONTROLLER, "controller (process 4)", "was killed by SIGKILL")
+    with file.open("a") as torn:
+        torn.write('{"time_s": 1, "ev')
+    told: list[str] = []
+    later = FaultLog(file, told.append)
+    assert [fault.role for fault in later.open] == [Role.GENERATOR, Role.CONTROLLER]
+    new = later.detected(Role.TRAINER, "trainer rank 0 (process 9)", "has died")
+    later.recover_earlier("came back as process 8")
+    later.recover_earlier("came back as process 8")
+    assert later.open == (new,) and new.number == 3
+    metrics = later.metrics()
+    for role, counts in {
+        "scorer": (1, 1),
+        "generator": (1, 1),
+        "controller": (1, 1),
+        "trainer": (1, 0),
+    }.items():
+        assert (metrics[f"faults/detected_{role}"], metrics[f"faults/recovered_{role}"]) == counts
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["event"], line["number"]) for line in lines] == [
+        ("detected", 0), ("recovered", 0), ("detected", 1), ("detected", 2),
+        ("detected", 3), ("recovered", 1), ("recovered", 2),
+    ]  # fmt: skip
+    assert 0 <= lines[-1]["took_s"] < 60
+    assert told[-1].startswith("controller (process 4) came back as process 8 after ")
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"event": "detected", "role": "nobody"}', "7"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "faults.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"line 1 is no line of faults\.jsonl"):
+        FaultLog(file)

@@ -346,6 +346,7 @@ class TestResuming:
             elapsed_s=0.0,
             model=model_shape(FACTS),
             config=config.model_dump(mode="json"),
+            problems="",
             buffer=last.snapshot,
             ledger=last.ledger,
         )

@@ -285,7 +285,7 @@ def test_a_folder_of_another_pid_namespace_is_swept_once_its_process_is_gone(tmp
 
 def test_folders_without_a_lock_are_told_apart_by_their_process(tmp_path: Path) -> None:
     namespace = run_folder._own_pid_namespace()
-    start = run_folder._start_ticks(os.getpid())
+    start = run_folder.start_ticks(os.getpid())
     assert start is not None
     alive, reused, elsewhere = (
         tmp_path / f"forgeasync_payloads-{where}-{os.getpid()}-{ticks}-0123abcd"

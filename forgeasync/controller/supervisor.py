@@ -1,0 +1,269 @@
+"""The process behind ``apps.grpo --supervise``: starts the run, and starts it again whenever it dies.
+
+    python -m forgeasync.controller.supervisor [--resume latest|FOLDER] --config FILE ... [key.path=value ...]
+
+It is small, as it imports neither torch nor vLLM, and does nothing while the run goes on. After a death it
+ends what the run has left, writes the death into ``faults.jsonl``, and starts the run with ``--resume
+latest``. Where no checkpoint was written yet, the run begins anew in the same folder, and the files of the
+start before are moved aside. ``launch/restart_policy.py`` decides when to give up. Ctrl-C and SIGTERM go to
+the run, and end both.
+"""
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+from forgeasync.checkpoint.folders import FINAL, list_checkpoints
+from forgeasync.config.load import load_config
+from forgeasync.controller.leftovers import NotEnded, end_all, end_leftovers
+from forgeasync.controller.resume import LATEST, planned_folder
+from forgeasync.faults.fault_log import FaultLog, Role
+from forgeasync.launch.restart_policy import STOPPING, End, Ending, RestartPolicy, StartAgain, is_death
+from forgeasync.observability.run_dir import RunDir, default_run_dir
+from forgeasync.observability.run_lock import RunInUse, RunLock
+from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, ConfigError
+
+LINGER_S = 5.0
+"""Time for what a run that ended in order has started to end by itself, before it is killed."""
+
+LOOK_S = 0.05
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_supervisor(configs: Sequence[str], overrides: Sequence[str], resume: str | None) -> NoReturn:
+    """Replace this process, which has imported everything, by a small one that supervises the run."""
+    command = [sys.executable, "-m", "forgeasync.controller.supervisor"]
+    command += [] if resume is None else ["--resume", resume]
+    os.execv(sys.executable, [*command, *_run_arguments(configs, overrides)])
+
+
+def _run_arguments(configs: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    return [*(part for file in configs for part in ("--config", file)), *overrides]
+
+
+class Supervisor:
+    """Supervises one run."""
+
+    def __init__(
+        self, command: Sequence[str], run_dir: RunDir, checkpoints: Path, *, resume: str | None
+    ) -> None:
+        """``command`` starts the run, from the beginning; with ``--resume latest`` behind it, from the newest
+        one of ``checkpoints``. ``resume`` is what the first start is to be resumed from."""
+        self._command = list(command)
+        self._run_dir = run_dir
+        self._checkpoints = checkpoints
+        self._resume = resume
+        self._checkpoints_before = list_checkpoints(checkpoints)
+        self._child: int | None = None
+        self._last_child = 0
+        self._received: signal.Signals | None = None
+
+    def run(self) -> int:
+        """Supervise until the run is done or cannot go on; returns the exit code."""
+        _adopt_orphans()
+        for number in STOPPING:
+            signal.signal(number, self._on_signal)
+        try:
+            return self._supervise()
+        except RunInUse as holder:
+            _say(f"gives up: {self._run_dir.path} is the folder of another run at this moment ({holder})")
+            return EXIT_REFUSED
+        except NotEnded as error:
+            _say(f"gives up: {error}")
+            return EXIT_FAILED
+
+    def _supervise(self) -> int:
+        resume = self._resume
+        policy = RestartPolicy(newest_step(self._run_dir.metrics))
+        while True:
+            log_bytes, ledger_bytes = _size(self._run_dir.run_log), _size(self._run_dir.ledger)
+            exit_code = self._start_and_wait(resume)
+            self._end_descendants(at_once=exit_code < 0)
+            ending = Ending(
+                exit_code=exit_code,
+                stopped_by=self._received,
+                newest_step=newest_step(self._run_dir.metrics),
+                # An earlier run that was resumed may have had its end too.
+                has_ended=_size(self._run_dir.ledger) != ledger_bytes and has_ended(self._run_dir),
+                words=_words(exit_code, _failure(self._run_dir.run_log, log_bytes)),
+            )
+            decision = policy.after(ending)
+            if exit_code not in (0, EXIT_REFUSED):
+                resume = self._clean_up(ending, decision)
+            match decision:
+                case End():
+                    if decision.words is not None:
+                        _say(decision.words)
+                    return decision.exit_code
+                case StartAgain():
+                    if self._received is not None:
+                        return EXIT_SIGNAL + self._received
+                    _say(f"starting it again{'' if resume is None else f', with --resume {resume}'}")
+
+    def _start_and_wait(self, resume: str | None) -> int:
+        """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
+        process = subprocess.Popen([*self._command, *([] if resume is None else ["--resume", resume])])
+        self._child = self._last_child = process.pid
+        if self._received is not None:
+            # It came before there was anybody to pass it on to.
+            os.kill(process.pid, self._received)
+        while True:
+            pid, status = os.waitpid(-1, 0)
+            if pid == process.pid:
+                self._child = None
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return process.returncode
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received = signal.Signals(number)
+        if self._child is not None:
+            # Ctrl-C in a terminal has reached it already, which takes two at once for one.
+            os.kill(self._child, number)
+
+    def _end_descendants(self, *, at_once: bool) -> None:
+        """End all processes of the run that are left: they have become this process's children."""
+        end_s = time.monotonic() + (0.0 if at_once else LINGER_S)
+        while any(True for _ in _descendants()) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        end_all(_descendants)
+
+    def _clean_up(self, ending: Ending, decision: End | StartAgain) -> str | None:
+        """End what the run has left, note its death, and make its folder ready for the next start.
+
+        Returns what that is to be resumed from; None: it begins anew.
+
+        Raises:
+            RunInUse: another run has the folder by now.
+            NotEnded: something of the run does not end.
+        """
+        folder = self._run_dir
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock.take(folder.lock, secrets.token_hex(16))
+        try:
+            words = [] if lock.before is None else end_leftovers(folder, lock.before)
+            if is_death(ending):
+                faults = FaultLog(folder.faults, _say)
+                who = f"controller (process {self._last_child})"
+                fault = faults.detected(Role.CONTROLLER, who, ending.words)
+                if ending.has_ended:
+                    faults.recovered(fault, "had done everything before")
+            resume = self._next_resume()
+            if isinstance(decision, StartAgain) and resume is None and (left := folder.put_all_aside()):
+                words.append(f"there is no checkpoint yet: moved to {', '.join(left)}")
+            for line in words:
+                _say(line)
+            return resume
+        finally:
+            lock.release()
+
+    def _next_resume(self) -> str | None:
+        checkpoints = list_checkpoints(self._checkpoints)
+        if self._resume is not None and checkpoints == self._checkpoints_before:
+            # It may have died before it moved those aside that are later than the one that it was given.
+            return self._resume
+        return LATEST if checkpoints else None
+
+
+def _adopt_orphans() -> None:
+    """Have the kernel make this process the parent of all descendants whose parents are gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _descendants() -> Iterable[psutil.Process]:
+    """Return what runs below this process; collects what has ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        return []
+    return psutil.Process().children(recursive=True)
+
+
+def newest_step(metrics: Path) -> int:
+    """Return the step of the last whole line of metrics.jsonl; 0 if there is none."""
+    if not metrics.exists():
+        return 0
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines[-2:] if line.endswith(b"\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else 0
+
+
+def has_ended(run_dir: RunDir) -> bool:
+    """Whether a run has exported its model and its ledger has its end."""
+    if not (run_dir.checkpoints / FINAL).is_dir() or not _size(run_dir.ledger):
+        return False
+    with run_dir.ledger.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+        last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :]
+    return last.endswith(b"\n") and json.loads(last)["event"] == "ended"
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _failure(run_log: Path, start: int) -> str | None:
+    """Return the line that says why a run failed, after the first ``start`` bytes of its run.log."""
+    if not run_log.exists():
+        return None
+    with run_log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    found = [line[line.index(" failed: ") + 1 :] for line in lines if " failed: " in line[:30]]
+    return found[-1] if found else None
+
+
+def _words(exit_code: int, failure: str | None) -> str:
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    words = f"has ended with exit code {exit_code}"
+    return words if failure is None else f"{words}: {failure}"
+
+
+def _say(words: str) -> None:
+    print(f"supervisor: {words}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Starts a run again whenever it dies.")
+    parser.add_argument("--config", action="append", required=True)
+    parser.add_argument("--resume")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        overrides = list(arguments.overrides)
+        if config.run_dir is None:
+            # Every start has to be in the same folder.
+            folder = default_run_dir(config.name, datetime.now())
+            overrides.append(f"run_dir={json.dumps(str(folder))}")
+            config = load_config(arguments.config, overrides)
+    except ConfigError as error:
+        print(f"refused:\n{error}", file=sys.stderr)
+        return EXIT_REFUSED
+    assert config.run_dir is not None
+    command = [sys.executable, "-m", "apps.grpo", *_run_arguments(arguments.config, overrides)]
+    run_dir = RunDir(path=Path(config.run_dir))
+    return Supervisor(command, run_dir, planned_folder(config), resume=arguments.resume).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

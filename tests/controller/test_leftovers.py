@@ -1,0 +1,174 @@
+"""What a run that was killed has left is ended, and nothing else."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forgeasync.controller import leftovers
+from forgeasync.controller.leftovers import NotEnded, end_all, take_over
+from forgeasync.faults.run_mark import RUN_MARK, semaphores
+from forgeasync.observability import procs_file
+from forgeasync.observability.procs_file import ProcsFile, left_processes
+from forgeasync.observability.run_dir import RunDir, release_claims
+from forgeasync.rollouts.run_folder import SHARED_MEMORY
+from forgeasync.schema.problems import ConfigError
+from tests.support.runs import tiny_config
+
+pytestmark = pytest.mark.procs
+
+WAIT_S = 60.0
+
+CONTROLLER = """
+import multiprocessing, subprocess, sys, time
+from pathlib import Path
+from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.observability.run_dir import RunDir
+from forgeasync.rollouts.run_folder import create_run_folder
+
+if __name__ == "__main__":
+    run_dir = RunDir(path=Path(sys.argv[1]))
+    run_dir.claim()
+    sleep = ["sleep", "600"]
+    marked = subprocess.Popen(sleep, start_new_session=True)
+    listed = subprocess.Popen(sleep, start_new_session=True, env={})
+    ProcsFile(run_dir.procs).put("generator", 0, pid=listed.pid, host="host-0")
+    lock = multiprocessing.get_context("spawn").Lock()
+    folder = create_run_folder(0)
+    print(marked.pid, listed.pid, folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def controller(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A controller of a run in that folder, and what it has started and made."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    said: list[str] = []
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline().split()
+        assert len(said) == 3
+        yield process, said
+    finally:
+        process.kill()
+        process.wait()
+        for pid in said[:2]:
+            if is_running(int(pid)):
+                psutil.Process(int(pid)).kill()
+
+
+@pytest.fixture(autouse=True)
+def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(RUN_MARK, "none")
+    yield
+    release_claims()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_at_once(process: subprocess.Popen[str]) -> None:
+    """With what would remove its semaphores when it is gone."""
+    with ExitStack() as killing:
+        for child in psutil.Process(process.pid).children():
+            if "resource_tracker" in " ".join(child.cmdline()):
+                killing.callback(child.kill)
+        process.kill()
+    process.wait()
+
+
+def test_a_controller_that_was_killed_leaves_nothing_to_the_next_start(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path)})
+    run_dir = RunDir(path=tmp_path)
+    assert take_over(config) == [] and not list(tmp_path.iterdir()), "no run was there"
+    foreign = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        with controller(tmp_path) as (process, (marked, listed, folder)):
+            with pytest.raises(ConfigError, match=rf"goes on at this moment \(process {process.pid} on "):
+                take_over(config)
+            assert is_running(int(marked)) and is_running(int(listed))
+            mark = json.loads(run_dir.lock.read_text())["mark"]
+            assert list(semaphores(mark, SHARED_MEMORY)) and Path(folder).is_dir()
+            kill_at_once(process)
+            assert is_running(int(marked)) and is_running(int(listed)) and Path(folder).is_dir()
+            words = take_over(config)
+            assert f"the controller of this run has died: process {process.pid} on " in words[0]
+            assert words[1] == "2 processes that it had left were killed"
+            assert not is_running(int(marked)) and not is_running(int(listed))
+            assert not list(semaphores(mark, SHARED_MEMORY)) and not Path(folder).exists()
+        assert is_running(foreign.pid)
+    finally:
+        foreign.kill()
+        foreign.wait()
+    (line,) = map(json.loads, run_dir.faults.read_text().splitlines())
+    assert (line["event"], line["role"], line["what"]) == ("detected", "controller", "has died")
+    assert str(process.pid) in line["who"]
+    assert os.environ[RUN_MARK] == json.loads(run_dir.lock.read_text())["mark"] != mark
+
+
+def test_a_run_that_ended_in_order_is_no_fault_and_leaves_nothing_either(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path)})
+    run_dir = RunDir(path=tmp_path)
+    run_dir.claim()
+    left = subprocess.Popen(["sleep", "600"])
+    try:
+        release_claims()
+        assert take_over(config) == ["1 processes that it had left were killed"]
+        assert left.wait(WAIT_S) == -9
+    finally:
+        left.kill()
+        left.wait()
+    assert not run_dir.faults.exists()
+
+
+def test_a_process_that_only_has_the_same_id_is_none_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "procs.json"
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        listing = ProcsFile(file)
+        listing.put("generator", 0, pid=process.pid, host="host-0")
+        # Of another machine, whose ids mean nothing here: this process was started by another one.
+        listing.put("generator", 1, pid=os.getppid(), host="host-1")
+        assert [one.pid for one in left_processes(file)] == [process.pid]
+        (entry, other) = listing.entries
+        assert entry.start_ticks is not None and other.start_ticks is None
+        listing._entries["generator", 0] = dataclasses.replace(entry, start_ticks=entry.start_ticks - 1)
+        listing._write()
+        assert not list(left_processes(file)), "the id is another process's now"
+        listing.put("generator", 0, pid=process.pid, host="host-0")
+        boot = tmp_path / "boot"
+        boot.write_text("another\n")
+        monkeypatch.setattr(procs_file, "BOOT_ID", boot)
+        assert not list(left_processes(file)), "the machine was started anew"
+    finally:
+        process.kill()
+        process.wait()
+    assert not list(left_processes(tmp_path / "none.json"))
+
+
+def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "END_S", 0.1)
+    monkeypatch.setattr(leftovers, "kill", lambda processes: len(processes))
+    process = psutil.Process(os.getppid())
+    with pytest.raises(NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"):
+        end_all(lambda: [process])

@@ -1,0 +1,251 @@
+"""The process that starts a run again, with a small program in the run's place."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forgeasync.controller.supervisor import has_ended, newest_step
+from forgeasync.launch.restart_policy import MAX_STARTS_WITHOUT_STEP
+from forgeasync.observability.run_dir import RunDir
+from forgeasync.observability.run_lock import RunInUse, RunLock
+
+pytestmark = pytest.mark.procs
+
+WAIT_S = 120.0
+
+RUN = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from forgeasync.faults.fault_log import FaultLog
+from forgeasync.observability.run_dir import RunDir, release_claims
+
+run_dir = RunDir(path=Path(sys.argv[1]))
+plan = sys.argv[2].split(",")
+resumed = sys.argv[3:]
+run_dir.path.mkdir(exist_ok=True)
+run_dir.claim()
+starts = run_dir.path / "starts"
+number = len(starts.read_text().splitlines()) if starts.exists() else 0
+with starts.open("a") as file:
+    file.write(" ".join(resumed) + "\\n")
+# Neither the mark nor the process group tells whose it is.
+orphan = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
+with (run_dir.path / "orphans").open("a") as file:
+    file.write(f"{orphan.pid}\\n")
+run_dir.checkpoints.mkdir(exist_ok=True)
+faults = FaultLog(run_dir.faults)
+faults.recover_earlier("came back")
+for what in plan[number].split("+"):
+    if what.startswith("step"):
+        with run_dir.metrics.open("a") as file:
+            file.write(json.dumps({"step": int(what[4:])}) + "\\n")
+    elif what.startswith("checkpoint"):
+        folder = run_dir.checkpoints / "step-00000001"
+        folder.mkdir()
+        (folder / "run.json").write_text("{}")
+    elif what == "rewind":
+        (run_dir.checkpoints / "step-00000002").rename(run_dir.checkpoints / "step-00000002.cut-1")
+    elif what == "ended":
+        (run_dir.checkpoints / "final").mkdir()
+        run_dir.ledger.write_text('{"n":1,"event":"opened"}\\n{"n":2,"event":"ended"}\\n')
+    elif what == "log":
+        with run_dir.run_log.open("a") as file:
+            file.write("2030-01-01 00:00:00 failed: OSError: no luck\\n")
+    elif what == "wait":
+        def stop(number, frame):
+            print("told", signal.Signals(number).name, flush=True)
+            orphan.kill()
+            release_claims()
+            sys.exit(128 + number)
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        print("ready", flush=True)
+        time.sleep(600)
+    elif what.startswith("exit"):
+        release_claims()
+        sys.exit(int(what[4:]))
+    else:
+        os.kill(os.getpid(), getattr(signal, what))
+"""
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from forgeasync.controller.supervisor import Supervisor
+from forgeasync.observability.run_dir import RunDir
+run_dir = RunDir(path=Path(sys.argv[1]))
+supervisor = Supervisor(
+    [sys.executable, *sys.argv[3:]], run_dir, run_dir.checkpoints, resume=sys.argv[2] or None
+)
+heavy = [name for name in ("torch", "vllm", "monarch", "transformers") if name in sys.modules]
+assert not heavy, heavy
+sys.exit(supervisor.run())
+"""
+
+
+@contextmanager
+def supervised(folder: Path, *plan: str, resume: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A supervisor of a program whose n-th start does what the n-th part of the plan says."""
+    script = folder.with_name("run.py")
+    script.write_text(RUN)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(folder), resume, str(script), str(folder), ",".join(plan)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pid in orphans(folder):
+            psutil.Process(pid).kill()
+
+
+def orphans(folder: Path) -> list[int]:
+    """Those that still run."""
+    file = folder / "orphans"
+    pids = map(int, file.read_text().split()) if file.exists() else ()
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).name() == "sleep"]
+
+
+def events(folder: Path) -> list[tuple[str, str, str]]:
+    lines = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
+    return [(line["event"], line["role"], line.get("what", line.get("how"))) for line in lines]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_killed_comes_back_until_it_is_done(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    plan = ["step1+SIGKILL", "step1+checkpoint+step2+SIGSEGV", "log+exit1", "SIGKILL", "step3+ended+exit0"]
+    with supervised(folder, *plan) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, err
+        assert not orphans(folder), "a session and an environment of its own hide nothing"
+    run_dir = RunDir(path=folder)
+    assert (folder / "starts").read_text().splitlines() == ["", "", *["--resume latest"] * 3]
+    assert (folder / "metrics.cut-1.jsonl").read_text() == '{"step": 1}\n', "the first had no checkpoint"
+    assert [json.loads(line)["step"] for line in run_dir.metrics.read_text().splitlines()] == [1, 2, 3]
+    whys = [
+        "was killed by SIGKILL",
+        "was killed by SIGSEGV",
+        "has ended with exit code 1: failed: OSError: no luck",
+        "was killed by SIGKILL",
+    ]
+    assert events(folder) == [
+        (event, "controller", words)
+        for why in whys
+        for event, words in (("detected", why), ("recovered", "came back"))
+    ]
+    assert "there is no checkpoint yet: moved to metrics.cut-1.jsonl" in err
+    assert has_ended(run_dir) and newest_step(run_dir.metrics) == 3
+
+
+def test_a_given_checkpoint_is_gone_on_from_until_later_ones_are_out_of_the_way(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for name in ("step-00000001", "step-00000002"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "run.json").write_text("{}")
+    given = str(folder / "checkpoints" / "step-00000001")
+    with supervised(folder, "SIGKILL", "rewind+SIGKILL", "exit0", resume=given) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, err
+    starts = (folder / "starts").read_text().splitlines()
+    assert starts == [f"--resume {given}", f"--resume {given}", "--resume latest"]
+
+
+def test_a_run_that_makes_no_step_is_given_up_with_its_last_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    plan = ["step1+checkpoint+SIGKILL", *["SIGKILL"] * (MAX_STARTS_WITHOUT_STEP - 1), "log+exit1", "exit0"]
+    with supervised(folder, *plan) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 1
+        assert err.splitlines()[-1] == (
+            f"supervisor: failed: {MAX_STARTS_WITHOUT_STEP} starts in a row made no new step (the newest one "
+            "is 1); the last one has ended with exit code 1: failed: OSError: no luck"
+        )
+        assert not orphans(folder)
+    assert events(folder)[-1][:2] == ("detected", "controller")
+
+
+@pytest.mark.parametrize(("what", "code"), [("exit2", 2), ("exit0", 0), ("exit143", 143)])
+def test_a_run_that_ends_by_itself_is_left_alone(tmp_path: Path, what: str, code: int) -> None:
+    folder = tmp_path / "run"
+    with supervised(folder, what) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == code, err
+        assert not orphans(folder)
+    assert (folder / "starts").read_text().splitlines() == [""]
+    assert not (folder / "faults.jsonl").exists()
+
+
+def test_a_run_that_dies_after_its_end_is_done(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with supervised(folder, "step1+ended+SIGKILL") as process:
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, err
+    assert [event for event, _, _ in events(folder)] == ["detected", "recovered"]
+    assert (folder / "starts").read_text().splitlines() == [""]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_stop_goes_to_the_run_and_ends_both(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    with supervised(folder, "SIGKILL", "wait") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 128 + number, err
+        assert out == f"told {number.name}\n"
+    assert len(events(folder)) == 2, "being stopped is no fault"
+
+
+def test_a_folder_that_another_run_has_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with supervised(folder, "wait", "exit0") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        run_dir = RunDir(path=folder)
+        (child,) = (one for one in psutil.Process(process.pid).children() if "run.py" in str(one.cmdline()))
+        with pytest.raises(RunInUse, match=rf"process {child.pid} on .*, since 20\d\d-\d\d-\d\d "):
+            RunLock.take(run_dir.lock, "0")
+        # The supervisor stands still, so that the other one comes first.
+        process.send_signal(signal.SIGSTOP)
+        child.kill()
+        wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE)
+        lock = RunLock.take(run_dir.lock, "0")
+        assert lock.before is not None and (lock.before.pid, lock.before.has_ended) == (child.pid, False)
+        process.send_signal(signal.SIGCONT)
+        _, err = process.communicate(timeout=WAIT_S)
+        lock.release()
+        assert process.returncode == 2
+        assert (
+            f"gives up: {folder} is the folder of another run" in err and f"process {os.getpid()} on" in err
+        )
+    assert not run_dir.faults.exists(), "the other one writes there"
+
+
+@pytest.mark.parametrize(
+    ("text", "step"), [("", 0), ('{"step": 0}\n', 0), ('{"step": 4}\n{"step": 5}\n{"st', 5), ('{"st', 0)]
+)
+def test_the_newest_step_is_that_of_the_last_whole_line(tmp_path: Path, text: str, step: int) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert newest_step(file) == 0
+    file.write_text(text)
+    assert newest_step(file) == step
