@@ -9,6 +9,6 @@ import os
 # Monarch drops such messages. They are read when Monarch is imported, and every proc inherits them.
 os.environ.setdefault("HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT", "1000h")
 os.environ.setdefault("HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT", "1000h")
-# Monarch 0.7 ends the procs of a host whose controller has been silent for a minute, but not the host. An agent
-# ends both (forgeasync.launch.agent), later than that by default: it must still be there to do so.
+# Monarch 0.7 ends the procs of a host whose controller has been silent for a minute, but not the host. An
+# agent ends both (forgeasync.launch.agent), by default later than that: it must still be there to do so.
 os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "24h")

@@ -4,10 +4,11 @@ from tests.support.processes import run_alone
 
 
 def _limits() -> dict[str, str]:
-    import forgeasync.actors.procs  # noqa: F401
     from monarch.config import get_global_config
 
-    return dict(get_global_config())
+    import forgeasync.actors.procs  # noqa: F401
+
+    return {name: str(value) for name, value in get_global_config().items()}
 
 
 def test_it_is_the_run_that_gives_processes_up() -> None:
