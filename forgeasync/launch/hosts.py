@@ -9,7 +9,9 @@ from typing import Protocol
 
 import torch
 from monarch.actor import ProcMesh, this_host
+from monarch.config import configure
 
+from forgeasync.launch import MONARCH_LIMITS
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.jobs import HostRole
@@ -25,6 +27,8 @@ from forgeasync.rollouts.run_folder import (
 )
 
 LOCAL_HOST_ID = "host-0"
+
+configure(**MONARCH_LIMITS)
 
 
 class HostLost(RuntimeError):

@@ -1,19 +1,20 @@
-"""How long Monarch waits for processes that do not answer: longer than what decides about them here."""
+"""How long Monarch waits for processes that do not answer."""
+
+from monarch.config import get_global_config
 
 from tests.support.processes import run_alone
 
 
 def _limits() -> dict[str, str]:
-    from monarch.config import get_global_config
-
-    import forgeasync.actors.procs  # noqa: F401
+    """Of a process that imports Monarch first."""
+    import forgeasync.launch.hosts  # noqa: F401
 
     return {name: str(value) for name, value in get_global_config().items()}
 
 
-def test_it_is_the_run_that_gives_processes_up() -> None:
-    """Monarch 0.7's own limits end the controller half a minute after the death of a worker, and the agents of
-    hosts before they can end these.
+def test_a_run_gives_processes_up_and_monarch_does_not() -> None:
+    """By its own limits Monarch 0.7 ends a controller half a minute after the death of a worker, and the agents
+    of hosts before these can end their hosts.
     """
     limits = run_alone(_limits)
     assert "month" in limits["message_delivery_timeout"] and "month" in limits["channel_reconnect_timeout"]
