@@ -14,8 +14,8 @@ MONARCH_LIMITS = {
     # agent ends both (forgeasync.launch.agent), by default later than that: it must still be there to do so.
     "mesh_orphan_timeout": "24h",
 }
-"""Limits of Monarch that would decide before a run does. Every proc inherits them by its environment; a process
-that has imported Monarch before is told by ``forgeasync.launch.hosts``."""
+"""Limits of Monarch that would decide before a run does. Every proc inherits them by its environment; a
+process that has imported Monarch before is told by ``forgeasync.launch.hosts``."""
 
 for name, limit in MONARCH_LIMITS.items():
     MONARCH_LIMITS[name] = os.environ.setdefault(f"HYPERACTOR_{name.upper()}", limit)
