@@ -13,8 +13,8 @@ def _limits() -> dict[str, str]:
 
 
 def test_a_run_gives_processes_up_and_monarch_does_not() -> None:
-    """By its own limits Monarch 0.7 ends a controller half a minute after the death of a worker, and the agents
-    of hosts before these can end their hosts.
+    """By its own limits Monarch 0.7 ends a controller half a minute after the death of a worker, and the
+    agents of hosts before these can end their hosts.
     """
     limits = run_alone(_limits)
     assert "month" in limits["message_delivery_timeout"] and "month" in limits["channel_reconnect_timeout"]
