@@ -64,6 +64,10 @@ class BufferActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
+    async def beat(self) -> None:
+        """Answer, to show that the event loop runs."""
+
+    @concurrent_endpoint
     async def submit(self, tasks: Sequence[Task]) -> None:
         """Submit prompts."""
         await self._buffer.submit(tasks)

@@ -12,6 +12,7 @@ import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, MeshFailure, ProcMesh, this_host
 
+from forgeasync.actors.buffer_watch import BufferWatch
 from forgeasync.actors.deaths import (
     BETTER_REPORT_S,
     END_S,
@@ -69,6 +70,7 @@ class Procs:
     environment: EnvironmentPool | None = None
     scorer: WatchedScorer | None = None
     generators: GeneratorPool | None = None
+    buffer: BufferWatch | None = None
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
     _closing: bool = False
@@ -126,6 +128,8 @@ class Procs:
             watching.append(asyncio.create_task(self._fail_with(self.scorer.watch())))
         if self.generators is not None:
             watching.append(asyncio.create_task(self._fail_with(self.generators.watch())))
+        if self.buffer is not None:
+            watching.append(asyncio.create_task(self._fail_with(self.buffer.watch())))
         try:
             await asyncio.shield(self._failure)
         finally:
@@ -216,7 +220,7 @@ class Procs:
                 # Keep polling until now: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
             ending.push_async_callback(_stop_all, self._own_meshes)
-            for watched in (self.generators, self.environment, self.scorer):
+            for watched in (self.generators, self.environment, self.scorer, self.buffer):
                 if watched is not None:
                     ending.push_async_callback(watched.close)
             for close in self.closing:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from forgeasync.actors.buffer import BufferActor
+from forgeasync.actors.buffer_watch import BufferWatch
 from forgeasync.actors.procs import Procs
 from forgeasync.config.run import RunConfig
 from forgeasync.launch.hosts import LOCAL_HOST_ID
@@ -21,4 +22,7 @@ async def start_buffer(
     async with deadline(config.timeouts.setup_s, call="setting up the replay buffer", key="timeouts.setup_s"):
         pid = await actor.setup.call_one(config, ledger, resumed)
     procs.listing.put("buffer", 0, pid=pid, host=LOCAL_HOST_ID)
+    procs.buffer = BufferWatch(
+        actor.beat.call_one, pid=pid, heartbeat_s=config.buffer.heartbeat_s, faults=procs.faults
+    )
     return actor

@@ -59,6 +59,9 @@ class BufferSection(Section):
     """Keep finished groups on the disk, in the run's folder, until a checkpoint has the step that trained on
     them: a run that was killed resumes with them. Their arrays are as large there as in shared memory, and
     all hosts must see the folder."""
+    heartbeat_s: float = Field(default=8.0, ge=1.0, le=3600.0)
+    """A buffer whose process does not answer for so long is killed. The run ends then, as when it dies: the
+    next start goes on from the newest checkpoint and the kept groups."""
     max_given_up_in_a_row: Count = 64
     """The run ends with an error once this many groups in a row were refused or could not be scored."""
 

@@ -34,7 +34,7 @@ DECIDES = (
 )
 """Sections that a group, its score, its age or the weights of the lost steps follow from."""
 
-_IRRELEVANT = frozenset({"buffer.keep_groups"})
+_IRRELEVANT = frozenset({"buffer.keep_groups", "buffer.heartbeat_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,8 +157,10 @@ class Supervisor:
         lock = RunLock.take(folder.lock, secrets.token_hex(16))
         try:
             words = [] if lock.before is None else end_leftovers(folder, lock.before)
-            if is_death(ending):
-                faults = FaultLog(folder.faults, _say)
+            faults = FaultLog(folder.faults, _say)
+            # A run that ends by itself over a role that it has lost has noted whose fault it is.
+            is_noted = any(fault.role is not Role.CONTROLLER for fault in faults.open)
+            if is_death(ending) and not (ending.exit_code == EXIT_FAILED and is_noted):
                 who = f"controller (process {self._last_child})"
                 fault = faults.detected(Role.CONTROLLER, who, ending.words)
                 if ending.has_ended:

@@ -25,7 +25,7 @@ WAIT_S = 120.0
 RUN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from forgeasync.faults.fault_log import FaultLog
+from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.observability.run_dir import RunDir, release_claims
 
 run_dir = RunDir(path=Path(sys.argv[1]))
@@ -57,6 +57,8 @@ for what in plan[number].split("+"):
     elif what == "ended":
         (run_dir.checkpoints / "final").mkdir()
         run_dir.ledger.write_text('{"n":1,"event":"opened"}\\n{"n":2,"event":"ended"}\\n')
+    elif what == "buffer":
+        faults.detected(Role.BUFFER, "the buffer (process 1)", "has died")
     elif what == "log":
         with run_dir.run_log.open("a") as file:
             file.write("2030-01-01 00:00:00 failed: OSError: no luck\\n")
@@ -183,6 +185,23 @@ def test_a_run_that_makes_no_step_is_given_up_with_its_last_failure(tmp_path: Pa
         )
         assert not orphans(folder)
     assert events(folder)[-1][:2] == ("detected", "controller")
+
+
+def test_a_run_that_ends_over_a_lost_role_is_that_roles_fault(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    plan = ["step1+checkpoint+buffer+exit1", "step2+buffer+SIGKILL", "exit0"]
+    with supervised(folder, *plan) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, err
+    assert [(event, role) for event, role, _ in events(folder)] == [
+        ("detected", "buffer"),
+        ("recovered", "buffer"),
+        ("detected", "buffer"),
+        # Nothing says that it was about to end.
+        ("detected", "controller"),
+        ("recovered", "buffer"),
+        ("recovered", "controller"),
+    ]
 
 
 @pytest.mark.parametrize(("what", "code"), [("exit2", 2), ("exit0", 0), ("exit143", 143)])
