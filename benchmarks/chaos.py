@@ -12,8 +12,8 @@ has to lie in the band of runs without faults, and no process and no file in sha
 code 1 with the first difference.
 
 ``--off`` plans faults and injects none: the comparison has to fail. ``--reference-runs`` measures the band by
-K runs with other seeds, widened on both sides by their spread, and by 0.02 at least. The role ``controller``
-starts the run with ``--supervise``.
+K runs with other seeds, widened on both sides by their spread, and by 0.02 at least. The roles ``controller``
+and ``buffer`` start the run with ``--supervise``.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_faults import CONTROLLER, KINDS, Injector, plan, read_lines
+from chaos_faults import KINDS, SUPERVISED, Injector, plan, read_lines
 from chaos_report import (
     Evidence,
     accuracy_of,
@@ -223,7 +223,8 @@ def main() -> int:
     out = (RESULTS / name if arguments.out is None else arguments.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     config = load_config([arguments.config], arguments.overrides)
-    roles = arguments.role or ["scorer", *(["environment"] if config.environment is not None else [])]
+    recover = [role for role in KINDS if role != "environment" or config.environment is not None]
+    roles = arguments.role or recover
     faults = plan(arguments.seed, arguments.faults, roles, steps_per_fault=arguments.steps_per_fault)
     # The last fault has as many steps to recover as lie between two.
     max_steps = arguments.steps_per_fault * (arguments.faults + 1)
@@ -252,7 +253,9 @@ def main() -> int:
     folder = out / "run"
     console.print(f"{max_steps} steps with {len(faults)} faults on {', '.join(roles)}, in {folder}")
     injector = Injector(folder, [] if arguments.off else faults, out / "witness.jsonl")
-    ended = run(arguments.config, overrides, folder, injector=injector, supervise=CONTROLLER in roles)
+    ended = run(
+        arguments.config, overrides, folder, injector=injector, supervise=bool(SUPERVISED & set(roles))
+    )
     evidence = Evidence(
         planned=faults,
         injected=injector.injected,

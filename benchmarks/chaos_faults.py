@@ -28,6 +28,8 @@ class Kind(StrEnum):
 SIGNALS = {Kind.SIGKILL: signal.SIGKILL, Kind.SIGSTOP: signal.SIGSTOP, Kind.SIGSEGV: signal.SIGSEGV}
 
 CONTROLLER = "controller"
+SUPERVISED = frozenset({CONTROLLER, "buffer"})
+"""Roles whose loss ends the run, so that only a supervisor brings it back."""
 
 KINDS: dict[str, tuple[Kind, ...]] = {
     "scorer": tuple(Kind),
