@@ -39,10 +39,7 @@ def serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool) -> No
 
 
 async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    from forgeasync.config.generator import GeneratorSection
+    from forgeasync.config.generator import GeneratorSection, SamplingSection
     from forgeasync.config.weights import WeightsSection
     from forgeasync.generator.engine import GeneratorEngine
     from forgeasync.rollouts.records import Records
@@ -55,17 +52,7 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
         records=Records(routing=routing, kept_tokens=kept_tokens),
         weights=WeightsSection(),
     )
-    params = SamplingParams(
-        n=NUM_SAMPLES,
-        temperature=0.8,
-        top_k=20,
-        top_p=0.9,
-        max_tokens=RESPONSE_TOKENS,
-        ignore_eos=True,
-        logprobs=0,
-        seed=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    sampling = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=RESPONSE_TOKENS)
     pipe.send("ready")
     number = 0
     while pipe.recv():
@@ -75,18 +62,14 @@ async def _serve(pipe: Connection, model: Path, routing: bool, kept_tokens: bool
         prompts = rng.integers(3, 20, (NUM_PROMPTS, PROMPT_TOKENS)).astype(np.int32)
         start_s = time.perf_counter()
         groups = await asyncio.gather(
-            *(_group(engine, prompt, params, f"{number}-{i}") for i, prompt in enumerate(prompts))
+            *(
+                engine.generate(prompt_ids_P=prompt, num_samples=NUM_SAMPLES, sampling=sampling)
+                for prompt in prompts
+            )
         )
-        pipe.send(sum(groups) / (time.perf_counter() - start_s))
+        num_tokens = sum(rollout.num_response_tokens for group in groups for rollout in group)
+        pipe.send(num_tokens / (time.perf_counter() - start_s))
     engine.shutdown()
-
-
-async def _group(engine: object, prompt_ids_P: np.ndarray, params: object, request_id: str) -> int:
-    """Sample one group the way the engine's ``generate`` does; the number of tokens."""
-    async for output in engine._llm.generate({"prompt_token_ids": prompt_ids_P.tolist()}, params, request_id):
-        final = output
-    rollouts = [engine._rollout(prompt_ids_P, completion) for completion in final.outputs]
-    return sum(rollout.num_response_tokens for rollout in rollouts)
 
 
 def measure(model: Path, rounds: int) -> dict[str, list[float]]:

@@ -17,10 +17,8 @@ from common import write_json
 from weight_models import MAX_CONTEXT, SIZES, ModelSize, sync_config, write_model
 from weight_probe import Change, ProbedGenerator, ProbedTrainer, Update
 
-import forgeasync.actors.procs
+from forgeasync.actors import start_generators, start_trainer
 from forgeasync.actors.procs import Procs
-from forgeasync.actors.start_generators import start_generators
-from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.model import Dtype
@@ -67,10 +65,10 @@ class Bench:
     async def start(self, folder: Path) -> None:
         """Spawn everything, connect every transport, begin to decode."""
         # The fleet is to spawn actors that time themselves.
-        forgeasync.actors.procs.TrainerActor = ProbedTrainer
-        forgeasync.actors.procs.GeneratorActor = ProbedGenerator
+        start_trainer.TrainerActor = ProbedTrainer
+        start_generators.GeneratorActor = ProbedGenerator
         config, facts, fleet = self._config, read_model_facts(str(folder)), self._fleet
-        generators = await start_generators(fleet, config, facts, folder)
+        generators = await start_generators.start_generators(fleet, config, facts, folder)
         self._generator = generators.pool.replicas[0].actor
         setup = TrainerSetup(
             section=config.trainer,
@@ -80,9 +78,9 @@ class Bench:
             seed=0,
             checkpoint=folder,
         )
-        self._trainer: TrainerMesh = await start_trainer(fleet, setup, config.timeouts)
+        self._trainer: TrainerMesh = await start_trainer.start_trainer(fleet, setup, config.timeouts)
         for choice in TRANSPORTS:
-            await build_transport(choice).start(fleet._spawn_here)
+            await build_transport(choice).start(fleet.spawn_here)
         layout = await self._trainer.lay_out_weights(config.generator.dtype)
         self.num_bytes = layout.num_bytes
         (host,) = fleet.hosts.of_procs(HostRole.GENERATORS, 1)
