@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 import psutil
 
 from forgeasync.actors.deaths import ActorDied
-from forgeasync.actors.watched_process import Heartbeat, is_running, kill_with_children
+from forgeasync.actors.watched_process import Heartbeat, is_running
 from forgeasync.faults.fault_log import FaultLog, Role
+from forgeasync.launch.kill_tree import kill_with_children
 
 LOOK_S = 0.5
 """Seconds between two looks at the process."""

@@ -20,7 +20,6 @@ from forgeasync.actors.watched_process import (
     Heartbeat,
     is_running,
     kill_marked,
-    kill_with_children,
     until_gone,
 )
 from forgeasync.config.episodes import EpisodesSection
@@ -28,6 +27,7 @@ from forgeasync.environments.served.counts import serving_metrics
 from forgeasync.environments.worker_table import WorkerTable
 from forgeasync.faults.fault_log import Fault, FaultLog, Role
 from forgeasync.launch.hosts import LOCAL_HOST_ID
+from forgeasync.launch.kill_tree import kill_with_children
 from forgeasync.observability.procs_file import ProcsFile
 from forgeasync.rollouts.outcome import EpisodeOutcome, lost_outcome
 from forgeasync.waiting import forget

@@ -3,8 +3,6 @@ started."""
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
@@ -35,17 +33,6 @@ def is_running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def kill_with_children(process: psutil.Process) -> None:
-    """Kill a process with everything that it has started; no error if it has ended."""
-    with contextlib.suppress(psutil.Error):
-        started = process.children(recursive=True)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        for one in started:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
 
 
 def kill_marked(mark: str) -> None:

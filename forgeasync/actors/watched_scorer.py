@@ -20,13 +20,13 @@ from forgeasync.actors.watched_process import (
     Heartbeat,
     is_running,
     kill_marked,
-    kill_with_children,
     until_gone,
 )
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.faults.fault_log import Fault, FaultLog, Role
 from forgeasync.launch.hosts import LOCAL_HOST_ID
+from forgeasync.launch.kill_tree import kill_with_children
 from forgeasync.observability.failures import last_words
 from forgeasync.observability.procs_file import ProcsFile
 from forgeasync.rollouts.score import VerifierCounts
