@@ -74,6 +74,11 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + PARTIAL_SUFFIX)
 
 
+def remove_partial(folder: Path) -> None:
+    """Remove what there is of a checkpoint that nobody writes any more, and of no other one."""
+    shutil.rmtree(partial_folder(folder), ignore_errors=True)
+
+
 def publish(folder: Path, run_state: bytes) -> None:
     """Add the controller's part to a checkpoint whose other files are flushed, and show it."""
     partial = partial_folder(folder)

@@ -21,7 +21,7 @@ from forgeasync.actors.start_generators import make_folders
 from forgeasync.actors.start_trainer import OWN_ACTORS, kill_trainer, set_up_trainer, spawn_trainer
 from forgeasync.actors.trainer_life import TrainerLife
 from forgeasync.actors.trainer_mesh import TrainerMesh
-from forgeasync.checkpoint.folders import CheckpointLost, is_whole, sweep_partial
+from forgeasync.checkpoint.folders import CheckpointLost, is_whole, remove_partial
 from forgeasync.config.run import TimeoutSection
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.setup import TrainerSetup
@@ -317,6 +317,7 @@ class TrainerRecovery:
             self._tell(
                 f"checkpoint {self._checkpoint.folder.name} was not finished: there is none of its step"
             )
+            remove_partial(self._checkpoint.folder)
             self._lost_checkpoint, self._checkpoint = self._checkpoint.folder, None
         sources = await trainer.reopen_staging(before)
         for act in self._on_new_buffers:
@@ -367,5 +368,6 @@ async def start_recovery(
 
 async def _begin(mesh: TrainerMesh, checkpoint: _Checkpoint) -> None:
     if not is_whole(checkpoint.folder):
-        sweep_partial(checkpoint.folder.parent)
+        # A trainer that is gone may have begun it. Others stay: one of them may be being written.
+        remove_partial(checkpoint.folder)
         await mesh.begin_checkpoint(checkpoint.folder, run_state=checkpoint.run_state, keep=checkpoint.keep)

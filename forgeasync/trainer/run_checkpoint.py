@@ -5,7 +5,6 @@ for that copy. A second thread writes the copies, over a gloo group of its own, 
 those of training cannot meet. Rank 0 then shows the checkpoint (``forgeasync.checkpoint.folders``).
 """
 
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from forgeasync.checkpoint.folders import TRAINER_FOLDER, CheckpointNotWritten, partial_folder, prune, publish
+from forgeasync.checkpoint.folders import (
+    TRAINER_FOLDER,
+    CheckpointNotWritten,
+    partial_folder,
+    prune,
+    publish,
+    remove_partial,
+)
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.trainer.host_copies import HostCopies
 from forgeasync.trainer.workarounds.checkpoint_reader import SafeFileSystemReader
@@ -123,10 +129,10 @@ def _difference(state: Mapping[str, torch.Tensor], saved: Mapping[str, object]) 
     return None
 
 
-def _remove_partial(folder: Path) -> None:
+def _remove_on_first_rank(folder: Path) -> None:
     """Remove what there is of a checkpoint that could not be written; its room may be needed."""
     if dist.get_rank() == 0:
-        shutil.rmtree(partial_folder(folder), ignore_errors=True)
+        remove_partial(folder)
 
 
 class CheckpointWriter:
@@ -159,7 +165,7 @@ class CheckpointWriter:
             dcp.save(staged.result(), storage_writer=storage, process_group=self._group)
         except CheckpointException as error:
             # Every rank has ended: none writes there any more.
-            _remove_partial(folder)
+            _remove_on_first_rank(folder)
             raise CheckpointNotWritten(
                 f"checkpoint {folder} could not be written: {_first_failure(error)}"
             ) from error
@@ -168,7 +174,7 @@ class CheckpointWriter:
             try:
                 publish(folder, run_state)
             except OSError as error:
-                _remove_partial(folder)
+                remove_partial(folder)
                 raise CheckpointNotWritten(f"checkpoint {folder} could not be written: {error}") from error
             prune(folder.parent, keep=keep)
 

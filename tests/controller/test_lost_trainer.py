@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from forgeasync.actors.deaths import ActorDied
-from forgeasync.checkpoint.folders import CheckpointLost
+from forgeasync.checkpoint.folders import CheckpointLost, partial_folder
 from forgeasync.config.run import TimeoutSection
 from forgeasync.config.trainer import RecoverySection
 from forgeasync.controller import trainer_recovery
@@ -59,7 +59,9 @@ class Mesh:
         )
 
     async def begin_checkpoint(self, folder: Path, *, run_state: bytes, keep: int) -> None:
+        """Leave its files in the writing."""
         self.calls.append(("checkpoint", folder.name))
+        partial_folder(folder).mkdir()
 
     async def finish_checkpoint(self) -> None:
         return None
@@ -141,6 +143,7 @@ def test_a_checkpoint_that_was_lost_with_its_trainer_is_not_taken_for_written(
             await world.recovery.finish_checkpoint()
         await world.recovery.finish_checkpoint()
         assert "checkpoint step-00000001 was not finished: there is none of its step" in world.told
+        assert not any(tmp_path.iterdir()), "its room may be needed"
         assert world.second.calls == []
 
     run(act, Mesh(), Mesh(opens_at=2))
@@ -158,6 +161,26 @@ def test_a_checkpoint_is_begun_again_where_the_trainer_comes_by_its_step(
         assert world.second.calls == [("step", 1), ("checkpoint", "step-00000001"), ("step", 2)]
 
     run(act, Mesh(), Mesh(opens_at=0))
+
+
+def test_a_checkpoint_that_is_being_written_outlives_the_beginning_of_the_next(
+    run: Callable[..., None], tmp_path: Path
+) -> None:
+    """What a lost trainer has left of its own checkpoint goes; nothing else does."""
+    first, second = tmp_path / "step-00000001", tmp_path / "step-00000002"
+
+    async def act(world: World) -> None:
+        await world.recovery.train_items([], step=1)
+        await world.recovery.begin_checkpoint(first, run_state=b"", keep=1)
+        await world.recovery.train_items([], step=2)
+        partial_folder(second).mkdir()
+        await world.recovery.begin_checkpoint(second, run_state=b"", keep=1)
+        assert partial_folder(first).is_dir()
+        await world.lose()
+        assert world.second.calls == [("checkpoint", "step-00000002")], "its remains were removed"
+        assert partial_folder(first).is_dir()
+
+    run(act, Mesh(), Mesh(opens_at=2))
 
 
 def test_an_export_that_is_all_written_is_not_written_again(run: Callable[..., None], tmp_path: Path) -> None:
