@@ -4,13 +4,13 @@
         [--config FILE ... | --witness] [key.path=value ...] [--band LOW HIGH | --reference-runs K]
         [--steps-per-fault N] [--disk-mib N] [--off] [--out FOLDER]
 
-Starts ``apps.grpo`` on the embedded default, or on FILE, for enough steps. Faults are drawn from the seed: role,
-moment, kind, process and time; ``chaos_faults.py`` has the tables. What was injected is written to a witness
-file. Afterwards every fault has to have been detected and recovered from, and nothing else, in faults.jsonl
-and in metrics.jsonl; every step has to be there once; every group has to have been trained on once by the
-batches in rollouts.jsonl and, with ``--witness``, by the weights themselves (``chaos_witness.py``);
-``apps.verify`` has to pass; the held-out accuracy has to lie in the band of runs without faults; no process
-and no file in shared memory may be left. Exit code 1 with the first difference.
+Starts ``apps.grpo`` on the embedded default, or on FILE, for enough steps. Faults are drawn from the seed:
+role, moment, kind, process and time; ``chaos_faults.py`` has the tables. What was injected is written to a
+witness file. Afterwards every fault has to have been detected and recovered from, and nothing else, in
+faults.jsonl and in metrics.jsonl; every step has to be there once; every group has to have been trained on
+once by the batches in rollouts.jsonl and, with ``--witness``, by the weights themselves
+(``chaos_witness.py``); ``apps.verify`` has to pass; the held-out accuracy has to lie in the band of runs
+without faults; no process and no file in shared memory may be left. Exit code 1 with the first difference.
 
 ``--off`` plans faults and injects none: the comparison has to fail. ``--reference-runs`` measures the band by
 K runs with other seeds, widened on both sides by their spread, and by 0.02 at least. ``--disk-mib`` puts the
@@ -266,8 +266,8 @@ def judge(
         share = effective_share(trained, clock.wall_s, undisturbed_step_s=step_median_s(undisturbed))
         pace = "runs without faults" if references else "this run itself"
         console.print(
-            f"share of effective time (ETTR): {share:.3f} of {clock.wall_s:.0f} s, at the median pace of {pace}, "
-            f"{step_median_s(undisturbed):.1f} s a step"
+            f"share of effective time (ETTR): {share:.3f} of {clock.wall_s:.0f} s, at the median pace of "
+            f"{pace}, {step_median_s(undisturbed):.1f} s a step"
         )
     result = {
         "seed": arguments.seed,

@@ -23,8 +23,8 @@ class Kind(StrEnum):
     HUNG_COLLECTIVE = "hung_collective"
     """A trainer rank never comes to its next collective."""
     DELAYED_MESSAGES = "delayed_messages"
-    """Messages that arrive at it within some seconds, fewer than its heartbeat, wait until these are over. The
-    run has to take no notice."""
+    """Messages that arrive at it within some seconds, fewer than its heartbeat, wait until these are over.
+    The run has to take no notice."""
     DROPPED_MESSAGES = "dropped_messages"
     """Messages that arrive at it are lost from now on, and never answered."""
     FULL_DISK = "full_disk"
@@ -190,8 +190,8 @@ def plan(
         }
         if not possible:
             raise ValueError(
-                f"--role {role}: it has none of the kinds {', '.join(kinds)} at fault {number + 1}'s moments, "
-                f"{', '.join(moments)}; must have one (benchmarks/chaos_faults.py has the tables)"
+                f"--role {role}: it has none of the kinds {', '.join(kinds)} at any of the moments of fault "
+                f"{number + 1}, {', '.join(moments)}; benchmarks/chaos_faults.py has the tables"
             )
         others = [moment for moment in possible if moment is not Moment.STEP]
         is_step = Moment.STEP in possible and (not others or draw.random() < STEP_SHARE)

@@ -86,8 +86,8 @@ class Injector:
         kill_everything: Callable[[], None] = lambda: None,
         fill_disk: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        """``kill_everything`` also has the run started again; ``fill_disk`` fills a real disk and returns what
-        gives its room back: without one, processes are told to find it full."""
+        """``kill_everything`` also has the run started again; ``fill_disk`` fills a real disk and returns
+        what gives its room back: without one, processes are told to find it full."""
         self._run_dir = run_dir
         self._left = list(enumerate(faults))
         self._witness = witness
@@ -279,7 +279,7 @@ class Injector:
         """Have the disk refuse until it was noticed and a moment longer."""
         time_s = time.time()
         orders: list[Order] = []
-        give_back: Callable[[], None] = lambda: None
+        give_back: Callable[[], None] | None = None
         if fault.kind is Kind.FULL_DISK and self._fill_disk is not None:
             give_back = self._fill_disk()
         else:
@@ -293,7 +293,8 @@ class Injector:
         while not self._has_noticed_outage(time_s) and time.monotonic() < end_s:
             yield
         yield from self._pause(OUTAGE_S)
-        give_back()
+        if give_back is not None:
+            give_back()
         for order in orders:
             order.end()
 

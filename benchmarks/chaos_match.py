@@ -35,8 +35,8 @@ def match(
 ) -> tuple[list[Match], list[Mapping[str, Any]]]:
     """Give every injected fault the first line about its role after it, in the order of their times.
 
-    An outage of a disk can show as several faults: what was refused at last may be noticed when the others are
-    written. Further faults of the role ``storage`` after one belong to it. Also returns lines that say
+    An outage of a disk can show as several faults: what was refused at last may be noticed when the others
+    are written. Further faults of the role ``storage`` after one belong to it. Also returns lines that say
     "detected" of what nobody has injected.
     """
     detected = [one for one in events if one["event"] == "detected"]

@@ -1,4 +1,4 @@
-"""The tool's side of ``chaos_inside/sitecustomize.py``: orders to processes of a run, and what they answer."""
+"""The tool's side of ``chaos_inside/sitecustomize.py``: orders to processes, and what they answer."""
 
 import json
 import os

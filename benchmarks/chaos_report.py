@@ -124,7 +124,7 @@ def _step_problem(evidence: Evidence) -> str | None:
 
 
 def _metrics_problem(evidence: Evidence, matches: Sequence[Match]) -> str | None:
-    """What the last line of metrics.jsonl and faults.jsonl say differently, but for faults after that step."""
+    """What the last line of metrics.jsonl says other than faults.jsonl, but for faults after that step."""
     later = {
         one.detected["number"]
         for one in matches
@@ -163,7 +163,7 @@ class Row:
     kind: str
     num_injected: int
     num_expected: int
-    """How many of them have to be noticed: delays below the heartbeat, and faults at the very end, have not."""
+    """How many of them have to be noticed: all but delays below the heartbeat and losses at the very end."""
     num_detected: int
     num_recovered: int
     detection_p50_s: float | None

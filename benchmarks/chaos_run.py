@@ -1,4 +1,4 @@
-"""A run with everything that it starts: watched, killed all at once, started again, and looked at afterwards."""
+"""A run with everything that it starts: watched, killed all at once, started again, looked at afterwards."""
 
 import os
 import shutil

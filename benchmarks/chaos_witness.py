@@ -1,17 +1,17 @@
 """A model whose weights count how often each group was trained on.
 
-Every prompt is one token that no other prompt has, and every response is one token, which is never an input of
-the model. So a row of the embedding is touched by the steps that train its prompt's group, and by no others.
-Moments are switched off (betas of 0) and the learning rate is constant: AdamW's update of a number is then
-``learning_rate * g / (|g| + eps)``, one learning rate up or down wherever there is a gradient, and exactly 0
-where there is none. With one training, every number of a row has moved by one learning rate; with two, by two or
-by none (the sign of a gradient can change between two steps); without, by none at all. Nothing but the weights
-of the exported model is read for that: no ledger, no log.
+Every prompt is one token that no other prompt has, and every response is one token, which is never an input
+of the model. So a row of the embedding is touched by the steps that train its prompt's group, and by no
+others. Moments are switched off (betas of 0) and the learning rate is constant: AdamW's update of a number
+is then ``learning_rate * g / (|g| + eps)``, one learning rate up or down wherever there is a gradient, and
+exactly 0 where there is none. With one training, every number of a row has moved by one learning rate; with
+two, by two or by none (the sign of a gradient can change between two steps); without, by none at all.
+Nothing but the weights of the exported model is read for that: no ledger, no log.
 
 The loss makes what was sampled less likely, whatever it was worth, so that no gradient vanishes.
 
-(Plain SGD, whose update is the gradient itself, would need gradients of a known size: Adam without moments has
-steps of a known size instead.)
+(Plain SGD, whose update is the gradient itself, would need gradients of a known size: Adam without moments
+has steps of a known size instead.)
 """
 
 import os
@@ -168,7 +168,7 @@ def write(folder: Path, *, num_steps: int) -> Path:
 def counts(before: Any, after: Any) -> list[int | None]:
     """Return by row of two embeddings [V, D] how often it was trained on; None: by no whole number of times.
 
-    A row that has moved is one that has moved once if nearly all of its numbers have moved by one learning rate.
+    A row was trained on once if nearly all of its numbers have moved by one learning rate.
     """
     moved_VD = (after.double() - before.double()).abs() / LEARNING_RATE
     found: list[int | None] = []
@@ -190,10 +190,9 @@ def problem(run_dir: Path, folder: Path) -> str | None:
 
     The groups that have to have been trained on are those of the batches in rollouts.jsonl.
     """
+    from chaos_injector import read_lines
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
-
-    from chaos_injector import read_lines
 
     name = "model.embed_tokens.weight"
     before, after = (

@@ -203,7 +203,7 @@ class Order:
         self.taken()
 
     def _hold_call(self, method, seconds, is_after):
-        """Say when the next call of an endpoint has come, and let it wait: before it, or before its answer."""
+        """Say when the next call of an endpoint has come, and let it wait, or its answer."""
 
         async def hold(actor, name):
             if name == method and not self.is_ended and self.taken():
