@@ -13,7 +13,9 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from forgeasync.actors.deaths import ActorDied, Proc, read_report
 from forgeasync.actors.procs import Procs
+from forgeasync.faults.fault_log import Role
 from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.launch.hosts import HostLost, LocalHosts
 from forgeasync.observability import run_log
 from forgeasync.observability.failures import failure_line
 from forgeasync.observability.run_log import RunLog
@@ -77,6 +79,40 @@ def fail_beside_a_death(host: Machine, report: Callable[[Procs], None]) -> None:
             await fleet.close()
 
     asyncio.run(scenario())
+
+
+class LostHosts(LocalHosts):
+    """One of them is missed as they are watched, or only as they are closed."""
+
+    def __init__(self, *, is_watched: bool) -> None:
+        super().__init__()
+        self._is_watched = is_watched
+
+    async def watch(self) -> None:
+        if self._is_watched:
+            raise ExceptionGroup("hosts", [HostLost("host b is lost"), HostLost("host c is lost")])
+        await super().watch()
+
+    async def close(self) -> None:
+        await super().close()
+        raise HostLost("host b is lost")
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
+    async def scenario() -> Procs:
+        fleet = Procs(Path("logs"), LostHosts(is_watched=is_watched))
+        await fleet.open(lambda line: None)
+        if is_watched:
+            with pytest.raises(HostLost, match="host b"):
+                await fleet.watch()
+        with pytest.raises(HostLost, match="host b"):
+            await fleet.close()
+        return fleet
+
+    faults = asyncio.run(scenario()).faults
+    (fault,) = faults.open
+    assert (fault.role, fault.what) == (Role.HOST, "are not whole: host b is lost")
 
 
 def test_a_run_that_ends_leaves_no_semaphores_of_procs_that_were_killed(
