@@ -75,7 +75,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "buffer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
     CONTROLLER: (*DEADLY, Kind.EVERYTHING),
     STORAGE: DISKS,
-    HOST: (Kind.SIGKILL, Kind.SIGSTOP),
+    HOST: (Kind.SIGKILL,),
 }
 """What can be injected, by role as ``procs.json`` names it. A controller that was stopped would be noticed by
 nobody."""

@@ -1,8 +1,10 @@
 """Injects planned faults into a run that goes on: finds the moment by what the run writes, acts, and writes
 down what it did."""
 
+import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -35,6 +37,7 @@ ORDER_S = 60.0
 OUTAGE_S = 3.0
 """A disk refuses for so long after it was noticed."""
 MAX_OUTAGE_S = 120.0
+HOST_NAME = re.compile(r"(trainer|generators)_\d+")
 MAX_COLLECTIVES = 30
 """Of a rank's collectives from now on one of the first so many breaks."""
 START_PAUSE_S = 12.0
@@ -58,14 +61,28 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def processes_of(run_dir: Path, role: str) -> list[tuple[int, int]]:
-    """Return rank and process id of each process of a role, as the run lists them now."""
+    """Return rank and process id of each process of a role, as the run lists them now.
+
+    Hosts are not in the list: they are processes that begin a session, named by Monarch.
+    """
     file = run_dir / "procs.json"
     if not file.exists():
         return []
     listed = json.loads(file.read_text(encoding="utf-8"))
     if role == CONTROLLER:
         return [(0, listed["controller"])]
+    if role == HOST:
+        return list(enumerate(sorted(_hosts_of(listed["controller"]))))
     return sorted((one["rank"], one["pid"]) for one in listed["procs"] if one["role"] == role)
+
+
+def _hosts_of(controller: int) -> Iterator[int]:
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(controller).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if HOST_NAME.fullmatch(one.environ().get("HYPERACTOR_PROCESS_NAME", "")):
+                    if os.getsid(one.pid) == one.pid:
+                        yield one.pid
 
 
 class Injector:

@@ -1,10 +1,11 @@
 """Which line of faults.jsonl is about which injected fault."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chaos_faults import CONTROLLER, STORAGE, Injected, Kind, Moment
+from chaos_faults import CONTROLLER, HOST, STORAGE, Injected, Kind, Moment
 
 EARLY_S = 0.01
 """Times in faults.jsonl are rounded."""
@@ -12,6 +13,9 @@ EARLY_S = 0.01
 AS_CONTROLLER = (Moment.START, Moment.RESUME, Moment.SHUTDOWN)
 """Moments at which the loss of any process can end the run, which is then a fault of the controller: nobody
 looks after the roles yet, or any more."""
+
+
+ON_HOSTS = ("generator", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ def match(
     """Give every injected fault the first line about its role after it, in the order of their times.
 
     An outage of a disk can show as several faults: what was refused at last may be noticed when the others
-    are written. Further faults of the role ``storage`` after one belong to it. Also returns lines that say
+    are written. Further faults of the role ``storage`` after one belong to it; so do those of generators and the trainer to a lost
+    host's. Also returns lines that say
     "detected" of what nobody has injected.
     """
     detected = [one for one in events if one["event"] == "detected"]
@@ -52,10 +57,15 @@ def match(
         if event is not None:
             left.remove(event)
         found.append(Match(one, event, None if event is None else recovered.get(event["number"])))
-    outages = [one.time_s for one in injected if one.role == STORAGE]
-    extra = [
-        one
-        for one in left
-        if not (one["role"] == STORAGE and outages and one["time_s"] >= outages[0] - EARLY_S)
-    ]
-    return found, extra
+    return found, [event for event in left if not any(_goes_with(event, one) for one in found)]
+
+
+def _goes_with(event: Mapping[str, Any], one: Match) -> bool:
+    """Whether a further line belongs to a fault that was matched with another one."""
+    if event["time_s"] < one.injected.time_s - EARLY_S:
+        return False
+    if one.injected.role == STORAGE:
+        return event["role"] == STORAGE
+    # What was on a host is lost with it, and nothing comes back before the run does.
+    end_s = math.inf if one.recovered is None else one.recovered["time_s"]
+    return one.injected.role == HOST and event["role"] in ON_HOSTS and event["time_s"] <= end_s

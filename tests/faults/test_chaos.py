@@ -492,3 +492,14 @@ def test_effective_time_and_bands() -> None:
     assert accuracy_of(steps) == 0.5 and accuracy_of(steps[:3]) is None
     assert measured_band([0.5, 0.6]) == pytest.approx((0.4, 0.7))
     assert measured_band([0.5]) == pytest.approx((0.48, 0.52))
+
+
+def test_what_was_on_a_lost_host_is_lost_with_it() -> None:
+    lost = _fault(HOST, Kind.SIGKILL, Moment.STEP, 10.0)
+    events = [_noticed("generator", 11.0, 0), _noticed(HOST, 12.0, 1)]
+    come_back = {"event": "recovered", "role": HOST, "number": 1, "time_s": 50.0}
+    matches, extra = match([lost], [*events, come_back])
+    assert matches[0].detected == events[1] and not extra
+    later = _noticed("generator", 60.0, 2)
+    assert match([lost], [*events, come_back, later])[1] == [later]
+    assert match([lost], [*events, _noticed("scorer", 20.0, 2)])[1]
