@@ -40,9 +40,8 @@ def match(
     """Give every injected fault the first line about its role after it, in the order of their times.
 
     An outage of a disk can show as several faults: what was refused at last may be noticed when the others
-    are written. Further faults of the role ``storage`` after one belong to it; so do those of generators and the trainer to a lost
-    host's. Also returns lines that say
-    "detected" of what nobody has injected.
+    are written. Further faults of the role ``storage`` after one belong to it; so do those of generators and
+    the trainer to a lost host's. Also returns lines that say "detected" of what nobody has injected.
     """
     detected = [one for one in events if one["event"] == "detected"]
     recovered = {one["number"]: one for one in events if one["event"] == "recovered"}

@@ -327,7 +327,7 @@ class TrainerRecovery:
         return version
 
     def _setup_now(self) -> TrainerSetup:
-        """What a trainer is set up with: not with the run's first checkpoint where newer ones have replaced it.
+        """Return what a trainer is set up with: without the run's first checkpoint once that was replaced.
 
         Snapshots hold all that was in it, and ``StepMemory`` refuses a trainer that is before them.
         """
