@@ -64,7 +64,7 @@ def chaos(out: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-SHORT = ("--witness", "--faults", "4", "--seed", "SEED", "--steps-per-fault", "15", "--limit-s", "1200")
+SHORT = ("--witness", "--faults", "4", "--seed", "22", "--steps-per-fault", "15", "--limit-s", "1200")
 
 
 @pytest.mark.exhaustive
