@@ -15,6 +15,7 @@ has steps of a known size instead.)
 """
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ FIRST_CHARACTER = 0x4E00
 """The first of 20,000 characters, each of which is a token of its own."""
 
 MAX_PROMPTS = 20_000
+
+REWARD_S = 0.2
+"""Time for a response's reward: a step takes two seconds with it."""
 
 MOVED = 0.02
 """A number has moved n times if it has moved by n learning rates, and by this share of one more or less."""
@@ -64,7 +68,11 @@ def less_likely(row: Any) -> Any:
 
 
 def reward(task: Any, response: Any) -> float:
-    """The reward of the run (``kind: python``): nothing is made of it."""
+    """The reward of the run (``kind: python``): nothing is made of it, after a while.
+
+    Without a wait steps would take a tenth of a second, and the run would be over before a role is back.
+    """
+    time.sleep(REWARD_S)
     return 0.0
 
 
