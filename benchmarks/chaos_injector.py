@@ -42,7 +42,7 @@ MAX_COLLECTIVES = 30
 """Of a rank's collectives from now on one of the first so many breaks."""
 START_PAUSE_S = 12.0
 """Longest wait from a process's listing to a fault of a start, or of a resumed run."""
-PAUSE_S = 2.0
+PAUSE_S = 1.0
 """Longest wait within an evaluation or a shutdown."""
 
 PROBED = {
@@ -216,10 +216,18 @@ class Injector:
         )
 
     def _is_evaluating(self) -> bool:
-        """Whether the last line for people says that an evaluation goes on."""
+        """Whether the lines for people say that an evaluation after a step goes on.
+
+        Training waits for it, so that no line follows, or goes on beside it.
+        """
         log = self._run_dir / "run.log"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-        return bool(lines) and "evaluating version" in lines[-1] and self.newest_step() > 0
+        for line in reversed(lines):
+            if "evaluating version 0 " in line or "held-out accuracy" in line or "  eval " in line:
+                return False
+            if "evaluating version" in line or "evaluating with" in line:
+                return True
+        return False
 
     def newest_step(self) -> int:
         """Return the step of the last whole line of metrics.jsonl; -1 if there is none."""

@@ -187,12 +187,17 @@ def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path) -> None:
         listed = [{"role": "scorer", "rank": 0, "pid": process.pid}]
         (tmp_path / "procs.json").write_text(json.dumps({"controller": 1, "procs": listed}))
         write_lines(tmp_path / "metrics.jsonl", {"step": 3, "time/step_s": 1.0})
-        (tmp_path / "run.log").write_text("t evaluating version 0 on 8 problems\nt step 3/9\n")
-        for _ in range(5):
-            injector.look()
-        assert process.poll() is None
+        for said in (
+            "t evaluating version 0 on 8 problems",
+            "t evaluating version 3 on 8 problems\nt step  3/9  reward 1  eval 0.5",
+            "t evaluating with 8 responses beside training\nt evaluation begun: held-out accuracy 1",
+        ):
+            (tmp_path / "run.log").write_text(f"{said}\nt step  4/9  reward 1\n")
+            for _ in range(5):
+                injector.look()
+            assert process.poll() is None
         with (tmp_path / "run.log").open("a") as file:
-            file.write("t evaluating version 3 on 8 problems\n")
+            file.write("t evaluating with 8 responses beside training\nt step  5/9  reward 1\n")
         for _ in range(5):
             injector.look()
         assert process.wait(60) == -signal.SIGKILL
