@@ -30,6 +30,7 @@ from typing import Any
 import chaos_witness
 from chaos_faults import HOST, KINDS, SUPERVISED, Kind, Moment, Planned, plan
 from chaos_injector import Injector, read_lines
+from chaos_match import match
 from chaos_orders import Orders
 from chaos_report import (
     Evidence,
@@ -257,7 +258,7 @@ def judge(
         left=ended.left,
     )
     difference = first_difference(evidence)
-    found = rows(evidence.injected, evidence.events)
+    found = rows(match(evidence.injected, evidence.events)[0])
     console.print(table(found))
     trained = [line for line in evidence.steps if line["step"]]
     share = None

@@ -173,28 +173,28 @@ class Row:
     moments: dict[str, int]
 
 
-def rows(injected: Sequence[Injected], events: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows(matches: Sequence[Match]) -> list[Row]:
     """Sum up faults by role and kind."""
     found: dict[tuple[str, str], list[Match]] = {}
-    for one in match(injected, events)[0]:
+    for one in matches:
         found.setdefault((one.injected.role, one.injected.kind.value), []).append(one)
     result = []
-    for (role, kind), matches in sorted(found.items()):
-        detection = [one.detected["time_s"] - one.injected.time_s for one in matches if one.detected]
-        recovery = [one.recovered["time_s"] - one.injected.time_s for one in matches if one.recovered]
+    for (role, kind), of_kind in sorted(found.items()):
+        detection = [one.detected["time_s"] - one.injected.time_s for one in of_kind if one.detected]
+        recovery = [one.recovered["time_s"] - one.injected.time_s for one in of_kind if one.recovered]
         result.append(
             Row(
                 role=role,
                 kind=kind,
-                num_injected=len(matches),
-                num_expected=sum(one.is_expected for one in matches),
+                num_injected=len(of_kind),
+                num_expected=sum(one.is_expected for one in of_kind),
                 num_detected=len(detection),
                 num_recovered=len(recovery),
                 detection_p50_s=_percentile(detection, 50),
                 detection_p95_s=_percentile(detection, 95),
                 recovery_p50_s=_percentile(recovery, 50),
                 recovery_p95_s=_percentile(recovery, 95),
-                moments=dict(Counter(one.injected.moment.value for one in matches)),
+                moments=dict(Counter(one.injected.moment.value for one in of_kind)),
             )
         )
     return result

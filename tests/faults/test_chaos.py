@@ -476,7 +476,7 @@ def test_what_dies_at_the_very_end_may_not_be_missed() -> None:
 
 def test_times_are_counted_from_the_injection_by_role_and_kind() -> None:
     evidence = good()
-    by_kind = {(row.role, row.kind): row for row in rows(evidence.injected, evidence.events)}
+    by_kind = {(row.role, row.kind): row for row in rows(match(evidence.injected, evidence.events)[0])}
     assert len(by_kind) == 4
     kill, stop = by_kind["scorer", "sigkill"], by_kind["scorer", "sigstop"]
     assert (kill.detection_p50_s, kill.recovery_p95_s, kill.moments) == (1.0, 10.0, {"step": 1})
@@ -484,7 +484,7 @@ def test_times_are_counted_from_the_injection_by_role_and_kind() -> None:
     delay = by_kind["scorer", "delayed_messages"]
     assert (delay.num_injected, delay.num_expected, delay.num_detected) == (1, 0, 0)
     # Without the last recovery.
-    (*_, unfinished) = rows(evidence.injected, evidence.events[:-1])
+    (*_, unfinished) = rows(match(evidence.injected, evidence.events[:-1])[0])
     assert (unfinished.num_injected, unfinished.num_detected, unfinished.num_recovered) == (1, 1, 0)
     assert unfinished.recovery_p50_s is None
 
