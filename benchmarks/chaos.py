@@ -249,6 +249,7 @@ def judge(
         events=read_lines(folder / "faults.jsonl"),
         steps=read_lines(folder / "metrics.jsonl"),
         rollouts=read_lines(folder / "rollouts.jsonl"),
+        ledger=read_lines(folder / "ledger.jsonl"),
         max_steps=max_steps,
         groups_per_step=config.algorithm.groups_per_step,
         exit_code=ended.exit_code,

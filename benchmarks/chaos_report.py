@@ -26,6 +26,8 @@ class Evidence:
     """The lines of metrics.jsonl."""
     rollouts: Sequence[Mapping[str, Any]]
     """The lines of rollouts.jsonl, with every rollout that was trained on."""
+    ledger: Sequence[Mapping[str, Any]]
+    """The lines of ledger.jsonl."""
     max_steps: int
     groups_per_step: int
     exit_code: int
@@ -66,6 +68,27 @@ def counting_problem(
     for step in range(1, max_steps + 1):
         if num_groups[step] != groups_per_step:
             return f"step {step} was trained on {num_groups[step]} groups, not on {groups_per_step}"
+    return None
+
+
+def batches_problem(ledger: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return where the ledger and the batches in rollouts.jsonl name other groups for a step.
+
+    Both files are read plainly here: what follows the step of a ``resumed`` was undone.
+    """
+    said: dict[int, set[int]] = {}
+    for line in ledger:
+        if line["event"] == "trained":
+            said[line["step"]] = set(line["groups"])
+        elif line["event"] == "resumed":
+            said = {step: groups for step, groups in said.items() if step <= line["step"]}
+    given: dict[int, set[int]] = {}
+    for line in rollouts:
+        given.setdefault(line["step"], set()).add(line["group_id"])
+    for step in sorted(said.keys() | given.keys()):
+        if said.get(step) != given.get(step):
+            other = sorted(said.get(step, set()) ^ given.get(step, set()))
+            return f"step {step} was trained on other groups than in the ledger: {other} are in one only"
     return None
 
 
@@ -120,6 +143,7 @@ def _step_problem(evidence: Evidence) -> str | None:
     counting = counting_problem(
         evidence.rollouts, max_steps=evidence.max_steps, groups_per_step=evidence.groups_per_step
     )
+    counting = counting or batches_problem(evidence.ledger, evidence.rollouts)
     return None if counting is None else f"rollouts.jsonl: {counting}"
 
 

@@ -339,6 +339,12 @@ def good() -> Evidence:
             for group in (0, 1)
             for episode in (0, 1)
         ],
+        ledger=[
+            *({"event": "trained", "step": step, "groups": [2 * step, 2 * step + 1]} for step in (1, 2)),
+            {"event": "trained", "step": 3, "groups": [100, 101]},
+            {"event": "resumed", "step": 2},
+            *({"event": "trained", "step": step, "groups": [2 * step, 2 * step + 1]} for step in (3, 4)),
+        ],
         max_steps=4,
         groups_per_step=2,
         exit_code=0,
@@ -421,6 +427,14 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
         (_rollout(4, step=1), "group 4 was trained on in steps 1 and 2"),
         (_rollout(5, episode=0), "episode 0 of group 4 was trained on twice in step 2"),
         (lambda one: dataclasses.replace(one, rollouts=one.rollouts[:-2]), "step 4 was trained on 1 groups"),
+        (
+            lambda one: dataclasses.replace(one, ledger=one.ledger[:-1]),
+            r"step 4 was trained on other groups than in the ledger: \[8, 9\] are in one only",
+        ),
+        (
+            lambda one: dataclasses.replace(one, ledger=[*one.ledger, {"event": "resumed", "step": 3}]),
+            "step 4 was trained on other groups than in the ledger",
+        ),
         (_with(ledger_problem="prompt 7 has two ends"), "apps.verify: prompt 7 has two ends"),
         (_with(witness_problem="its row says 2 times"), "the counting witness: its row says 2 times"),
         (_last_step(**{"eval__accuracy": 0.39}), "accuracy is 0.39, .* 0.4 to 0.6"),
