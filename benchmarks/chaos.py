@@ -185,9 +185,10 @@ def main() -> int:
     for number in range(arguments.reference_runs):
         console.print(f"run {number + 1} of {arguments.reference_runs} without faults")
         seed = f"seed={config.seed + number + 1}"
-        ended = Run(configs, [*overrides, seed], out / f"reference-{number}", supervise=False).until_ended(
-            lambda: None
-        )
+        reference = out / f"reference-{number}"
+        ended = Run(
+            configs, [*overrides, seed], reference, reference.with_suffix(".out"), supervise=False
+        ).until_ended(lambda: None)
         if ended.exit_code:
             console.print(f"it ended with exit code {ended.exit_code}; see {out}")
             return 1
@@ -208,6 +209,7 @@ def main() -> int:
         configs,
         overrides,
         folder,
+        out / "run.out",
         supervise=bool(SUPERVISED & set(roles)),
         environment=orders.environment() | (chaos_witness.environment() if arguments.witness else {}),
     )
@@ -216,6 +218,7 @@ def main() -> int:
         [] if arguments.off else faults,
         out / "witness.jsonl",
         orders=orders,
+        output=out / "run.out",
         max_steps=max_steps,
         kill_everything=run.kill_everything,
         fill_disk=None if disk is None else disk.fill,

@@ -99,16 +99,21 @@ class Injector:
         witness: Path,
         *,
         orders: Orders,
+        output: Path | None = None,
         max_steps: int = 0,
         kill_everything: Callable[[], None] = lambda: None,
         fill_disk: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        """``kill_everything`` also has the run started again; ``fill_disk`` fills a real disk and returns
-        what gives its room back: without one, processes are told to find it full."""
+        """``output`` has what the run prints; ``kill_everything`` also has the run started again.
+
+        ``fill_disk`` fills a real disk and returns what gives its room back: without one, processes are told
+        to find it full.
+        """
         self._run_dir = run_dir
         self._left = list(enumerate(faults))
         self._witness = witness
         self._orders = orders
+        self._output = output
         self._max_steps = max_steps
         self._kill_everything = kill_everything
         self._fill_disk = fill_disk
@@ -326,8 +331,8 @@ class Injector:
     def _has_noticed_outage(self, since_s: float) -> bool:
         if any(one["role"] == STORAGE and one["time_s"] >= since_s for one in self._lines("faults.jsonl")):
             return True
-        said = self._run_dir.with_suffix(".out")
-        return said.exists() and said.read_bytes().count(b"cannot be written") > self._num_outages_said()
+        said = b"" if self._output is None else self._output.read_bytes()
+        return said.count(b"cannot be written") > self._num_outages_said()
 
     def _num_outages_said(self) -> int:
         """Outages before the one that goes on, by the file that has all that were written down."""

@@ -154,16 +154,18 @@ class Run:
         configs: Sequence[Path],
         overrides: Sequence[str],
         folder: Path,
+        output: Path,
         *,
         supervise: bool,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """``output`` gets what it prints, also while the folder's disk is full."""
         self.folder = folder
         self._command = [sys.executable, "-m", "apps.grpo"]
         for config in configs:
             self._command += ["--config", str(config.resolve())]
         self._command += [f"run_dir={folder}", *overrides, *(["--supervise"] if supervise else [])]
-        self._watched = Watched(self._command, folder.with_suffix(".out"), environment=environment)
+        self._watched = Watched(self._command, output, environment=environment)
         self._is_killed = False
 
     def kill_everything(self) -> None:

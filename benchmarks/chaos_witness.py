@@ -203,9 +203,10 @@ def problem(run_dir: Path, folder: Path) -> str | None:
     from transformers import AutoTokenizer
 
     name = "model.embed_tokens.weight"
-    before, after = (
-        load_all(one, name, load_file) for one in (folder / "model", run_dir / "checkpoints" / "final")
-    )
+    final = run_dir / "checkpoints" / "final"
+    if not final.is_dir():
+        return f"the run has exported no model to {final}"
+    before, after = (load_all(one, name, load_file) for one in (folder / "model", final))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     times = counts(before, after)
     prompts = {line["prompt"] for line in read_lines(run_dir / "rollouts.jsonl")}
