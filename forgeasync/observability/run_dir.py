@@ -22,7 +22,6 @@ runs/<name>-<time>/
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,6 +30,7 @@ from pathlib import Path
 from forgeasync.config.run import RunConfig
 from forgeasync.faults.appended_file import is_refusal
 from forgeasync.faults.run_mark import mark_this_run
+from forgeasync.observability.failures import say_on_stderr
 from forgeasync.observability.run_lock import Holder, RunInUse, RunLock
 from forgeasync.observability.truncation import put_aside
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
@@ -235,10 +235,9 @@ def release_claims() -> None:
         except OSError as error:
             if not is_refusal(error):
                 raise
-            print(
+            say_on_stderr(
                 f"{path} cannot say that this run has ended in order ({error.strerror}): "
-                "the next start there will count a death",
-                file=sys.stderr,
+                "the next start there will count a death"
             )
 
 

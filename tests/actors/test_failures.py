@@ -240,6 +240,18 @@ def test_a_log_that_cannot_be_written_hides_no_failure(
     assert "/dev/full lacks its last " in said
 
 
+def test_a_log_and_a_stderr_on_a_full_disk_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with RunLog(Path("/dev/full")) as log:
+            log.line("lost")
+        # What is still in its buffer is refused again.
+        with pytest.raises(OSError):
+            full.close()
+
+
 def test_lines_of_the_log_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
