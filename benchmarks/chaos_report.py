@@ -108,6 +108,14 @@ def first_difference(evidence: Evidence) -> str | None:
 def _fault_problem(
     evidence: Evidence, matches: Sequence[Match], extra: Sequence[Mapping[str, Any]]
 ) -> str | None:
+    for one in matches:
+        if one.injected.kind is Kind.DELAYED_MESSAGES and "num_messages: 0" in one.injected.words:
+            return f"{_name(one)} has held no message"
+        if one.is_expected and one.detected is None:
+            return f"{_name(one)} was not detected"
+        # What nobody needs any more at the end need not come back.
+        if one.is_expected and one.recovered is None:
+            return f"{_name(one)} was not recovered from"
     done = {(one.number, one.role, one.kind) for one in evidence.injected}
     for number, fault in enumerate(evidence.planned):
         if (number, fault.role, fault.kind) not in done:
@@ -118,14 +126,6 @@ def _fault_problem(
                 if one.role == fault.role
             )
             return f"{fault.role}: {num} faults were to be injected, {num_done} were injected"
-    for one in matches:
-        if one.injected.kind is Kind.DELAYED_MESSAGES and "num_messages: 0" in one.injected.words:
-            return f"{_name(one)} has held no message"
-        if one.is_expected and one.detected is None:
-            return f"{_name(one)} was not detected"
-        # What nobody needs any more at the end need not come back.
-        if one.is_expected and one.recovered is None:
-            return f"{_name(one)} was not recovered from"
     for event in extra:
         return f"{event['role']}: nobody has injected this: {event['who']} {event['what']}"
     return None
