@@ -25,6 +25,8 @@ from tests.support.disks import Disk, install
 
 KILLED = """The actor <root>.<forgeasync.actors.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
   the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
+KILLED_ON_HOSTS = """The actor <root>.<monarch._src.spmd.actor.SPMDActor _SPMDActor{'hosts': 1/2, 'procs': 1/3}> and all its descendants have failed:
+  the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
 SILENT = """The actor trainer-1<e53rFKMEXeP>@trainer-1<e53rFKMEXeP>.ipc://@KUw,proc_agent and all its descendants have failed:
   timeout waiting for message from proc mesh agent while querying for "spmdactor-H1m". The process likely crashed"""  # noqa: E501
 
@@ -36,6 +38,7 @@ SILENT = """The actor trainer-1<e53rFKMEXeP>@trainer-1<e53rFKMEXeP>.ipc://@KUw,p
         (KILLED.replace("sig=9", "sig=11"), "trainer rank 1 of 2 was killed by signal 11 (SIGSEGV)", True),
         (KILLED.replace("sig=9", "sig=99"), "trainer rank 1 of 2 was killed by signal 99 (unknown)", True),
         (KILLED.replace(" trainer{", " _SPMDActor{"), "trainer rank 1 of 2 was killed by signal 9", True),
+        (KILLED_ON_HOSTS, "trainer rank 4 of 6 was killed by signal 9", True),
         (KILLED.replace(" trainer{", " generator{"), "generator rank 1 of 2 was killed", True),
         (SILENT, "trainer rank 1 is gone (The actor", False),
         ("something else", "something else", False),
@@ -45,7 +48,9 @@ def test_a_report_names_rank_signal_and_log(report: str, expected: str, has_sign
     death = read_report(report, Path("logs"))
     assert death.text.startswith(expected) and death.has_signal == has_signal
     assert "\n" not in death.text
-    assert report == "something else" or f"see logs/{expected.split()[0]}-1.log" in death.text
+    if report != "something else":
+        role, _, rank, *_ = expected.split()
+        assert f"see logs/{role}-{rank}.log" in death.text
 
 
 class Machine:
