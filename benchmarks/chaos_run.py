@@ -1,6 +1,7 @@
 """A run with everything that it starts: watched, killed all at once, started again, looked at afterwards."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 from common import REPOSITORY
 
+from forgeasync.faults.run_mark import RUN_MARK
+
 LOOK_S = 0.05
 """Seconds between two looks at the run."""
 
@@ -23,6 +26,8 @@ END_S = 20.0
 """Time for what a run has started to be gone once it has ended."""
 
 SHARED_MEMORY = Path("/dev/shm")
+SEMAPHORE = re.compile(r"sem\.forgeasync-([0-9a-f]+)-")
+"""Names of semaphores, with the mark of their run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,9 @@ class Watched:
         processes = [f"process {one.pid}" for one in self._started.values() if _runs(one)]
         # Of other runs on this machine somebody has them open.
         files = set(SHARED_MEMORY.iterdir()) - self._files_before
-        return processes + sorted(str(file) for file in files - _open_files() if file.exists())
+        return processes + sorted(
+            str(file) for file in files - _open_files() if file.exists() and not _is_of_living_run(file)
+        )
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -125,6 +132,21 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _is_of_living_run(file: Path) -> bool:
+    """Whether a file is a semaphore of a run that goes on: nobody has those open all the time."""
+    name = SEMAPHORE.match(file.name)
+    if name is None:
+        return False
+    mark = f"{RUN_MARK}={name[1]}".encode()
+    for pid in psutil.pids():
+        try:
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue  # it has ended, or is another user's
+    return False
 
 
 def _open_files() -> set[Path]:

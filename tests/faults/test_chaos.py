@@ -37,8 +37,10 @@ from chaos_report import (
     rows,
     step_median_s,
 )
+from chaos_run import _is_of_living_run
 
 from forgeasync.faults.fault_log import Role
+from forgeasync.faults.run_mark import RUN_MARK
 
 ALL_MOMENTS = tuple(Moment)
 
@@ -291,6 +293,19 @@ def test_orders_are_for_processes_of_roles_only(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=os.environ | orders.environment(), capture_output=True, text=True
     )
     assert done.stdout == "['MainThread']\n", "processes that fork must have no thread"
+
+
+def test_semaphores_of_runs_that_go_on_are_theirs() -> None:
+    mark = f"{os.getpid():x}abc"
+    file = Path(f"/dev/shm/sem.forgeasync-{mark}-xyz")
+    assert not _is_of_living_run(file) and not _is_of_living_run(Path("/dev/shm/sem.mp-xyz"))
+    other = subprocess.Popen(["sleep", "1000"], env={RUN_MARK: mark})
+    try:
+        assert _is_of_living_run(file)
+    finally:
+        other.kill()
+        other.wait()
+    assert not _is_of_living_run(file)
 
 
 def good() -> Evidence:
