@@ -64,7 +64,12 @@ def chaos(out: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-SHORT = ("--witness", "--faults", "4", "--seed", "22", "--steps-per-fault", "15", "--limit-s", "1200")
+ROLES = ("scorer", "generator", "trainer", "storage")
+SHORT = (
+    *("--witness", "--faults", "4", "--seed", "163", "--steps-per-fault", "8", "--limit-s", "1200"),
+    *(part for role in ROLES for part in ("--role", role)),
+)
+"""A disk that fails within an evaluation, delayed messages, a kill within a checkpoint, dropped messages."""
 
 
 @pytest.mark.exhaustive
