@@ -1,5 +1,7 @@
 """A run with everything that it starts: watched, killed all at once, started again, looked at afterwards."""
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -7,14 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from common import REPOSITORY
-
-from forgeasync.faults.run_mark import RUN_MARK
 
 LOOK_S = 0.05
 """Seconds between two looks at the run."""
@@ -45,13 +45,21 @@ class Watched:
     """A run with everything that it starts; it is ended when the body ends."""
 
     def __init__(
-        self, command: Sequence[str], output: Path, *, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        output: Path,
+        run_lock: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._files_before = set(SHARED_MEMORY.iterdir())
         self._started: dict[tuple[int, float], psutil.Process] = {}
         self._begin_s = time.monotonic()
         self._looked_s = 0.0
         self._output = output
+        self._run_lock = run_lock
+        self._marks: set[str] = set()
+        """Of all starts of the run."""
         self._environment = os.environ | dict(environment or {})
         self._process = self._start(command)
 
@@ -80,6 +88,7 @@ class Watched:
         return self._process.poll() is None
 
     def _look(self) -> None:
+        self._marks |= marks_in(self._run_lock)
         try:
             root = psutil.Process(self._process.pid)
             for one in root.children(recursive=True):
@@ -123,7 +132,9 @@ class Watched:
         # Of other runs on this machine somebody has them open.
         files = set(SHARED_MEMORY.iterdir()) - self._files_before
         return processes + sorted(
-            str(file) for file in files - _open_files() if file.exists() and not _is_of_living_run(file)
+            str(file)
+            for file in files - _open_files()
+            if file.exists() and not is_of_another_run(file, self._marks)
         )
 
 
@@ -134,19 +145,17 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _is_of_living_run(file: Path) -> bool:
-    """Whether a file is a semaphore of a run that goes on: nobody has those open all the time."""
+def marks_in(run_lock: Path) -> set[str]:
+    """Return the mark that a run.lock names, which its semaphores have in their names; at most one."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        return {str(json.loads(run_lock.read_text(encoding="utf-8"))["mark"])}
+    return set()
+
+
+def is_of_another_run(file: Path, marks: Collection[str]) -> bool:
+    """Whether a file is a semaphore of a run with none of these marks: such files are not kept open."""
     name = SEMAPHORE.match(file.name)
-    if name is None:
-        return False
-    mark = f"{RUN_MARK}={name[1]}".encode()
-    for pid in psutil.pids():
-        try:
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                return True
-        except OSError:
-            continue  # it has ended, or is another user's
-    return False
+    return name is not None and name[1] not in marks
 
 
 def _open_files() -> set[Path]:
@@ -187,7 +196,7 @@ class Run:
         for config in configs:
             self._command += ["--config", str(config.resolve())]
         self._command += [f"run_dir={folder}", *overrides, *(["--supervise"] if supervise else [])]
-        self._watched = Watched(self._command, output, environment=environment)
+        self._watched = Watched(self._command, output, folder / "run.lock", environment=environment)
         self._is_killed = False
 
     def kill_everything(self) -> None:

@@ -37,10 +37,9 @@ from chaos_report import (
     rows,
     step_median_s,
 )
-from chaos_run import _is_of_living_run
+from chaos_run import is_of_another_run, marks_in
 
 from forgeasync.faults.fault_log import Role
-from forgeasync.faults.run_mark import RUN_MARK
 
 ALL_MOMENTS = tuple(Moment)
 
@@ -295,17 +294,15 @@ def test_orders_are_for_processes_of_roles_only(tmp_path: Path) -> None:
     assert done.stdout == "['MainThread']\n", "processes that fork must have no thread"
 
 
-def test_semaphores_of_runs_that_go_on_are_theirs() -> None:
-    mark = f"{os.getpid():x}abc"
-    file = Path(f"/dev/shm/sem.forgeasync-{mark}-xyz")
-    assert not _is_of_living_run(file) and not _is_of_living_run(Path("/dev/shm/sem.mp-xyz"))
-    other = subprocess.Popen(["sleep", "1000"], env={RUN_MARK: mark})
-    try:
-        assert _is_of_living_run(file)
-    finally:
-        other.kill()
-        other.wait()
-    assert not _is_of_living_run(file)
+def test_semaphores_of_other_runs_are_theirs(tmp_path: Path) -> None:
+    lock = tmp_path / "run.lock"
+    assert marks_in(lock) == set()
+    lock.write_text('{"pid": 1, "mark": "0a"}')
+    own, other = (Path(f"/dev/shm/sem.forgeasync-{mark}-xyz") for mark in ("0a", "0b"))
+    assert not is_of_another_run(own, marks_in(lock)) and is_of_another_run(other, marks_in(lock))
+    assert not is_of_another_run(Path("/dev/shm/sem.mp-xyz"), marks_in(lock))
+    lock.write_text('{"pid": 1')
+    assert marks_in(lock) == set(), "it is just being written"
 
 
 def good() -> Evidence:
