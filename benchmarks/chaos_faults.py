@@ -1,21 +1,14 @@
-"""Which faults are injected into which process of a run, and when: drawn from a seed, and written down."""
+"""Which faults are injected into which process of a run, and when: drawn from a seed."""
 
-import json
-import os
 import random
 import signal
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
-
-import psutil
 
 
 class Kind(StrEnum):
-    """What is done to a process."""
+    """What is done to a process, or to all of them."""
 
     SIGKILL = "sigkill"
     """It is gone at once, as when the kernel has no memory left."""
@@ -23,24 +16,83 @@ class Kind(StrEnum):
     """It stays, and answers nothing."""
     SIGSEGV = "sigsegv"
     """It ends as by a fault of native code."""
+    EXIT = "exit"
+    """It ends itself by ``os._exit``: no handler of Python runs."""
+    ABORTED_COLLECTIVE = "aborted_collective"
+    """The next collective of a trainer rank raises there, as when a connection is gone."""
+    HUNG_COLLECTIVE = "hung_collective"
+    """A trainer rank never comes to its next collective."""
+    DELAYED_MESSAGES = "delayed_messages"
+    """Messages that arrive at it within some seconds, fewer than its heartbeat, wait until these are over.
+    The run has to take no notice."""
+    DROPPED_MESSAGES = "dropped_messages"
+    """Messages that arrive at it are lost from now on, and never answered."""
+    FULL_DISK = "full_disk"
+    """No process of the run can write into its folder (ENOSPC) until it was noticed, and a moment longer."""
+    FAILING_DISK = "failing_disk"
+    """The same with EIO."""
+    EVERYTHING = "everything"
+    """All processes are killed at once, the supervisor too; then ``--resume latest`` is given by hand."""
+
+
+class Moment(StrEnum):
+    """When a fault is injected."""
+
+    STEP = "step"
+    """At any time of a step."""
+    START = "start"
+    """While the run starts for the first time: its process is there, and no step."""
+    EVALUATION = "evaluation"
+    """While held-out problems are evaluated."""
+    PUBLISHING = "publishing"
+    """While the trainer stages a version's weights."""
+    CHECKPOINT = "checkpoint"
+    """While a checkpoint is written."""
+    RESUME = "resume"
+    """While a run goes on after its controller was killed, which is a fault of its own."""
+    SHUTDOWN = "shutdown"
+    """After the last step."""
 
 
 SIGNALS = {Kind.SIGKILL: signal.SIGKILL, Kind.SIGSTOP: signal.SIGSTOP, Kind.SIGSEGV: signal.SIGSEGV}
 
+DEADLY = (Kind.SIGKILL, Kind.SIGSEGV, Kind.EXIT)
+MESSAGES = (Kind.DELAYED_MESSAGES, Kind.DROPPED_MESSAGES)
+COLLECTIVES = (Kind.ABORTED_COLLECTIVE, Kind.HUNG_COLLECTIVE)
+DISKS = (Kind.FULL_DISK, Kind.FAILING_DISK)
+
 CONTROLLER = "controller"
-SUPERVISED = frozenset({CONTROLLER, "buffer"})
+STORAGE = "storage"
+HOST = "host"
+SUPERVISED = frozenset({CONTROLLER, "buffer", HOST})
 """Roles whose loss ends the run, so that only a supervisor brings it back."""
 
 KINDS: dict[str, tuple[Kind, ...]] = {
-    "scorer": tuple(Kind),
-    "environment": tuple(Kind),
-    "generator": tuple(Kind),
-    "trainer": tuple(Kind),
-    "buffer": tuple(Kind),
-    CONTROLLER: (Kind.SIGKILL, Kind.SIGSEGV),
+    "scorer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
+    "environment": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
+    "generator": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
+    "trainer": (*DEADLY, Kind.SIGSTOP, *MESSAGES, *COLLECTIVES),
+    "buffer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
+    CONTROLLER: (*DEADLY, Kind.EVERYTHING),
+    STORAGE: DISKS,
+    HOST: (Kind.SIGKILL,),
 }
 """What can be injected, by role as ``procs.json`` names it. A controller that was stopped would be noticed by
 nobody."""
+
+MOMENTS: Mapping[Moment, tuple[Kind, ...]] = {
+    Moment.STEP: tuple(Kind),
+    Moment.START: DEADLY,
+    Moment.EVALUATION: (*DEADLY, Kind.SIGSTOP, Kind.EVERYTHING, *MESSAGES, *DISKS),
+    Moment.PUBLISHING: (*DEADLY, Kind.SIGSTOP, Kind.EVERYTHING),
+    Moment.CHECKPOINT: (*DEADLY, Kind.SIGSTOP, Kind.EVERYTHING, *DISKS),
+    Moment.RESUME: (*DEADLY, Kind.EVERYTHING),
+    Moment.SHUTDOWN: DEADLY,
+}
+"""Which kinds make sense at a moment. Each also needs the role to have them."""
+
+STEP_SHARE = 0.5
+"""Of the faults that can be at several moments so many are at any time of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,117 +101,109 @@ class Planned:
 
     role: str
     kind: Kind
+    moment: Moment = Moment.STEP
     at_step: int
-    """It is injected once this step is done and the role has recovered from the fault before."""
+    """It is injected once this step is done and the faults before allow it (``Injector``)."""
     pause_share: float
-    """And after this share of the time of a step."""
+    """And after this share of the time of a step, or of what the moment is."""
     which: float
     """Which process of the role, as a share of their number."""
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether the run has to notice it."""
+        return self.kind is not Kind.DELAYED_MESSAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected:
     """A fault that was injected."""
 
+    number: int
+    """Place in the plan. Where a controller is killed first so that the run resumes, both have it."""
     time_s: float
     """As ``time.time`` says it."""
     role: str
     rank: int
     kind: Kind
+    moment: Moment
     pid: int
+    """0: no process alone."""
+    words: str = ""
+    """What the process itself says of it."""
 
 
-def plan(seed: int, num_faults: int, roles: Sequence[str], *, steps_per_fault: int) -> list[Planned]:
+def moments_of(
+    role: str, *, moments: Sequence[Moment], is_first: bool, is_last: bool, is_supervised: bool
+) -> list[Moment]:
+    """Return the moments at which a fault of a role can be."""
+    found = []
+    for moment in moments:
+        match moment:
+            case Moment.START:
+                is_possible = is_first and is_supervised and role != STORAGE
+            case Moment.RESUME:
+                is_possible = is_supervised
+            case Moment.SHUTDOWN:
+                is_possible = is_last
+            case _:
+                is_possible = True
+        if is_possible and role != HOST and set(MOMENTS[moment]) & set(KINDS[role]):
+            found.append(moment)
+    if role == HOST and Moment.STEP in moments:
+        found.append(Moment.STEP)
+    return found
+
+
+def plan(
+    seed: int,
+    num_faults: int,
+    roles: Sequence[str],
+    *,
+    steps_per_fault: int,
+    moments: Sequence[Moment] = (Moment.STEP,),
+    kinds: Sequence[Kind] = tuple(Kind),
+) -> list[Planned]:
     """Draw faults, at most one for every ``steps_per_fault`` steps; the same for the same arguments.
 
     Raises:
-        ValueError: nothing is known of a role.
+        ValueError: nothing is known of a role, or a role can have none of the kinds at any of the moments.
     """
     for role in roles:
         if role not in KINDS:
             raise ValueError(f"--role {role}: must be one of {', '.join(KINDS)}")
+    is_supervised = bool(SUPERVISED & set(roles))
     draw = random.Random(seed)
     faults = []
     for number in range(num_faults):
         role = draw.choice(list(roles))
+        possible = {
+            moment: found
+            for moment in moments_of(
+                role,
+                moments=moments,
+                is_first=number == 0,
+                is_last=number == num_faults - 1,
+                is_supervised=is_supervised,
+            )
+            if (found := [kind for kind in KINDS[role] if kind in MOMENTS[moment] and kind in kinds])
+        }
+        if not possible:
+            raise ValueError(
+                f"--role {role}: it has none of the kinds {', '.join(kinds)} at any of the moments of fault "
+                f"{number + 1}, {', '.join(moments)}; benchmarks/chaos_faults.py has the tables"
+            )
+        others = [moment for moment in possible if moment is not Moment.STEP]
+        is_step = Moment.STEP in possible and (not others or draw.random() < STEP_SHARE)
+        moment = Moment.STEP if is_step else draw.choice(others)
         faults.append(
             Planned(
                 role=role,
-                kind=draw.choice(KINDS[role]),
+                kind=draw.choice(possible[moment]),
+                moment=moment,
                 at_step=1 + number * steps_per_fault + draw.randrange(steps_per_fault),
                 pause_share=draw.random(),
                 which=draw.random(),
             )
         )
     return faults
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file that may not be there yet, or end in half of one."""
-    if not file.exists():
-        return []
-    lines = file.read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
-
-
-def processes_of(run_dir: Path, role: str) -> list[tuple[int, int]]:
-    """Return rank and process id of each process of a role, as the run lists them now."""
-    file = run_dir / "procs.json"
-    if not file.exists():
-        return []
-    listed = json.loads(file.read_text(encoding="utf-8"))
-    if role == CONTROLLER:
-        return [(0, listed["controller"])]
-    return sorted((one["rank"], one["pid"]) for one in listed["procs"] if one["role"] == role)
-
-
-class Injector:
-    """Injects planned faults one after the other into a run that goes on; ``look`` is called again and again.
-
-    What it has done goes to a file of its own, the witness, which the run knows nothing of.
-    """
-
-    def __init__(self, run_dir: Path, faults: Sequence[Planned], witness: Path) -> None:
-        self._run_dir = run_dir
-        self._left = list(faults)
-        self._witness = witness
-        self._due_s: float | None = None
-        self.injected: list[Injected] = []
-
-    def look(self) -> None:
-        """Inject the next fault, if its time has come."""
-        if not self._left:
-            return
-        fault = self._left[0]
-        steps = read_lines(self._run_dir / "metrics.jsonl")
-        if not steps or steps[-1]["step"] < fault.at_step or not self._has_recovered(fault.role):
-            self._due_s = None
-            return
-        if self._due_s is None:
-            step_s = steps[-1].get("time/step_s", 1.0)
-            self._due_s = time.monotonic() + fault.pause_share * step_s
-        if time.monotonic() < self._due_s:
-            return
-        listed = processes_of(self._run_dir, fault.role)
-        if not listed:
-            return
-        rank, pid = listed[int(fault.which * len(listed))]
-        # What is listed may have ended by itself: that would be a fault of somebody else's.
-        if not psutil.pid_exists(pid):
-            return
-        # The time before: the run must not seem to have noticed it earlier.
-        injected = Injected(time_s=time.time(), role=fault.role, rank=rank, kind=fault.kind, pid=pid)
-        try:
-            os.kill(pid, SIGNALS[fault.kind])
-        except ProcessLookupError:
-            return
-        self.injected.append(injected)
-        with self._witness.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(injected)) + "\n")
-        self._left.pop(0)
-        self._due_s = None
-
-    def _has_recovered(self, role: str) -> bool:
-        events = read_lines(self._run_dir / "faults.jsonl")
-        num_recovered = sum(one["event"] == "recovered" and one["role"] == role for one in events)
-        return num_recovered >= sum(one.role == role for one in self.injected)

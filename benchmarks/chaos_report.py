@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from chaos_faults import Injected, Planned
+from chaos_faults import Injected, Kind, Moment, Planned
+from chaos_match import Match, match
 from rich.table import Table
 
 
@@ -25,11 +26,15 @@ class Evidence:
     """The lines of metrics.jsonl."""
     rollouts: Sequence[Mapping[str, Any]]
     """The lines of rollouts.jsonl, with every rollout that was trained on."""
+    ledger: Sequence[Mapping[str, Any]]
+    """The lines of ledger.jsonl."""
     max_steps: int
     groups_per_step: int
     exit_code: int
     ledger_problem: str | None
     """What ``apps.verify`` has found."""
+    witness_problem: str | None = None
+    """What the weights say of how often groups were trained on (``chaos_witness``)."""
     band: tuple[float, float] | None
     """Held-out accuracies of runs without faults."""
     left: Sequence[str]
@@ -66,38 +71,104 @@ def counting_problem(
     return None
 
 
+def batches_problem(ledger: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return where the ledger and the batches in rollouts.jsonl name other groups for a step.
+
+    Both files are read plainly here: what follows the step of a ``resumed`` was undone.
+    """
+    said: dict[int, set[int]] = {}
+    for line in ledger:
+        if line["event"] == "trained":
+            said[line["step"]] = set(line["groups"])
+        elif line["event"] == "resumed":
+            said = {step: groups for step, groups in said.items() if step <= line["step"]}
+    given: dict[int, set[int]] = {}
+    for line in rollouts:
+        given.setdefault(line["step"], set()).add(line["group_id"])
+    for step in sorted(said.keys() | given.keys()):
+        if said.get(step) != given.get(step):
+            other = sorted(said.get(step, set()) ^ given.get(step, set()))
+            return f"step {step} was trained on other groups than in the ledger: {other} are in one only"
+    return None
+
+
 def first_difference(evidence: Evidence) -> str | None:
     """Return the first thing that is not as it should be; None if all is."""
-    planned = Counter(one.role for one in evidence.planned)
-    counts = {
-        "injected": Counter(one.role for one in evidence.injected),
-        "detected": Counter(one["role"] for one in evidence.events if one["event"] == "detected"),
-        "recovered": Counter(one["role"] for one in evidence.events if one["event"] == "recovered"),
-    }
     if evidence.exit_code:
         return f"the run ended with exit code {evidence.exit_code}"
-    for what, found in counts.items():
-        for role in sorted(planned | found):
-            if found[role] != planned[role]:
-                return f"{role}: {planned[role]} faults were to be injected, {found[role]} were {what}"
+    matches, extra = match(evidence.injected, evidence.events)
+    return (
+        _fault_problem(evidence, matches, extra)
+        or _step_problem(evidence)
+        or _metrics_problem(evidence, matches)
+        or _end_problem(evidence)
+    )
+
+
+def _fault_problem(
+    evidence: Evidence, matches: Sequence[Match], extra: Sequence[Mapping[str, Any]]
+) -> str | None:
+    for one in matches:
+        if one.injected.kind is Kind.DELAYED_MESSAGES and "num_messages: 0" in one.injected.words:
+            return f"{_name(one)} has held no message"
+        if one.is_expected and one.detected is None:
+            return f"{_name(one)} was not detected"
+        # What nobody needs any more at the end need not come back.
+        if one.is_expected and one.recovered is None:
+            return f"{_name(one)} was not recovered from"
+    done = {(one.number, one.role, one.kind) for one in evidence.injected}
+    for number, fault in enumerate(evidence.planned):
+        if (number, fault.role, fault.kind) not in done:
+            num = sum(one.role == fault.role for one in evidence.planned)
+            num_done = sum(
+                (at, one.role, one.kind) in done
+                for at, one in enumerate(evidence.planned)
+                if one.role == fault.role
+            )
+            return f"{fault.role}: {num} faults were to be injected, {num_done} were injected"
+    for event in extra:
+        return f"{event['role']}: nobody has injected this: {event['who']} {event['what']}"
+    return None
+
+
+def _name(one: Match) -> str:
+    fault = one.injected
+    return f"{fault.role}: fault {fault.number + 1} ({fault.kind}, {fault.moment})"
+
+
+def _step_problem(evidence: Evidence) -> str | None:
     numbers = [line["step"] for line in evidence.steps if line["step"]]
     if numbers != list(range(1, evidence.max_steps + 1)):
         return f"metrics.jsonl has steps {numbers[:3]} ... {numbers[-3:]}, not 1 to {evidence.max_steps}"
     counting = counting_problem(
         evidence.rollouts, max_steps=evidence.max_steps, groups_per_step=evidence.groups_per_step
     )
-    if counting is not None:
-        return f"rollouts.jsonl: {counting}"
+    counting = counting or batches_problem(evidence.ledger, evidence.rollouts)
+    return None if counting is None else f"rollouts.jsonl: {counting}"
+
+
+def _metrics_problem(evidence: Evidence, matches: Sequence[Match]) -> str | None:
+    """What the last line of metrics.jsonl says other than faults.jsonl, but for faults after that step."""
+    later = {
+        one.detected["number"]
+        for one in matches
+        if one.injected.moment is Moment.SHUTDOWN and one.detected is not None
+    }
     last = evidence.steps[-1]
-    for role in sorted(planned):
-        for what in ("detected", "recovered"):
-            if last[f"faults/{what}_{role}"] != planned[role]:
-                return (
-                    f"metrics.jsonl: faults/{what}_{role} = {last[f'faults/{what}_{role}']:g}, "
-                    f"and {planned[role]} were injected"
-                )
+    counts = Counter((one["event"], one["role"]) for one in evidence.events if one["number"] not in later)
+    for key, value in last.items():
+        if key.startswith(("faults/detected_", "faults/recovered_")):
+            what, _, role = key.removeprefix("faults/").partition("_")
+            if value != counts[what, role]:
+                return f"metrics.jsonl: {key} = {value:g}, and faults.jsonl has {counts[what, role]}"
+    return None
+
+
+def _end_problem(evidence: Evidence) -> str | None:
     if evidence.ledger_problem is not None:
         return f"apps.verify: {evidence.ledger_problem}"
+    if evidence.witness_problem is not None:
+        return f"the counting witness: {evidence.witness_problem}"
     if evidence.band is not None:
         low, high = evidence.band
         accuracy = accuracy_of(evidence.steps)
@@ -115,51 +186,39 @@ class Row:
     role: str
     kind: str
     num_injected: int
+    num_expected: int
+    """How many of them have to be noticed: all but delays below the heartbeat and losses at the very end."""
     num_detected: int
     num_recovered: int
     detection_p50_s: float | None
     detection_p95_s: float | None
     recovery_p50_s: float | None
     recovery_p95_s: float | None
+    moments: dict[str, int]
 
 
-def rows(injected: Sequence[Injected], events: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Sum up faults by role and kind. The n-th injected fault of a role is the n-th that it has detected: one
-    follows only when the role has recovered from the one before."""
-    detected: dict[str, list[Mapping[str, Any]]] = {}
-    for event in events:
-        if event["event"] == "detected":
-            detected.setdefault(event["role"], []).append(event)
-    recovered = {event["number"]: event for event in events if event["event"] == "recovered"}
-    found: dict[tuple[str, str], list[tuple[float | None, float | None]]] = {}
-    num_seen: Counter[str] = Counter()
-    for one in injected:
-        of_role = detected.get(one.role, [])
-        times: tuple[float | None, float | None] = (None, None)
-        if num_seen[one.role] < len(of_role):
-            event = of_role[num_seen[one.role]]
-            end = recovered.get(event["number"])
-            times = (
-                event["time_s"] - one.time_s,
-                None if end is None else end["time_s"] - one.time_s,
-            )
-        num_seen[one.role] += 1
-        found.setdefault((one.role, one.kind.value), []).append(times)
+def rows(matches: Sequence[Match]) -> list[Row]:
+    """Sum up faults by role and kind."""
+    found: dict[tuple[str, str], list[Match]] = {}
+    for one in matches:
+        found.setdefault((one.injected.role, one.injected.kind.value), []).append(one)
     result = []
-    for (role, kind), both in sorted(found.items()):
-        detection = [time_s for time_s, _ in both if time_s is not None]
-        recovery = [time_s for _, time_s in both if time_s is not None]
+    for (role, kind), of_kind in sorted(found.items()):
+        detection = [one.detected["time_s"] - one.injected.time_s for one in of_kind if one.detected]
+        recovery = [one.recovered["time_s"] - one.injected.time_s for one in of_kind if one.recovered]
         result.append(
             Row(
                 role=role,
                 kind=kind,
-                num_injected=len(both),
+                num_injected=len(of_kind),
+                num_expected=sum(one.is_expected for one in of_kind),
                 num_detected=len(detection),
                 num_recovered=len(recovery),
                 detection_p50_s=_percentile(detection, 50),
                 detection_p95_s=_percentile(detection, 95),
                 recovery_p50_s=_percentile(recovery, 50),
                 recovery_p95_s=_percentile(recovery, 95),
+                moments=dict(Counter(one.injected.moment.value for one in of_kind)),
             )
         )
     return result
@@ -170,18 +229,25 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def step_median_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median time of a step, in seconds."""
-    return statistics.median(line["time/step_s"] for line in steps if line["step"])
+    """Return the median time of a step without the evaluation that it waits for, in seconds."""
+    return statistics.median(
+        line["time/step_s"] - line.get("time/eval_s", 0.0) for line in steps if line["step"]
+    )
 
 
-def effective_share(steps: Sequence[Mapping[str, Any]], *, undisturbed_step_s: float) -> float:
+def evaluation_s(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the time for which steps have waited for evaluations, in seconds."""
+    return sum(line.get("time/eval_s", 0.0) for line in steps if line["step"])
+
+
+def effective_share(steps: Sequence[Mapping[str, Any]], wall_s: float, *, undisturbed_step_s: float) -> float:
     """Return the share of the time of training in which it did effective work (ETTR).
 
-    That is what as many steps take at the undisturbed pace, by what they took; at most 1.
+    That is what the steps of a run take at the undisturbed pace, and its evaluations, by what all of it took
+    by the clock of whoever watched, restarts included; at most 1.
     """
-    trained = [line for line in steps if line["step"]]
-    elapsed_s = trained[-1]["time/elapsed_s"]
-    return min(1.0, undisturbed_step_s * len(trained) / elapsed_s)
+    num_steps = sum(line["step"] > 0 for line in steps)
+    return min(1.0, (undisturbed_step_s * num_steps + evaluation_s(steps)) / wall_s)
 
 
 def table(found: Sequence[Row]) -> Table:
@@ -191,6 +257,7 @@ def table(found: Sequence[Row]) -> Table:
         shown.add_column(name)
     for name in (
         "injected",
+        "to notice",
         "detected",
         "recovered",
         "detection p50 s",
@@ -205,6 +272,7 @@ def table(found: Sequence[Row]) -> Table:
             row.role,
             row.kind,
             str(row.num_injected),
+            str(row.num_expected),
             str(row.num_detected),
             str(row.num_recovered),
             *("-" if time_s is None else f"{time_s:.1f}" for time_s in times),

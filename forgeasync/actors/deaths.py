@@ -28,7 +28,9 @@ LOOK_S = 0.1
 WATCH_S = 2.0
 """Seconds between two checks of procs about which no error was reported."""
 
-_ACTOR = re.compile(r"([\w-]+)\{'procs': (\d+)/(\d+)\}")
+_ACTOR = re.compile(r"([\w-]+)\{((?:'\w+': \d+/\d+(?:, )?)+)\}")
+_PLACE = re.compile(r"(\d+)/(\d+)")
+"""An actor's place in one dimension of its mesh: its procs, or its hosts and the procs of each."""
 _PROC = re.compile(r"The actor (\w+)-(\d+)<")
 _KILLED = re.compile(r"Killed\(sig=(\d+)\)")
 
@@ -70,7 +72,10 @@ def read_report(report: str, log_dir: Path) -> Death:
     if (actor := _ACTOR.search(report)) is not None:
         # Monarch's own actor that tells trainer ranks of each other.
         role = "trainer" if actor.group(1) == "_SPMDActor" else actor.group(1)
-        rank, of_how_many = int(actor.group(2)), f" of {actor.group(3)}"
+        rank, num = 0, 1
+        for place in _PLACE.finditer(actor.group(2)):
+            rank, num = rank * int(place.group(2)) + int(place.group(1)), num * int(place.group(2))
+        of_how_many = f" of {num}"
     elif (proc := _PROC.match(report)) is not None:
         role, rank, of_how_many = proc.group(1), int(proc.group(2)), ""
     else:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,11 +27,13 @@ from forgeasync.actors.deaths import (
 from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.watched_scorer import WatchedScorer
-from forgeasync.faults.fault_log import FaultLog
+from forgeasync.faults.fault_log import Fault, FaultLog, Role
+from forgeasync.faults.run_mark import RUN_MARK, semaphores
 from forgeasync.launch.hosts import HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
 from forgeasync.observability.procs_file import ProcsFile
+from forgeasync.rollouts.run_folder import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class Procs:
     buffer: BufferWatch | None = None
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
+    _host_fault: Fault | None = None
     _closing: bool = False
     _background: "set[asyncio.Future[None]]" = field(default_factory=set)
 
@@ -112,7 +116,23 @@ class Procs:
         try:
             await self.hosts.watch()
         except* HostLost as lost:
-            self._fail(lost.exceptions[0])
+            error = lost.exceptions[0]
+            assert isinstance(error, HostLost)
+            self._note_lost_host(error)
+            self._fail(error)
+
+    async def _close_hosts(self) -> None:
+        try:
+            await self.hosts.close()
+        except HostLost as lost:
+            # Connections to it may have ended the run before it was missed.
+            self._note_lost_host(lost)
+            raise
+
+    def _note_lost_host(self, lost: HostLost) -> None:
+        """A lost host ends the run, so it is one fault, whatever else is lost with it."""
+        if self._host_fault is None:
+            self._host_fault = self.faults.detected(Role.HOST, "the run's hosts", f"are not whole: {lost}")
 
     async def watch(self) -> None:
         """Wait until something dies.
@@ -215,7 +235,8 @@ class Procs:
             task.cancel()
         # Callbacks run in reverse order, and all of them run even if one fails.
         async with contextlib.AsyncExitStack() as ending:
-            ending.push_async_callback(self.hosts.close)
+            ending.callback(_remove_semaphores)
+            ending.push_async_callback(self._close_hosts)
             if self._watching is not None:
                 # Keep polling until now: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
@@ -229,6 +250,13 @@ class Procs:
             self._failure.exception()
         else:
             self._failure.cancel()
+
+
+def _remove_semaphores() -> None:
+    """Remove what procs that were killed had of the run in this machine's shared memory."""
+    if (mark := os.environ.get(RUN_MARK)) is not None:
+        for semaphore in semaphores(mark, SHARED_MEMORY):
+            semaphore.unlink(missing_ok=True)
 
 
 async def _stop_all(meshes: Sequence[ProcMesh]) -> None:

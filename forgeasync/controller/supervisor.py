@@ -72,6 +72,8 @@ class Supervisor:
         self._child: int | None = None
         self._last_child = 0
         self._received: signal.Signals | None = None
+        self._num_faults_before = 0
+        """Faults that were noted before the last start."""
 
     def run(self) -> int:
         """Supervise until the run is done or cannot go on; returns the exit code."""
@@ -117,6 +119,7 @@ class Supervisor:
 
     def _start_and_wait(self, resume: str | None) -> int:
         """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
+        self._num_faults_before = num_detected(self._run_dir.faults)
         process = subprocess.Popen([*self._command, *([] if resume is None else ["--resume", resume])])
         self._child = self._last_child = process.pid
         if self._received is not None:
@@ -158,8 +161,12 @@ class Supervisor:
         try:
             words = [] if lock.before is None else end_leftovers(folder, lock.before)
             faults = FaultLog(folder.faults, _say)
-            # A run that ends by itself over a role that it has lost has noted whose fault it is.
-            is_noted = any(fault.role is not Role.CONTROLLER for fault in faults.open)
+            # A run that ends by itself over a role that it has lost has noted whose fault it is. What the
+            # starts before have noted says nothing of this one's end.
+            is_noted = any(
+                fault.role is not Role.CONTROLLER and fault.number >= self._num_faults_before
+                for fault in faults.open
+            )
             if is_death(ending) and not (ending.exit_code == EXIT_FAILED and is_noted):
                 who = f"controller (process {self._last_child})"
                 fault = faults.detected(Role.CONTROLLER, who, ending.words)
@@ -206,6 +213,14 @@ def newest_step(metrics: Path) -> int:
     lines = metrics.read_bytes().splitlines(keepends=True)
     whole = [line for line in lines[-2:] if line.endswith(b"\n")]
     return int(json.loads(whole[-1])["step"]) if whole else 0
+
+
+def num_detected(faults: Path) -> int:
+    """Return how many faults a faults.jsonl has, which may end in half of a line or not be there."""
+    if not faults.exists():
+        return 0
+    lines = faults.read_bytes().splitlines(keepends=True)
+    return sum(json.loads(line)["event"] == "detected" for line in lines if line.endswith(b"\n"))
 
 
 def has_ended(run_dir: RunDir) -> bool:

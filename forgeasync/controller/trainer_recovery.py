@@ -9,6 +9,7 @@ after it again (``forgeasync.trainer.step_memory``). Generators go on meanwhile.
 """
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -304,7 +305,7 @@ class TrainerRecovery:
 
     async def _bring_up(self, trainer: TrainerMesh, before: TrainerMesh) -> int:
         """Bring a new trainer to where the one before it was; returns the version of the last step."""
-        await set_up_trainer(trainer, self._setup)
+        await set_up_trainer(trainer, self._setup_now())
         await trainer.connect(self._generators)
         version = await self._open_snapshots(trainer)
         is_written = await self._begin_checkpoint_again(trainer, version)
@@ -324,6 +325,16 @@ class TrainerRecovery:
             act()
         await self._generators.reconnect_weights(trainer.weight_layout, sources)
         return version
+
+    def _setup_now(self) -> TrainerSetup:
+        """Return what a trainer is set up with: without the run's first checkpoint once that was replaced.
+
+        Snapshots hold all that was in it, and ``StepMemory`` refuses a trainer that is before them.
+        """
+        folder = self._setup.resume_from
+        if folder is None or is_whole(folder):
+            return self._setup
+        return dataclasses.replace(self._setup, resume_from=None)
 
     async def _begin_checkpoint_again(self, trainer: TrainerMesh, version: int) -> bool:
         """Have a checkpoint of ``version`` written that was left unfinished; whether it will be whole."""

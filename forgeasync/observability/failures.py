@@ -1,9 +1,17 @@
 """What a failure says in one line."""
 
+import contextlib
 import re
+import sys
 import traceback
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
+
+def say_on_stderr(text: str) -> None:
+    """Print a line to stderr, which may be closed, or a file on a disk that is full: that ends no run."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -28,7 +28,9 @@ from datetime import datetime
 from pathlib import Path
 
 from forgeasync.config.run import RunConfig
+from forgeasync.faults.appended_file import is_refusal
 from forgeasync.faults.run_mark import mark_this_run
+from forgeasync.observability.failures import say_on_stderr
 from forgeasync.observability.run_lock import Holder, RunInUse, RunLock
 from forgeasync.observability.truncation import put_aside
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
@@ -222,10 +224,21 @@ class RunDir:
 
 
 def release_claims() -> None:
-    """Let others have the folders that this process has claimed: it ends in order."""
+    """Let others have the folders that this process has claimed: it ends in order.
+
+    Where the disk refuses to note that, it is told on stderr: what the run has done stays done.
+    """
     while _held:
-        _, claim = _held.popitem()
-        claim.release()
+        path, claim = _held.popitem()
+        try:
+            claim.release()
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            say_on_stderr(
+                f"{path} cannot say that this run has ended in order ({error.strerror}): "
+                "the next start there will count a death"
+            )
 
 
 def default_run_dir(name: str, now: datetime) -> Path:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from forgeasync.faults.appended_file import AppendedFile
-from forgeasync.observability.failures import failure_line, root_cause
+from forgeasync.observability.failures import failure_line, root_cause, say_on_stderr
 
 PACKAGES = (
     "forgeasync",
@@ -112,7 +112,7 @@ class RunLog(logging.Handler):
             self._file.write(text.encode(errors="backslashreplace"))
         except OSError as error:
             if not self._has_failed:
-                print(f"{self._path} gets its further lines later, if it can: {error}", file=sys.stderr)
+                say_on_stderr(f"{self._path} gets its further lines later, if it can: {error}")
             self._has_failed = True
         else:
             self._has_failed = False
@@ -132,6 +132,6 @@ class RunLog(logging.Handler):
             self.line("interrupted")
         if self._file is not None:
             if self._has_failed:
-                print(f"{self._path} lacks its last {self._file.num_kept_bytes} bytes", file=sys.stderr)
+                say_on_stderr(f"{self._path} lacks its last {self._file.num_kept_bytes} bytes")
             self._file.close()
             self._file = None

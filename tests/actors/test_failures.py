@@ -13,13 +13,19 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from forgeasync.actors.deaths import ActorDied, Proc, read_report
 from forgeasync.actors.procs import Procs
+from forgeasync.faults.fault_log import Role
+from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.launch.hosts import HostLost, LocalHosts
 from forgeasync.observability import run_log
 from forgeasync.observability.failures import failure_line
 from forgeasync.observability.run_log import RunLog
+from forgeasync.rollouts.run_folder import SHARED_MEMORY
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.disks import Disk, install
 
 KILLED = """The actor <root>.<forgeasync.actors.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
+  the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
+KILLED_ON_HOSTS = """The actor <root>.<monarch._src.spmd.actor.SPMDActor _SPMDActor{'hosts': 1/2, 'procs': 1/3}> and all its descendants have failed:
   the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
 SILENT = """The actor trainer-1<e53rFKMEXeP>@trainer-1<e53rFKMEXeP>.ipc://@KUw,proc_agent and all its descendants have failed:
   timeout waiting for message from proc mesh agent while querying for "spmdactor-H1m". The process likely crashed"""  # noqa: E501
@@ -32,6 +38,7 @@ SILENT = """The actor trainer-1<e53rFKMEXeP>@trainer-1<e53rFKMEXeP>.ipc://@KUw,p
         (KILLED.replace("sig=9", "sig=11"), "trainer rank 1 of 2 was killed by signal 11 (SIGSEGV)", True),
         (KILLED.replace("sig=9", "sig=99"), "trainer rank 1 of 2 was killed by signal 99 (unknown)", True),
         (KILLED.replace(" trainer{", " _SPMDActor{"), "trainer rank 1 of 2 was killed by signal 9", True),
+        (KILLED_ON_HOSTS, "trainer rank 4 of 6 was killed by signal 9", True),
         (KILLED.replace(" trainer{", " generator{"), "generator rank 1 of 2 was killed", True),
         (SILENT, "trainer rank 1 is gone (The actor", False),
         ("something else", "something else", False),
@@ -41,7 +48,9 @@ def test_a_report_names_rank_signal_and_log(report: str, expected: str, has_sign
     death = read_report(report, Path("logs"))
     assert death.text.startswith(expected) and death.has_signal == has_signal
     assert "\n" not in death.text
-    assert report == "something else" or f"see logs/{expected.split()[0]}-1.log" in death.text
+    if report != "something else":
+        role, _, rank, *_ = expected.split()
+        assert f"see logs/{role}-{rank}.log" in death.text
 
 
 class Machine:
@@ -75,6 +84,61 @@ def fail_beside_a_death(host: Machine, report: Callable[[Procs], None]) -> None:
             await fleet.close()
 
     asyncio.run(scenario())
+
+
+class LostHosts(LocalHosts):
+    """One of them is missed as they are watched, or only as they are closed."""
+
+    def __init__(self, *, is_watched: bool) -> None:
+        super().__init__()
+        self._is_watched = is_watched
+
+    async def watch(self) -> None:
+        if self._is_watched:
+            raise ExceptionGroup("hosts", [HostLost("host b is lost"), HostLost("host c is lost")])
+        await super().watch()
+
+    async def close(self) -> None:
+        await super().close()
+        raise HostLost("host b is lost")
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
+    async def scenario() -> Procs:
+        fleet = Procs(Path("logs"), LostHosts(is_watched=is_watched))
+        await fleet.open(lambda line: None)
+        if is_watched:
+            with pytest.raises(HostLost, match="host b"):
+                await fleet.watch()
+        with pytest.raises(HostLost, match="host b"):
+            await fleet.close()
+        return fleet
+
+    faults = asyncio.run(scenario()).faults
+    (fault,) = faults.open
+    assert (fault.role, fault.what) == (Role.HOST, "are not whole: host b is lost")
+
+
+def test_a_run_that_ends_leaves_no_semaphores_of_procs_that_were_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(RUN_MARK, f"test-{os.getpid()}")
+    own, foreign = (
+        SHARED_MEMORY / f"sem.forgeasync-{name}-x" for name in (f"test-{os.getpid()}", f"other-{os.getpid()}")
+    )
+    try:
+        own.touch()
+        foreign.touch()
+
+        async def scenario() -> None:
+            await Procs(Path("logs")).close()
+
+        asyncio.run(scenario())
+        assert not own.exists() and foreign.exists()
+    finally:
+        own.unlink(missing_ok=True)
+        foreign.unlink(missing_ok=True)
 
 
 def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +243,18 @@ def test_a_log_that_cannot_be_written_hides_no_failure(
     said = capsys.readouterr().err
     assert said.count("/dev/full gets its further lines later, if it can: ") == 1
     assert "/dev/full lacks its last " in said
+
+
+def test_a_log_and_a_stderr_on_a_full_disk_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with RunLog(Path("/dev/full")) as log:
+            log.line("lost")
+        # What is still in its buffer is refused again.
+        with pytest.raises(OSError):
+            full.close()
 
 
 def test_lines_of_the_log_that_a_full_disk_refuses_are_written_later(

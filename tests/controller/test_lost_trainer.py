@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from forgeasync.actors.deaths import ActorDied
-from forgeasync.checkpoint.folders import CheckpointLost, partial_folder
+from forgeasync.algorithms.loss import Loss
+from forgeasync.checkpoint.folders import RUN_FILE, CheckpointLost, partial_folder
 from forgeasync.config.run import TimeoutSection
 from forgeasync.config.trainer import RecoverySection
 from forgeasync.controller import trainer_recovery
 from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.faults.fault_log import FaultLog
+from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 
 SECONDS = 60.0
@@ -84,6 +86,8 @@ class World:
     first: Mesh
     second: Mesh
     told: list[str]
+    set_up_with: list[TrainerSetup]
+    """What the second trainer was set up with."""
 
     async def lose(self) -> None:
         """Lose the first trainer, and wait for the second one."""
@@ -94,9 +98,17 @@ class World:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    def run(act: Callable[[World], Awaitable[None]], first: Mesh, second: Mesh) -> None:
+    def run(
+        act: Callable[[World], Awaitable[None]],
+        first: Mesh,
+        second: Mesh,
+        *,
+        resume_from: Path | None = None,
+        first_version: int = 0,
+    ) -> None:
         async def within() -> None:
             told: list[str] = []
+            set_up_with: list[TrainerSetup] = []
 
             async def nothing(*arguments: object, **keywords: object) -> list[object]:
                 return []
@@ -104,23 +116,37 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             async def spawn(*arguments: object, **keywords: object) -> Mesh:
                 return second
 
-            for name in ("make_folders", "kill_trainer", "set_up_trainer"):
+            async def set_up(trainer: Mesh, setup: TrainerSetup) -> None:
+                set_up_with.append(setup)
+
+            for name in ("make_folders", "kill_trainer"):
                 monkeypatch.setattr(trainer_recovery, name, nothing)
+            monkeypatch.setattr(trainer_recovery, "set_up_trainer", set_up)
             monkeypatch.setattr(trainer_recovery, "spawn_trainer", spawn)
             recovery = TrainerRecovery(
                 SimpleNamespace(faults=FaultLog(), peers=[], owned=set(), closing=[], log_dir=Path()),  # type: ignore[arg-type]
-                SimpleNamespace(section=SimpleNamespace(recovery=RecoverySection())),  # type: ignore[arg-type]
+                TrainerSetup(
+                    section=SimpleNamespace(recovery=RecoverySection()),  # type: ignore[arg-type]
+                    facts=None,  # type: ignore[arg-type]
+                    temperature=1.0,
+                    loss=Loss(),
+                    seed=0,
+                    checkpoint=None,
+                    resume_from=resume_from,
+                ),
                 TimeoutSection(),
                 trainer=first,  # type: ignore[arg-type]
                 generators=SimpleNamespace(  # type: ignore[arg-type]
                     pool=SimpleNamespace(follow=lambda act: None), reconnect_weights=nothing
                 ),
-                first_version=0,
+                first_version=first_version,
                 tell=told.append,
             )
             await recovery.start()
             try:
-                await act(World(recovery=recovery, first=first, second=second, told=told))
+                await act(
+                    World(recovery=recovery, first=first, second=second, told=told, set_up_with=set_up_with)
+                )
             finally:
                 await recovery.close()
 
@@ -181,6 +207,25 @@ def test_a_checkpoint_that_is_being_written_outlives_the_beginning_of_the_next(
         assert partial_folder(first).is_dir()
 
     run(act, Mesh(), Mesh(opens_at=2))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_resumed_run_survives_its_trainer_when_its_first_checkpoint_is_gone(
+    run: Callable[..., None], tmp_path: Path, is_there: bool
+) -> None:
+    """Newer checkpoints replace the one that it was resumed from."""
+    checkpoint = tmp_path / "step-00000004"
+    if is_there:
+        checkpoint.mkdir()
+        (checkpoint / RUN_FILE).touch()
+
+    async def act(world: World) -> None:
+        await world.recovery.train_items([], step=5)
+        await world.lose()
+        (setup,) = world.set_up_with
+        assert setup.resume_from == (checkpoint if is_there else None)
+
+    run(act, Mesh(), Mesh(opens_at=5), resume_from=checkpoint, first_version=4)
 
 
 def test_an_export_that_is_all_written_is_not_written_again(run: Callable[..., None], tmp_path: Path) -> None:

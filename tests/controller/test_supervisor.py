@@ -42,6 +42,9 @@ orphan = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
 with (run_dir.path / "orphans").open("a") as file:
     file.write(f"{orphan.pid}\\n")
 run_dir.checkpoints.mkdir(exist_ok=True)
+if plan[number] == "stillborn":
+    release_claims()
+    sys.exit(1)
 faults = FaultLog(run_dir.faults)
 faults.recover_earlier("came back")
 for what in plan[number].split("+"):
@@ -185,6 +188,19 @@ def test_a_run_that_makes_no_step_is_given_up_with_its_last_failure(tmp_path: Pa
         )
         assert not orphans(folder)
     assert events(folder)[-1][:2] == ("detected", "controller")
+
+
+def test_a_start_that_fails_is_a_fault_although_an_earlier_one_is_open(tmp_path: Path) -> None:
+    with supervised(tmp_path / "run", "step1+checkpoint+buffer+exit1", "stillborn", "step2+exit0") as process:
+        _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in (tmp_path / "run" / "faults.jsonl").read_text().splitlines()]
+    assert [(one["event"], one["role"]) for one in events] == [
+        ("detected", "buffer"),
+        ("detected", "controller"),
+        ("recovered", "buffer"),
+        ("recovered", "controller"),
+    ]
 
 
 def test_a_run_that_ends_over_a_lost_role_is_that_roles_fault(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from forgeasync.faults import storage
 from forgeasync.faults.appended_file import AppendedFile, Refusal, is_refusal
 from forgeasync.faults.fault_log import FaultLog
+from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.faults.storage import StorageFaults
+from forgeasync.observability.run_dir import RunDir, release_claims
 from tests.support.disks import Disk, install
 
 LINES = [b"first\n", b"a second line\n", b"3\n"]
@@ -179,3 +181,34 @@ def test_a_call_that_waits_for_a_disk_is_told_of(monkeypatch: pytest.MonkeyPatch
             await faults.while_waiting(breaks(), refusal)
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"), [(errno.ENOSPC, True), (errno.EIO, True), (errno.EBADF, False)]
+)
+def test_a_run_that_has_ended_stays_so_where_its_lock_cannot_be_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: int,
+    is_told: bool,
+) -> None:
+    monkeypatch.setenv(RUN_MARK, "none")
+    run_dir = RunDir(path=tmp_path)
+    run_dir.claim()
+    disk = Disk(0)
+    disk.error = error
+    install(monkeypatch, disk)
+    if is_told:
+        release_claims()
+    else:
+        with pytest.raises(OSError):
+            release_claims()
+    said = capsys.readouterr().err
+    assert (
+        f"{tmp_path} cannot say that this run has ended in order ({os.strerror(error)})" in said
+    ) == is_told
+    disk.room = 1000
+    # Nobody has it any more.
+    run_dir.claim()
+    release_claims()

@@ -1,0 +1,276 @@
+"""Faults from inside: a thread in every process of a run that ``benchmarks/chaos.py`` has started.
+
+Python imports this module by its name when it starts, as the tool puts this folder first in PYTHONPATH.
+Without the variable ``FORGEASYNC_CHAOS`` it does nothing. The variable names a folder. A file
+``<process id>-<number>.json`` in it is an order for that process; ``.taken`` beside it says that the order
+was carried out, when, and what came of it; a file ``.end`` ends an order that lasts.
+"""
+
+import asyncio
+import builtins
+import errno
+import io
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+VARIABLE = "FORGEASYNC_CHAOS"
+PROGRAMS = ("apps.grpo", "forgeasync.launch.bootstrap_main")
+"""Modules that processes of roles are started as. Others that a run starts may fork and take no thread."""
+LOOK_S = 0.03
+EXIT_CODE = 13
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "all_gather_object",
+    "broadcast",
+    "barrier",
+)
+TRAINER_THREAD = "trainer"
+"""Name of the thread that makes steps: collectives of a checkpoint are in another one."""
+
+
+class Orders:
+    """The orders for this process."""
+
+    def __init__(self, folder):
+        self._folder = Path(folder)
+        self._prefix = f"{os.getpid()}-"
+        self._seen = set()
+
+    def serve(self):
+        """Look for orders until the process ends."""
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                names = os.listdir(self._folder)
+            except OSError:
+                return  # the tool is gone
+            for name in sorted(names):
+                if name.startswith(self._prefix) and name.endswith(".json") and name not in self._seen:
+                    self._seen.add(name)
+                    file = self._folder / name
+                    Order(file, json.loads(file.read_text())).carry_out()
+
+
+class Order:
+    """One order: ``kind`` and what goes with it."""
+
+    def __init__(self, file, words):
+        self._file = file
+        self._words = words
+        self._lock = threading.Lock()
+        self._is_taken = False
+
+    def carry_out(self):
+        match self._words["kind"]:
+            case "exit":
+                self.taken()
+                os._exit(EXIT_CODE)
+            case "aborted_collective" | "hung_collective":
+                self._break_collective(self._words["kind"] == "hung_collective", self._words["num_before"])
+            case "full_disk":
+                self._refuse_writes(errno.ENOSPC)
+            case "failing_disk":
+                self._refuse_writes(errno.EIO)
+            case "delayed_messages":
+                self._hold_messages(self._words["seconds"])
+            case "dropped_messages":
+                self._drop_messages()
+            case "hold_call":
+                self._hold_call(self._words["method"], self._words["seconds"], self._words["is_after"])
+
+    def taken(self, **more):
+        """Say that it was carried out, once; returns whether it was not before."""
+        with self._lock:
+            if self._is_taken:
+                return False
+            self._is_taken = True
+        said = self._file.with_suffix(".partial")
+        said.write_text(json.dumps({"time_s": time.time(), **more}))
+        said.rename(self._file.with_suffix(".taken"))
+        return True
+
+    @property
+    def is_ended(self):
+        """Whether the tool has ended an order that lasts, or is gone."""
+        return self._file.with_suffix(".end").exists() or not self._file.parent.exists()
+
+    def _break_collective(self, hangs, num_before):
+        """Break one, after so many others."""
+        import torch.distributed as dist
+
+        left = [num_before]
+
+        originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+        def broken(name):
+            def call(*args, **kwargs):
+                is_it = threading.current_thread().name == TRAINER_THREAD
+                if is_it and left[0] > 0:
+                    left[0] -= 1
+                    is_it = False
+                if not is_it or not self.taken(collective=name):
+                    return originals[name](*args, **kwargs)
+                if hangs:
+                    threading.Event().wait()
+                # As gloo says it when a peer is gone.
+                raise RuntimeError(f"[gloo] {name}: connection aborted (injected by benchmarks/chaos.py)")
+
+            return call
+
+        for name in COLLECTIVES:
+            setattr(dist, name, broken(name))
+
+    def _refuse_writes(self, number):
+        """Refuse what Python code writes below a folder, by descriptor and by opening files."""
+        below = os.path.realpath(self._words["folder"]) + os.sep
+        pwrite, fsync, open_file = os.pwrite, os.fsync, io.open
+        refused = [0]
+
+        def refuse(path):
+            # A lasting order: the tool may have ended it between two looks of its own.
+            if os.path.realpath(path).startswith(below) and not self.is_ended:
+                refused[0] += 1
+                raise OSError(number, os.strerror(number), path)
+
+        def refusing_pwrite(descriptor, *args):
+            refuse(f"/proc/self/fd/{descriptor}")
+            return pwrite(descriptor, *args)
+
+        def refusing_fsync(descriptor):
+            number_of = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+            refuse(f"/proc/self/fd/{number_of}")
+            return fsync(descriptor)
+
+        def refusing_open(file, mode="r", *args, **kwargs):
+            if isinstance(file, str | os.PathLike) and any(sign in mode for sign in "wax+"):
+                refuse(os.fspath(file))
+            return open_file(file, mode, *args, **kwargs)
+
+        os.pwrite, os.fsync, io.open, builtins.open = (
+            refusing_pwrite,
+            refusing_fsync,
+            refusing_open,
+            refusing_open,
+        )
+        self.taken()
+
+        def end():
+            while not self.is_ended:
+                time.sleep(LOOK_S)
+            os.pwrite, os.fsync, io.open, builtins.open = pwrite, fsync, open_file, open_file
+            self._file.with_suffix(".result").write_text(json.dumps({"num_refused": refused[0]}))
+
+        threading.Thread(target=end, daemon=True).start()
+
+    def _hold_messages(self, seconds):
+        """Keep all messages that arrive within some seconds until they are over, in order."""
+        end_s = time.monotonic() + seconds
+        locks = {}
+        num_held = [0]
+
+        async def hold(actor, method):
+            lock = locks.setdefault(id(actor), asyncio.Lock())
+            # Whoever came first still waits: nobody overtakes.
+            if time.monotonic() < end_s or lock.locked():
+                num_held[0] += 1
+                async with lock:
+                    await asyncio.sleep(max(0.0, end_s - time.monotonic()))
+            return True
+
+        restore = _on_message(hold)
+
+        def end():
+            time.sleep(seconds + 1.0)
+            restore()
+            self.taken(num_messages=num_held[0])
+
+        threading.Thread(target=end, daemon=True).start()
+
+    def _drop_messages(self):
+        """Answer nothing from now on."""
+
+        async def drop(actor, method):
+            return False
+
+        _on_message(drop)
+        self.taken()
+
+    def _hold_call(self, method, seconds, is_after):
+        """Say when the next call of an endpoint has come, and let it wait, or its answer."""
+
+        async def hold(actor, name):
+            if name == method and not self.is_ended and self.taken():
+                if is_after:
+                    return seconds
+                await asyncio.sleep(seconds)
+            return True
+
+        _on_message(hold)
+
+
+_PORT = 4
+"""Place of the port for the answer among what follows the method's name."""
+
+_kept = []
+"""Messages that were dropped: their callers wait, and are told nothing."""
+
+
+def _on_message(ask):
+    """Have ``ask`` decide about every message that arrives at an actor of this process: True: it is handled;
+    False: never; a number: it is handled and answered so many seconds later. Returns what undoes it."""
+    from monarch._src.actor.actor_mesh import _Actor
+
+    original = _Actor.handle
+
+    async def handle(self, ctx, method, *args):
+        answer = await ask(self, method.name)
+        if answer is False:
+            _kept.append(args)
+            return
+        if answer is not True:
+            args = (*args[:_PORT], _LatePort(args[_PORT], answer), *args[_PORT + 1 :])
+        await original(self, ctx, method, *args)
+
+    def restore():
+        if _Actor.handle is handle:
+            _Actor.handle = original
+
+    _Actor.handle = handle
+    return restore
+
+
+class _LatePort:
+    """A port through which an answer leaves some seconds late."""
+
+    def __init__(self, port, seconds):
+        self._port = port
+        self._seconds = seconds
+
+    def _resolve_and_send(self, result):
+        async def later():
+            await asyncio.sleep(self._seconds)
+            sent = self._port._resolve_and_send(result)
+            if sent is not None:
+                await sent
+
+        return later()
+
+    def __getattr__(self, name):
+        return getattr(self._port, name)
+
+
+def _start():
+    folder = os.environ.get(VARIABLE)
+    words = sys.orig_argv
+    if folder and any(name in words for name in PROGRAMS) and "--supervise" not in words:
+        threading.Thread(target=Orders(folder).serve, name="chaos", daemon=True).start()
+
+
+_start()

@@ -1,0 +1,70 @@
+"""Which line of faults.jsonl is about which injected fault."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chaos_faults import CONTROLLER, HOST, STORAGE, Injected, Kind, Moment
+
+EARLY_S = 0.01
+"""Times in faults.jsonl are rounded."""
+
+AS_CONTROLLER = (Moment.START, Moment.RESUME, Moment.SHUTDOWN)
+"""Moments at which the loss of any process can end the run, which is then a fault of the controller: nobody
+looks after the roles yet, or any more."""
+
+
+ON_HOSTS = ("generator", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An injected fault, and what the run knows of it."""
+
+    injected: Injected
+    detected: Mapping[str, Any] | None
+    recovered: Mapping[str, Any] | None
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it has to be detected: delays have not, and what dies at the end may not be missed."""
+        is_delay = self.injected.kind is Kind.DELAYED_MESSAGES
+        is_over = self.injected.moment is Moment.SHUTDOWN and self.injected.role != CONTROLLER
+        return not is_delay and not is_over
+
+
+def match(
+    injected: Sequence[Injected], events: Sequence[Mapping[str, Any]]
+) -> tuple[list[Match], list[Mapping[str, Any]]]:
+    """Give every injected fault the first line about its role after it, in the order of their times.
+
+    An outage of a disk can show as several faults: what was refused at last may be noticed when the others
+    are written. Further faults of the role ``storage`` after one belong to it; so do those of generators and
+    the trainer to a lost host's. Also returns lines that say "detected" of what nobody has injected.
+    """
+    detected = [one for one in events if one["event"] == "detected"]
+    recovered = {one["number"]: one for one in events if one["event"] == "recovered"}
+    left = list(detected)
+    found: list[Match] = []
+    for one in sorted(injected, key=lambda one: one.time_s):
+        event = None
+        if one.kind is not Kind.DELAYED_MESSAGES:
+            roles = [one.role, *([CONTROLLER] if one.moment in AS_CONTROLLER else [])]
+            fitting = [at for at in left if at["time_s"] >= one.time_s - EARLY_S and at["role"] in roles]
+            event = min(fitting, key=lambda at: (roles.index(at["role"]), at["time_s"]), default=None)
+        if event is not None:
+            left.remove(event)
+        found.append(Match(one, event, None if event is None else recovered.get(event["number"])))
+    return found, [event for event in left if not any(_goes_with(event, one) for one in found)]
+
+
+def _goes_with(event: Mapping[str, Any], one: Match) -> bool:
+    """Whether a further line belongs to a fault that was matched with another one."""
+    if event["time_s"] < one.injected.time_s - EARLY_S:
+        return False
+    if one.injected.role == STORAGE:
+        return event["role"] == STORAGE
+    # What was on a host is lost with it, and nothing comes back before the run does.
+    end_s = math.inf if one.recovered is None else one.recovered["time_s"]
+    return one.injected.role == HOST and event["role"] in ON_HOSTS and event["time_s"] <= end_s
