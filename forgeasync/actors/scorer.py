@@ -4,13 +4,13 @@ import asyncio
 import functools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit
 from forgeasync.config.run import ScorerSection
@@ -22,9 +22,12 @@ from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.reward_pool import RewardPool
 from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
+from forgeasync.scoring.unavailable import RewardUnavailable
 from forgeasync.scoring.verifier import CHOICE_CODEC
 from forgeasync.scoring.weighted import weighted_score
 from forgeasync.waiting import deadline
+
+T = TypeVar("T")
 
 
 class _OneReward(Protocol):
@@ -32,7 +35,7 @@ class _OneReward(Protocol):
 
     def start(self) -> str: ...
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]: ...
+    async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]: ...
 
     @property
     def counts(self) -> VerifierCounts: ...
@@ -48,7 +51,7 @@ class _Verified:
         self._scoring = ResponseScoring[str, Score](scorer, num_workers=num_workers, limit_s=limit_s)
         self.start = scorer.start
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+    async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         return await self._scoring.score(task, [response.text for response in responses])
 
     @property
@@ -76,9 +79,9 @@ class _Own:
         )
         return words
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+    async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         assert self._scoring is not None, "started"
-        numbered = list(enumerate(responses))
+        numbered = list(enumerate(responses, first))
         is_whole = self._section.scores is ScoredUnit.GROUP
         calls = await self._scoring.score(task, [numbered] if is_whole else [[one] for one in numbered])
         return tuple(score for scores in calls for score in scores)
@@ -144,18 +147,19 @@ class RunRewards:
         """
         return "; ".join(dict.fromkeys(member.start() for member in self._by_setup.values()))
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
-        """The score of each response to one task.
+    async def score(self, task: Task, responses: Sequence[Response], first: int = 0) -> tuple[Score, ...]:
+        """The score of each response to one task; ``first`` is the place of the first one in its group.
 
         Raises:
+            RewardUnavailable: what a reward needs is not there now.
             DeadlineExceeded: it took longer than ``timeouts.score_s``.
             RewardFailure: the user's own reward has not scored; names it, the task and the rollout.
             ValueError: the rewards of a list cannot be combined; names the task and the rollout.
         """
         rewards, members = self._of_source[task.source]
-        of_rewards = await asyncio.gather(*(member.score(task, responses) for member in members))
+        of_rewards = await _all_of(member.score(task, responses, first) for member in members)
         scores = []
-        for index, of_response in enumerate(zip(*of_rewards, strict=True)):
+        for index, of_response in enumerate(zip(*of_rewards, strict=True), first):
             try:
                 scores.append(weighted_score(rewards, of_response))
             except ValueError as error:
@@ -172,6 +176,16 @@ class RunRewards:
         """Stop all processes."""
         for member in self._by_setup.values():
             member.close()
+
+
+async def _all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all calls; the first that raises ends the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 ItemT = TypeVar("ItemT", contravariant=True)
@@ -243,6 +257,14 @@ class ScoredResponses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unavailable:
+    """The scorer's reply where what a reward needs is not there now; see ``RewardUnavailable``."""
+
+    reason: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerReady:
     """A scorer that has been set up."""
 
@@ -256,8 +278,9 @@ class ScorerReady:
 class ScorerActor(Actor):
     """One scorer in one proc."""
 
-    def __init__(self, log_dir: Path) -> None:
-        redirect_process_output(log_dir / f"scorer-{current_rank().rank}.log")
+    def __init__(self, log_dir: Path, rank: int) -> None:
+        """``rank`` is its place among the run's scorers; another one may have had it before."""
+        redirect_process_output(log_dir / f"scorer-{rank}.log")
         self._rewards: RunRewards | None = None
         self._memory = MemoryWatch(with_descendants=True)
 
@@ -275,8 +298,13 @@ class ScorerActor(Actor):
         """Answer, to show that the event loop runs."""
 
     @concurrent_endpoint
-    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
-        """The score of each response to one task."""
+    async def score(
+        self, task: Task, responses: Sequence[Response], first: int
+    ) -> ScoredResponses | Unavailable:
+        """The score of each response to one task; ``first`` is the place of the first one in its group."""
         assert self._rewards is not None
-        scores = await self._rewards.score(task, responses)
+        try:
+            scores = await self._rewards.score(task, responses, first)
+        except RewardUnavailable as error:
+            return Unavailable(reason=error.reason, retry_after_s=error.retry_after_s)
         return ScoredResponses(scores=scores, counts=self._rewards.counts, memory=self._memory.peak())

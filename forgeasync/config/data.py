@@ -14,8 +14,15 @@ from forgeasync.config.serving import ServedSource
 from forgeasync.schema.python_code import PythonCode
 from forgeasync.schema.section import Seconds, Section
 
-RESERVED_PARTS = frozenset({"mean", "std", "scored_mean"})
-"""Names that no part of a score may have, because other metrics are called ``reward/<name>`` already."""
+RESERVED_PARTS = frozenset(
+    {
+        *("mean", "std", "scored_mean"),
+        *("num_retried", "num_failed", "num_deferred", "num_discarded"),
+        *("num_queued", "num_in_flight", "num_early"),
+    }
+)
+"""Names that no part of a score may have, because other metrics are called ``reward/<name>`` or
+``score/<name>`` already."""
 
 
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)

@@ -11,6 +11,7 @@ import pytest
 
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.scorer import RunRewards, ScoredResponses
+from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.config.data import (
     MathReward,
     NamedSource,
@@ -227,11 +228,13 @@ class TestRewardsOfARun:
     ) -> None:
         rewards = make_rewards(own("strange"))
 
-        async def score(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            return ScoredResponses(scores=await rewards.score(task, responses), counts=rewards.counts)
+        async def score(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+            scores = await rewards.score(task, responses, first)
+            return ScoredResponses(scores=scores, counts=rewards.counts)
 
         async def run() -> tuple[object, object, float]:
-            scoring = GroupScoring(score, ScorerSection(max_attempts=2), retry_wait_s=0.0)
+            section = ScorerSection(max_attempts=2)
+            scoring = GroupScoring(ScorerPool([score], section, retry_wait_s=0.0), section)
             bad = await scoring.score("group 5", TASK, some("fine", "nan"))
             good = await scoring.score("group 6", TASK, some("fine", "fine"))
             return bad, good, scoring.metrics()["scoring/num_failed_attempts"]
