@@ -4,15 +4,16 @@ import asyncio
 import functools
 import operator
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit
+from forgeasync.config.judge import JudgeReward
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.environments.worker_mark import mark_this_process
@@ -20,27 +21,14 @@ from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryPeak, MemoryWatch
 from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
+from forgeasync.scoring.judge import Judge
+from forgeasync.scoring.limited import Limited, OneReward, all_of, is_limited
 from forgeasync.scoring.reward_pool import RewardPool
 from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
 from forgeasync.scoring.unavailable import RewardUnavailable
 from forgeasync.scoring.verifier import CHOICE_CODEC
 from forgeasync.scoring.weighted import weighted_score
 from forgeasync.waiting import deadline
-
-T = TypeVar("T")
-
-
-class _OneReward(Protocol):
-    """One reward with its processes."""
-
-    def start(self) -> str: ...
-
-    async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]: ...
-
-    @property
-    def counts(self) -> VerifierCounts: ...
-
-    def close(self) -> None: ...
 
 
 class _Verified:
@@ -118,25 +106,34 @@ class RunRewards:
         self._section = section
         self._limit_s = limit_s
         # Sources with the same verifier share its processes.
-        self._by_setup: dict[bytes, _OneReward] = {}
-        self._of_source: dict[str, tuple[tuple[RewardSection, ...], tuple[_OneReward, ...]]] = {}
+        self._by_setup: dict[bytes, OneReward] = {}
+        self._of_source: dict[str, tuple[tuple[RewardSection, ...], tuple[OneReward, ...]]] = {}
         for source in sources:
             members = tuple(self._member(reward, source, seed) for reward in source.rewards)
             self._of_source[source.name] = (source.rewards, members)
 
-    def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> _OneReward:
+    def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> OneReward:
         sizes = {"num_workers": self._section.num_workers, "limit_s": self._limit_s}
-        build: Callable[[], _OneReward]
-        if isinstance(reward, PythonReward):
-            setup = reward.model_dump_json().encode()
+        build: Callable[[], OneReward]
+        setup = reward.model_dump_json(exclude={"weight"}).encode()
+        if isinstance(reward, JudgeReward):
+            build = functools.partial(Judge, reward, num_replicas=self._section.num_replicas)
+        elif isinstance(reward, PythonReward):
             build = functools.partial(_Own, reward, **sizes)
         else:
             choice = verifier_choice(reward, source, seed=seed)
-            setup = CHOICE_CODEC.dump_json(choice)
+            limits = reward.model_dump_json(exclude={"weight", "name"}).encode()
+            setup = CHOICE_CODEC.dump_json(choice) + limits
             build = functools.partial(_Verified, VerifiedScorer(choice, self._section), **sizes)
         if setup not in self._by_setup:
-            self._by_setup[setup] = build()
+            self._by_setup[setup] = self._limited(build(), reward)
         return self._by_setup[setup]
+
+    def _limited(self, member: OneReward, reward: RewardSection) -> OneReward:
+        # A judge counts its requests itself.
+        if isinstance(reward, JudgeReward) or not is_limited(reward):
+            return member
+        return Limited(member, reward, num_replicas=self._section.num_replicas, longest_wait_s=self._limit_s)
 
     def start(self) -> str:
         """Start the processes of all rewards; returns what they are and what isolates them.
@@ -157,7 +154,7 @@ class RunRewards:
             ValueError: the rewards of a list cannot be combined; names the task and the rollout.
         """
         rewards, members = self._of_source[task.source]
-        of_rewards = await _all_of(member.score(task, responses, first) for member in members)
+        of_rewards = await all_of(member.score(task, responses, first) for member in members)
         scores = []
         for index, of_response in enumerate(zip(*of_rewards, strict=True), first):
             try:
@@ -176,16 +173,6 @@ class RunRewards:
         """Stop all processes."""
         for member in self._by_setup.values():
             member.close()
-
-
-async def _all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls; the first that raises ends the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 ItemT = TypeVar("ItemT", contravariant=True)

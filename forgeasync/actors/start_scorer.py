@@ -1,6 +1,7 @@
 """Starts the scorers."""
 
 import functools
+from collections.abc import Sequence
 
 from monarch.actor import this_host
 
@@ -11,9 +12,12 @@ from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.actors.watched_scorer import SpawnedScorer, WatchedScorer, WatchedScorers
 from forgeasync.config.data import NamedSource, PythonReward, ScoredUnit, named_sources
 from forgeasync.config.evaluation import named_sets
+from forgeasync.config.judge import JudgeReward
 from forgeasync.config.run import RunConfig
 from forgeasync.launch.hosts import stop
 from forgeasync.launch.placement import spawn_role
+from forgeasync.scoring.judge import Judge
+from forgeasync.scoring.limited import is_limited
 from forgeasync.waiting import deadline
 
 
@@ -50,7 +54,7 @@ async def start_scorer(procs: Procs, config: RunConfig) -> GroupScoring:
         WatchedScorer(
             functools.partial(spawn, rank),
             section,
-            limit_s=config.timeouts.score_s,
+            limit_s=_longest_call_s(sources, config),
             faults=procs.faults,
             listing=procs.listing,
             rank=rank,
@@ -68,3 +72,16 @@ async def start_scorer(procs: Procs, config: RunConfig) -> GroupScoring:
 def _compares(source: NamedSource) -> bool:
     """Whether a reward of a source gets all responses of a group at once."""
     return any(isinstance(one, PythonReward) and one.scores is ScoredUnit.GROUP for one in source.rewards)
+
+
+def _longest_call_s(sources: Sequence[NamedSource], config: RunConfig) -> float:
+    """The longest time that a scorer takes for a response once it begins, waits for turns included."""
+    score_s = config.timeouts.score_s
+    longest_s = score_s
+    for source in sources:
+        for one in source.rewards:
+            if isinstance(one, JudgeReward):
+                longest_s = max(longest_s, Judge(one, num_replicas=config.scorer.num_replicas).longest_s)
+            elif is_limited(one):
+                longest_s = max(longest_s, 2 * one.max_attempts * score_s)
+    return longest_s

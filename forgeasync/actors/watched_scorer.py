@@ -266,7 +266,8 @@ class WatchedScorer:
             )
         async with self._has_changed:
             self._has_changed.notify_all()
-        self._on_change(True)
+        if self._failure is None:
+            self._on_change(True)
 
 
 async def _clean_up(scorer: SpawnedScorer) -> None:

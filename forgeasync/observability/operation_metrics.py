@@ -168,6 +168,19 @@ SCORING = Topic(
             key="scoring/num_killed_rewards",
             meaning="Processes of a user's own rewards so far that were killed because a call did not end.",
         ),
+        Metric(key="scoring/num_judge_requests", meaning="Requests to judges so far."),
+        Metric(
+            key="scoring/num_judge_cached",
+            meaning="Responses so far whose verdicts a judge had given before, for the same content.",
+        ),
+        Metric(
+            key="scoring/num_judge_malformed",
+            meaning="Replies of judges so far that were no verdicts; they are asked for again.",
+        ),
+        Metric(
+            key="scoring/num_judge_down",
+            meaning="Requests to judges so far that had no answer in time, or status 429 or 5xx.",
+        ),
         Metric(
             key="scoring/num_failed_attempts",
             meaning="Failed attempts so far to score a response, or a group whose responses are compared; "

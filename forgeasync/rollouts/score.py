@@ -125,6 +125,13 @@ class VerifierCounts:
     """Longer than any verifier is given to read."""
     num_killed_rewards: int = 0
     """Processes of a user's own rewards that were killed because a call did not end."""
+    num_judge_requests: int = 0
+    num_judge_cached: int = 0
+    """Responses whose verdicts were there already."""
+    num_judge_malformed: int = 0
+    """Replies of judges that were no verdicts."""
+    num_judge_down: int = 0
+    """Requests to judges that had no answer, or status 429 or 5xx."""
 
     def __add__(self, other: "VerifierCounts") -> "VerifierCounts":
         """The counts of two scorers."""
@@ -146,6 +153,10 @@ class VerifierCounts:
             "scoring/num_errors": self.num_errors,
             "scoring/num_oversized": self.num_oversized,
             "scoring/num_killed_rewards": self.num_killed_rewards,
+            "scoring/num_judge_requests": self.num_judge_requests,
+            "scoring/num_judge_cached": self.num_judge_cached,
+            "scoring/num_judge_malformed": self.num_judge_malformed,
+            "scoring/num_judge_down": self.num_judge_down,
         }
 
 
