@@ -1,4 +1,4 @@
-"""What slow scorers cost: groups a second and idle generators, by the time of a score and the size of the pool.
+"""What slow scorers cost: groups a second and idle generators, by the time of a score and the pool's size.
 
     python benchmarks/scoring.py [--model models/tiny_moe] [--seconds 20] [--pools 1 4 16]
         [--sleeps 0 0.2 2] [--live 24] [--out FILE.json]

@@ -1,6 +1,7 @@
 """The scorer actor, and the rewards of a run: every task finds those of its source."""
 
 import asyncio
+import dataclasses
 import functools
 import operator
 import os
@@ -12,14 +13,14 @@ from typing import Generic, Protocol, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit
+from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit, name_of
 from forgeasync.config.judge import JudgeReward
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.environments.worker_mark import mark_this_process
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryPeak, MemoryWatch
-from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.judge import Judge
 from forgeasync.scoring.limited import Limited, OneReward, all_of, is_limited
@@ -41,6 +42,10 @@ class _Verified:
 
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         return await self._scoring.score(task, [response.text for response in responses])
+
+    @property
+    def version(self) -> str:
+        return self._scorer.version
 
     @property
     def counts(self) -> VerifierCounts:
@@ -73,6 +78,10 @@ class _Own:
         is_whole = self._section.scores is ScoredUnit.GROUP
         calls = await self._scoring.score(task, [numbered] if is_whole else [[one] for one in numbered])
         return tuple(score for scores in calls for score in scores)
+
+    @property
+    def version(self) -> str:
+        return self._pool.version
 
     @property
     def counts(self) -> VerifierCounts:
@@ -158,7 +167,11 @@ class RunRewards:
         scores = []
         for index, of_response in enumerate(zip(*of_rewards, strict=True), first):
             try:
-                scores.append(weighted_score(rewards, of_response))
+                named = [
+                    _named(score, reward, member)
+                    for score, reward, member in zip(of_response, rewards, members, strict=True)
+                ]
+                scores.append(weighted_score(rewards, named))
             except ValueError as error:
                 raise ValueError(f"task {task.task_id}, rollout {index}: {error}") from None
         return tuple(scores)
@@ -173,6 +186,15 @@ class RunRewards:
         """Stop all processes."""
         for member in self._by_setup.values():
             member.close()
+
+
+def _named(score: Score, reward: RewardSection, member: OneReward) -> Score:
+    """The score with what has given it, where it does not say so itself."""
+    return dataclasses.replace(
+        score,
+        scorer=score.scorer or name_of(reward)[:MAX_SCORER_CHARS],
+        scorer_version=score.scorer_version or member.version[:MAX_SCORER_CHARS],
+    )
 
 
 ItemT = TypeVar("ItemT", contravariant=True)

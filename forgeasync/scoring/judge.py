@@ -10,6 +10,7 @@ Verdicts that there are already are kept meanwhile: only what is missing is aske
 """
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import logging
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from forgeasync.config.data import name_of
 from forgeasync.config.judge import JudgeReward, Votes
 from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import NO_SCORE, Score, VerifierCounts
+from forgeasync.rollouts.score import MAX_SCORER_CHARS, NO_SCORE, Score, ScoreStatus, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.breaker import Breaker
 from forgeasync.scoring.call_limits import CallLimits
@@ -123,6 +124,14 @@ class Judge:
             num_judge_down=self._num_down,
         )
 
+    @property
+    def version(self) -> str:
+        """The model, with a digest of what else decides its verdicts; of a judge that was started."""
+        section = self._section
+        decides = [self._rubric, section.lowest, section.highest, section.temperature, section.num_votes]
+        digest = hashlib.sha256(json.dumps([*decides, section.votes.value]).encode()).hexdigest()
+        return f"{section.model[: MAX_SCORER_CHARS // 2]} {digest[:12]}"
+
     async def aclose(self) -> None:
         """Close the connections."""
         if self._endpoint is not None:
@@ -136,7 +145,7 @@ class Judge:
         section = self._section
         if len(response.text) > section.max_response_chars:
             self._num_oversized += 1
-            return NO_SCORE
+            return dataclasses.replace(NO_SCORE, status=ScoreStatus.OVERSIZED)
         key = self._key(task, response)
         known = self._points.get(key, ())
         num_missing = section.num_votes - len(known)

@@ -26,6 +26,11 @@ class OneReward(Protocol):
         ...
 
     @property
+    def version(self) -> str:
+        """What tells it from others of its name, once it was started."""
+        ...
+
+    @property
     def counts(self) -> VerifierCounts:
         """Counts since it began."""
         ...
@@ -66,6 +71,11 @@ class Limited:
         )
         self.start = reward.start
         self.close = reward.close
+
+    @property
+    def version(self) -> str:
+        """That of the reward."""
+        return self._reward.version
 
     @property
     def counts(self) -> VerifierCounts:

@@ -52,6 +52,7 @@ class Slow:
     """A reward whose first calls fail; it counts how many run at once."""
 
     counts = VerifierCounts()
+    version = "1"
 
     def __init__(self, num_failures: int = 0) -> None:
         self.num_failures = num_failures
