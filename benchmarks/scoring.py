@@ -87,6 +87,7 @@ async def measure(
             "scorer.num_workers=1",
             f"scorer.max_in_flight={max(16, live * GROUP_SIZE)}",
             f"scorer.max_concurrent={live}",
+            "timeouts.setup_s=900",
         ],
     )
     (source,) = named_sources(config.data)
@@ -97,9 +98,9 @@ async def measure(
         procs = Procs(Path(folder))
         try:
             facts = read_model_facts(str(model))
-            generators, scoring = await asyncio.gather(
-                start_generators(procs, config, facts, model.resolve()), start_scorer(procs, config)
-            )
+            # One after the other: 16 scorers that start keep an engine from starting in time on few cores.
+            generators = await start_generators(procs, config, facts, model.resolve())
+            scoring = await start_scorer(procs, config)
             prompts = PromptEncoder.of_section(AutoTokenizer.from_pretrained(model), config.data)
             groups = ResponseGroups(
                 generators, scoring, prompts, group_size=GROUP_SIZE, sampling=config.sampling
@@ -169,13 +170,16 @@ def main() -> None:
     if arguments.one is not None:
         run_main(measure_one())
         return
-    results = [one for pool in arguments.pools for one in run_apart(arguments, pool)]
+    results = []
+    for pool in arguments.pools:
+        results += run_apart(arguments, pool)
+        # What was measured stays if a larger pool does not fit on the machine.
+        write_json(arguments.out, {"machine": machine_facts(), "results": results})
     columns = list(results[0])
     table = Table(*columns, title="slow scorers")
     for figures in results:
         table.add_row(*(f"{figures[column]:.3g}" for column in columns))
     Console().print(table)
-    write_json(arguments.out, {"machine": machine_facts(), "results": results})
 
 
 if __name__ == "__main__":
