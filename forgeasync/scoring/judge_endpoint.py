@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
 from time import time
+from typing import Any, cast
 
 import openai
 
@@ -63,10 +64,10 @@ class JudgeEndpoint:
         try:
             async with self._client.chat.completions.with_streaming_response.create(
                 model=section.model,
-                messages=list(messages),  # type: ignore[arg-type]
+                messages=cast("Any", messages),
                 temperature=section.temperature,
                 max_tokens=section.max_reply_tokens,
-                response_format=verdict_schema(),  # type: ignore[arg-type]
+                response_format=cast("Any", verdict_schema()),
             ) as response:
                 async for part in response.iter_bytes():
                     body += part
