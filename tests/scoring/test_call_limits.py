@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forgeasync.config.data import MathReward, PythonReward, RewardSection, ScoredUnit
@@ -18,7 +18,11 @@ from forgeasync.scoring.token_bucket import TokenBucket
 from forgeasync.scoring.unavailable import RewardUnavailable
 from tests.support.buffer_world import make_task
 
+# A busy machine makes examples slowly.
+patient = settings(suppress_health_check=[HealthCheck.too_slow])
 
+
+@patient
 @given(
     per_s=st.floats(0.1, 100.0),
     burst=st.floats(1.0, 10.0),
@@ -34,6 +38,7 @@ def test_no_window_has_more_calls_than_its_share(per_s: float, burst: float, gap
         assert last - first + 1 <= burst + per_s * window_s + 1e-6
 
 
+@patient
 @given(per_s=st.floats(0.1, 100.0), num=st.integers(1, 30))
 def test_calls_at_once_are_evenly_spaced(per_s: float, num: int) -> None:
     bucket = TokenBucket(per_s)

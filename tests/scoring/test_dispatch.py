@@ -1,6 +1,7 @@
 """Which scorer gets which response: every response ends once, whatever scorers do meanwhile."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -154,6 +155,8 @@ class Scoring(RuleBasedStateMachine):
 
 
 TestScoring = Scoring.TestCase
+# A busy machine makes examples slowly.
+TestScoring.settings = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def test_an_item_goes_to_the_replica_with_the_least_to_do() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -229,6 +229,7 @@ def test_what_is_no_verdict_is_never_a_reward(server: Server, content: str) -> N
         read_verdict(content, section(server))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     content=st.text(max_size=60)
     | st.recursive(
