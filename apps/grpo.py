@@ -6,7 +6,7 @@
 Four loops share one replay buffer, and wait for each other only through it:
 
     collect   has a generator sample a prompt whenever the buffer lets a group start         waits: bounds
-    score     takes sampled groups, has the scorer reward them, completes them in the buffer waits: collect
+    score     takes sampled groups, has scorers reward them, completes them in the buffer    waits: collect
     train     takes a batch, makes an optimizer step, has the copies of its weights begin    waits: score
     serve     has the trainer stage the newest weights beside its next step, and a generator
               fetch and swap them in, so that groups may start                               waits: train
@@ -191,6 +191,7 @@ class GrpoRun:
                 f"group {group.group_id} takes {group.num_payload_bytes:,} bytes, more than its reservation "
                 "and the rest of the shared excess; must be less, or payload.capacity_gib larger"
             )
+            self.scorer.forget(group.group_id)
             await self.endings.drop(group, DropReason.OVERSIZED, problem)
             return
         await self.buffer.finished.call_one(group)
@@ -209,9 +210,8 @@ class GrpoRun:
 
     async def complete(self, group: Group) -> None:
         """Have the scorer score a group, and accept it."""
-        scores = await self.scorer.score(
-            f"group {group.group_id}", group.task, [response_of(rollout) for rollout in group.rollouts]
-        )
+        responses = [response_of(rollout) for rollout in group.rollouts]
+        scores = await self.scorer.score_group(group.group_id, group.task, responses)
         if isinstance(scores, Unscored):
             await self.endings.drop(group, DropReason.UNSCORED, scores.reason)
         else:

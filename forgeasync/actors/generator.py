@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, Port, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.stored_groups import (
     CancelledGroup,
     EndedEpisode,
+    FinishedResponse,
     RefusedGroup,
     SampledResponse,
     SampledRollout,
@@ -32,6 +33,7 @@ from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.weights import WeightsSection
+from forgeasync.environments.reward import response_of
 from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.observability.logs import redirect_process_output
@@ -41,10 +43,7 @@ from forgeasync.rollouts.payload_format import PayloadRef
 from forgeasync.rollouts.payload_remote import PayloadServer
 from forgeasync.rollouts.payload_store import PayloadWriter
 from forgeasync.rollouts.records import Records, check_rollout
-from forgeasync.rollouts.rollout import (
-    FinishReason,
-    StoredRollout,
-)
+from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
 from forgeasync.rollouts.routing import RecordError
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from forgeasync.weights.fetcher import FetchReport, HostShare
@@ -144,12 +143,19 @@ class GeneratorActor(Actor):
         sampling: SamplingSection,
         seed: int | None,
         continued: bytes | None = None,
+        finished: Port[FinishedResponse] | None = None,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt, check their records and store their arrays.
 
         ``continued`` is what ``Host.read_in_flight`` has of a generator that sampled the group and is gone.
+        ``finished`` gets each response as soon as it has ended, before its records are checked.
         """
         assert self._engine is not None
+
+        def tell(index: int, rollout: Rollout) -> None:
+            assert finished is not None
+            finished.send(FinishedResponse(index=index, response=response_of(rollout)))
+
         try:
             rollouts = await self._engine.generate(
                 prompt_ids_P=prompt_ids_P,
@@ -158,6 +164,7 @@ class GeneratorActor(Actor):
                 seed=seed,
                 group_id=group_id,
                 continued=() if continued is None else group_turns(continued),
+                on_finished=None if finished is None else tell,
             )
         except GroupCancelled:
             return CancelledGroup()

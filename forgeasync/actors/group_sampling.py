@@ -1,5 +1,6 @@
 """Has groups sampled: single responses to a prompt. ``group_episodes`` has the episodes of an environment."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,17 +83,24 @@ class ResponseGroups:
     async def sample(
         self, group_id: int, task: Task, *, seed: int | None
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        """Sample the group of a task; it still has to be scored."""
-        answer = await self._generators.sample_group(
-            group_id,
-            self._prompts.encode(task.prompt),
-            num_samples=self._group_size,
-            sampling=self._sampling,
-            seed=seed,
-        )
-        if isinstance(answer, RefusedGroup | CancelledGroup):
-            return answer
-        return SampledGroup(rollouts=answer)
+        """Sample the group of a task; it still has to be scored, and responses that end early already are."""
+        is_sampled = False
+        try:
+            answer = await self._generators.sample_group(
+                group_id,
+                self._prompts.encode(task.prompt),
+                num_samples=self._group_size,
+                sampling=self._sampling,
+                seed=seed,
+                on_finished=functools.partial(self._scorer.finished, group_id, task),
+            )
+            if isinstance(answer, RefusedGroup | CancelledGroup):
+                return answer
+            is_sampled = True
+            return SampledGroup(rollouts=answer)
+        finally:
+            if not is_sampled:
+                self._scorer.forget(group_id)
 
     async def score(
         self, task: Task, *, sampling: SamplingSection, seed: int | None, keeps_record: bool = False

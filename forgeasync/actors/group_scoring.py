@@ -1,119 +1,115 @@
-"""The controller's side of scoring: groups are scored concurrently, retried, and given up one by one."""
+"""The controller's side of scoring: groups, whose responses are scored as soon as each is finished."""
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from forgeasync.actors.scorer import ScoredResponses
-from forgeasync.actors.watched_scorer import ScorerLost
+from forgeasync.actors.scorer_pool import ScorerPool
+from forgeasync.actors.scorer_pool import Unscored as Unscored
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
-from forgeasync.observability.failures import last_words
-from forgeasync.process_memory import MemoryPeak, largest
-from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 
-logger = logging.getLogger(__name__)
-
-MAX_LOST = 3
-"""A group during whose scoring the scorer was lost so often is given up: it may be what ends the scorer."""
-
-RETRY_WAIT_S = 0.2
-"""Seconds before the second attempt; the wait doubles with every further one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unscored:
-    """A group that has no scores."""
-
-    reason: str
-    """Why the group's last attempt failed; names the group."""
+Scoring = asyncio.Future[tuple[Score, ...] | Unscored]
 
 
 class GroupScoring:
-    """Scores groups, up to ``scorer.max_concurrent`` at once. A failure costs one group at most.
+    """Scores groups, up to ``scorer.max_concurrent`` finished ones at once, response by response.
 
-    The deadline of a group, ``timeouts.score_s``, is kept by the scorer, which knows when it begins with a
-    group (``forgeasync.actors.scorer``). Waiting here, for a place among those that are with it, has no
-    limit.
-
-    What was lost with the scorer's process is asked for again, with the same responses, and is no attempt.
-    After its first loss a group is suspected of being what ends the scorer. Suspects are scored one at a
-    time, so that the one that does it is found out, and is given up, without the others.
+    ``finished`` begins to score a response while others of its group are still sampled; ``score_group`` then
+    only waits for it. The score counts only if the group ends with the very same response: one whose
+    generator was lost can be sampled again.
     """
 
     def __init__(
         self,
-        score: Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]],
+        pool: ScorerPool,
         section: ScorerSection,
         *,
-        isolation: str = "",
-        retry_wait_s: float = RETRY_WAIT_S,
+        compares: Callable[[Task], bool] = lambda task: False,
     ) -> None:
-        """``score`` may raise ``ScorerLost``; ``isolation`` names what isolates verifiers."""
-        self.isolation = isolation
-        self._score = score
-        self._max_attempts = section.max_attempts
+        """``compares`` says whether a reward of the task compares the responses of a group: they are then
+        scored together, once all are there."""
+        self._pool = pool
         self._places = asyncio.Semaphore(section.max_concurrent)
-        self._suspects = asyncio.Lock()
-        self._retry_wait_s = retry_wait_s
-        self._num_failed_attempts = 0
-        self._num_lost_calls = 0
-        self._counts = VerifierCounts()
-        self._memory: MemoryPeak | None = None
+        self._compares = compares
+        self._early: dict[int, dict[int, tuple[Response, Scoring]]] = {}
+        """Responses of groups that are still being sampled, by group and place in it."""
+        self._num_early = 0
+
+    @property
+    def isolation(self) -> str:
+        """What isolates verifiers, in words."""
+        return self._pool.isolation
+
+    def finished(self, group_id: int, task: Task, index: int, response: Response) -> None:
+        """Begin to score a response of a group that is still being sampled, if there is room for it.
+
+        ``score_group`` or ``forget`` has to follow.
+        """
+        if self._compares(task):
+            return
+        name = f"response {index} of group {group_id}"
+        scoring = self._pool.try_score(name, task, [response], first=index)
+        if scoring is not None:
+            before = self._early.setdefault(group_id, {})
+            if index in before:
+                before[index][1].cancel()
+            before[index] = response, scoring
+
+    def forget(self, group_id: int) -> None:
+        """A group will not be scored; what was begun is withdrawn."""
+        for _, scoring in self._early.pop(group_id, {}).values():
+            scoring.cancel()
+
+    async def score_group(
+        self, group_id: int, task: Task, responses: Sequence[Response]
+    ) -> tuple[Score, ...] | Unscored:
+        """Return one score per response of a group, or why there are none."""
+        early = self._early.pop(group_id, {})
+        begun: dict[int, Scoring] = {}
+        for index, (response, scoring) in early.items():
+            if index < len(responses) and responses[index] == response:
+                begun[index] = scoring
+            else:
+                scoring.cancel()
+        self._num_early += len(begun)
+        return await self._score(f"group {group_id}", task, responses, begun)
 
     async def score(
         self, name: str, task: Task, responses: Sequence[Response]
     ) -> tuple[Score, ...] | Unscored:
         """Return one score per response, or why there are none; ``name`` is the group's name in messages."""
-        num_failed = num_lost = 0
-        while True:
-            try:
-                async with self._suspects if num_lost else nullcontext(), self._places:
-                    return await self._attempt(name, task, responses)
-            except ScorerLost as error:
-                num_lost += 1
-                self._num_lost_calls += 1
-                if num_lost == MAX_LOST:
-                    reason = f"the scorer was lost {num_lost} times while it scored {name}, at last: {error}"
-                    return Unscored(reason=reason)
-            except Exception as error:  # any type: a scorer can fail in every way, and none may end the run
-                reason = f"{type(error).__name__}: {last_words(error)}"
-                num_failed += 1
-                self._num_failed_attempts += 1
-                logger.warning(
-                    "attempt %d of %d to score %s failed: %s", num_failed, self._max_attempts, name, reason
-                )
-                if num_failed == self._max_attempts:
-                    tries = "1 attempt" if num_failed == 1 else f"{num_failed} attempts, the last"
-                    return Unscored(reason=f"{name} was not scored in {tries}: {reason}")
-                await asyncio.sleep(self._retry_wait_s * 2 ** (num_failed - 1))
+        return await self._score(name, task, responses, {})
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began and the scorer's memory, under their names in metrics.jsonl."""
-        memory = {} if self._memory is None else self._memory.metrics("scorer")
-        return (
-            self._counts.metrics()
-            | memory
-            | {
-                "scoring/num_failed_attempts": self._num_failed_attempts,
-                "scoring/num_lost_calls": self._num_lost_calls,
-            }
-        )
+        """Return counts since the run began and the scorers' memory, under their names in metrics.jsonl."""
+        return self._pool.metrics() | {"score/num_early": self._num_early}
 
-    async def _attempt(self, name: str, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
-        scored = await self._score(task, responses)
-        # Replies can arrive out of order, and counts and peaks only rise.
-        self._counts = self._counts.merged(scored.counts)
-        self._memory = largest((self._memory, scored.memory))
-        scores = tuple(scored.scores)
-        if len(scores) != len(responses):
-            raise ValueError(
-                f"{name} has {len(responses)} responses, and the scorer gave {len(scores)} scores for them"
-            )
-        for score in scores:
-            if not isinstance(score, Score):
-                raise TypeError(f"{name}: the scorer gave {score!r}, which is no Score")
-        return scores
+    async def _score(
+        self, name: str, task: Task, responses: Sequence[Response], begun: dict[int, Scoring]
+    ) -> tuple[Score, ...] | Unscored:
+        try:
+            async with self._places:
+                if self._compares(task):
+                    return await self._pool.score(name, task, responses)
+                rest = [index for index in range(len(responses)) if index not in begun]
+                for index in rest:
+                    one = f"response {index} of {name}" if len(responses) > 1 else name
+                    scored = self._pool.score(one, task, [responses[index]], first=index)
+                    begun[index] = asyncio.ensure_future(scored)
+                # The first that has no score decides: the others would be scored for nothing.
+                for scoring in asyncio.as_completed([begun[index] for index in range(len(responses))]):
+                    result = await scoring
+                    if isinstance(result, Unscored):
+                        return result
+                return tuple(score for index in range(len(responses)) for score in _scores(begun[index]))
+        finally:
+            for scoring in begun.values():
+                scoring.cancel()
+
+
+def _scores(scoring: Scoring) -> tuple[Score, ...]:
+    result = scoring.result()
+    assert not isinstance(result, Unscored)
+    return result

@@ -26,7 +26,7 @@ from forgeasync.actors.deaths import (
 )
 from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator_pool import GeneratorPool
-from forgeasync.actors.watched_scorer import WatchedScorer
+from forgeasync.actors.watched_scorer import WatchedScorers
 from forgeasync.faults.fault_log import Fault, FaultLog, Role
 from forgeasync.faults.run_mark import RUN_MARK, semaphores
 from forgeasync.launch.hosts import HostLost, Hosts, LocalHosts, stop
@@ -71,7 +71,7 @@ class Procs:
     closing: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """What ends whoever looks after procs, before these are stopped."""
     environment: EnvironmentPool | None = None
-    scorer: WatchedScorer | None = None
+    scorer: WatchedScorers | None = None
     generators: GeneratorPool | None = None
     buffer: BufferWatch | None = None
     _failure: asyncio.Future[None] = field(init=False)

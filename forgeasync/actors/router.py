@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from monarch.actor import Channel, Port, PortReceiver
 
 from forgeasync.actors.generator import (
     CancelledGroup,
     EndedEpisode,
+    FinishedResponse,
     GeneratorActor,
     RefusedGroup,
     SampledResponse,
@@ -28,6 +30,7 @@ from forgeasync.actors.weight_connections import WeightConnections
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
+from forgeasync.environments.reward import Response
 from forgeasync.generator.reports import EngineStats
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.trajectory import EpisodeId
@@ -44,6 +47,16 @@ MAX_LATE = 2
 
 CANCEL_S = 10.0
 """Time for a group to end on a generator that was told to give it up."""
+
+
+OnFinished = Callable[[int, Response], None]
+"""Is told of a response and of its place in its group."""
+
+
+async def _tell_finished(receiver: PortReceiver[FinishedResponse], on_finished: OnFinished) -> None:
+    while True:
+        one = await receiver.recv()
+        on_finished(one.index, one.response)
 
 
 class GroupGivenUp(RuntimeError):
@@ -75,19 +88,26 @@ class GeneratorRouter:
         num_samples: int,
         sampling: SamplingSection,
         seed: int | None = None,
+        on_finished: OnFinished | None = None,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         """Sample a group of responses to one prompt; its arrays stay with the generator until freed.
 
         A seed makes them reproducible. A group whose generators are lost, or take longer than
-        ``timeouts.generate_s``, again and again is refused.
+        ``timeouts.generate_s``, again and again is refused. ``on_finished`` gets every response that ends
+        while others of the group go on; it comes again if its generator is lost.
         """
         self._cancelled[group_id] = False
+        finished: Port[FinishedResponse] | None = None
+        telling = None
+        if on_finished is not None:
+            finished, receiver = Channel[FinishedResponse].open()
+            telling = asyncio.create_task(_tell_finished(receiver, on_finished))
 
         def call(
             replica: LiveReplica, continued: bytes | None
         ) -> Awaitable[tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup]:
             return replica.actor.sample_group.call_one(
-                group_id, prompt_ids_P, num_samples, sampling, seed, continued
+                group_id, prompt_ids_P, num_samples, sampling, seed, continued, finished
             )
 
         try:
@@ -98,6 +118,9 @@ class GeneratorRouter:
             return RefusedGroup(problem=str(given_up), reason=given_up.reason)
         finally:
             del self._cancelled[group_id]
+            if telling is not None:
+                telling.cancel()
+                telling.add_done_callback(forget)
 
     async def respond(
         self,

@@ -1,6 +1,7 @@
 """The scorer actor, and the rewards of a run: every task finds those of its source."""
 
 import asyncio
+import dataclasses
 import functools
 import operator
 import os
@@ -10,34 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint
 
-from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit
+from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit, name_of
+from forgeasync.config.judge import JudgeReward
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.environments.worker_mark import mark_this_process
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryPeak, MemoryWatch
-from forgeasync.rollouts.score import Score, VerifierCounts
+from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, VerifierCounts
 from forgeasync.rollouts.task import Task
+from forgeasync.scoring.judge import Judge
+from forgeasync.scoring.limited import Limited, OneReward, all_of, is_limited
 from forgeasync.scoring.reward_pool import RewardPool
 from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
+from forgeasync.scoring.unavailable import RewardUnavailable
 from forgeasync.scoring.verifier import CHOICE_CODEC
 from forgeasync.scoring.weighted import weighted_score
 from forgeasync.waiting import deadline
-
-
-class _OneReward(Protocol):
-    """One reward with its processes."""
-
-    def start(self) -> str: ...
-
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]: ...
-
-    @property
-    def counts(self) -> VerifierCounts: ...
-
-    def close(self) -> None: ...
 
 
 class _Verified:
@@ -48,8 +40,12 @@ class _Verified:
         self._scoring = ResponseScoring[str, Score](scorer, num_workers=num_workers, limit_s=limit_s)
         self.start = scorer.start
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+    async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         return await self._scoring.score(task, [response.text for response in responses])
+
+    @property
+    def version(self) -> str:
+        return self._scorer.version
 
     @property
     def counts(self) -> VerifierCounts:
@@ -76,12 +72,16 @@ class _Own:
         )
         return words
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
+    async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         assert self._scoring is not None, "started"
-        numbered = list(enumerate(responses))
+        numbered = list(enumerate(responses, first))
         is_whole = self._section.scores is ScoredUnit.GROUP
         calls = await self._scoring.score(task, [numbered] if is_whole else [[one] for one in numbered])
         return tuple(score for scores in calls for score in scores)
+
+    @property
+    def version(self) -> str:
+        return self._pool.version
 
     @property
     def counts(self) -> VerifierCounts:
@@ -115,25 +115,34 @@ class RunRewards:
         self._section = section
         self._limit_s = limit_s
         # Sources with the same verifier share its processes.
-        self._by_setup: dict[bytes, _OneReward] = {}
-        self._of_source: dict[str, tuple[tuple[RewardSection, ...], tuple[_OneReward, ...]]] = {}
+        self._by_setup: dict[bytes, OneReward] = {}
+        self._of_source: dict[str, tuple[tuple[RewardSection, ...], tuple[OneReward, ...]]] = {}
         for source in sources:
             members = tuple(self._member(reward, source, seed) for reward in source.rewards)
             self._of_source[source.name] = (source.rewards, members)
 
-    def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> _OneReward:
+    def _member(self, reward: RewardSection, source: NamedSource, seed: int) -> OneReward:
         sizes = {"num_workers": self._section.num_workers, "limit_s": self._limit_s}
-        build: Callable[[], _OneReward]
-        if isinstance(reward, PythonReward):
-            setup = reward.model_dump_json().encode()
+        build: Callable[[], OneReward]
+        setup = reward.model_dump_json(exclude={"weight"}).encode()
+        if isinstance(reward, JudgeReward):
+            build = functools.partial(Judge, reward, num_replicas=self._section.num_replicas)
+        elif isinstance(reward, PythonReward):
             build = functools.partial(_Own, reward, **sizes)
         else:
             choice = verifier_choice(reward, source, seed=seed)
-            setup = CHOICE_CODEC.dump_json(choice)
+            limits = reward.model_dump_json(exclude={"weight", "name"}).encode()
+            setup = CHOICE_CODEC.dump_json(choice) + limits
             build = functools.partial(_Verified, VerifiedScorer(choice, self._section), **sizes)
         if setup not in self._by_setup:
-            self._by_setup[setup] = build()
+            self._by_setup[setup] = self._limited(build(), reward)
         return self._by_setup[setup]
+
+    def _limited(self, member: OneReward, reward: RewardSection) -> OneReward:
+        # A judge counts its requests itself.
+        if isinstance(reward, JudgeReward) or not is_limited(reward):
+            return member
+        return Limited(member, reward, num_replicas=self._section.num_replicas, longest_wait_s=self._limit_s)
 
     def start(self) -> str:
         """Start the processes of all rewards; returns what they are and what isolates them.
@@ -144,20 +153,25 @@ class RunRewards:
         """
         return "; ".join(dict.fromkeys(member.start() for member in self._by_setup.values()))
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> tuple[Score, ...]:
-        """The score of each response to one task.
+    async def score(self, task: Task, responses: Sequence[Response], first: int = 0) -> tuple[Score, ...]:
+        """The score of each response to one task; ``first`` is the place of the first one in its group.
 
         Raises:
+            RewardUnavailable: what a reward needs is not there now.
             DeadlineExceeded: it took longer than ``timeouts.score_s``.
             RewardFailure: the user's own reward has not scored; names it, the task and the rollout.
             ValueError: the rewards of a list cannot be combined; names the task and the rollout.
         """
         rewards, members = self._of_source[task.source]
-        of_rewards = await asyncio.gather(*(member.score(task, responses) for member in members))
+        of_rewards = await all_of(member.score(task, responses, first) for member in members)
         scores = []
-        for index, of_response in enumerate(zip(*of_rewards, strict=True)):
+        for index, of_response in enumerate(zip(*of_rewards, strict=True), first):
             try:
-                scores.append(weighted_score(rewards, of_response))
+                named = [
+                    _named(score, reward, member)
+                    for score, reward, member in zip(of_response, rewards, members, strict=True)
+                ]
+                scores.append(weighted_score(rewards, named))
             except ValueError as error:
                 raise ValueError(f"task {task.task_id}, rollout {index}: {error}") from None
         return tuple(scores)
@@ -172,6 +186,15 @@ class RunRewards:
         """Stop all processes."""
         for member in self._by_setup.values():
             member.close()
+
+
+def _named(score: Score, reward: RewardSection, member: OneReward) -> Score:
+    """The score with what has given it, where it does not say so itself."""
+    return dataclasses.replace(
+        score,
+        scorer=score.scorer or name_of(reward)[:MAX_SCORER_CHARS],
+        scorer_version=score.scorer_version or member.version[:MAX_SCORER_CHARS],
+    )
 
 
 ItemT = TypeVar("ItemT", contravariant=True)
@@ -243,6 +266,14 @@ class ScoredResponses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unavailable:
+    """The scorer's reply where what a reward needs is not there now; see ``RewardUnavailable``."""
+
+    reason: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerReady:
     """A scorer that has been set up."""
 
@@ -256,8 +287,9 @@ class ScorerReady:
 class ScorerActor(Actor):
     """One scorer in one proc."""
 
-    def __init__(self, log_dir: Path) -> None:
-        redirect_process_output(log_dir / f"scorer-{current_rank().rank}.log")
+    def __init__(self, log_dir: Path, rank: int) -> None:
+        """``rank`` is its place among the run's scorers; another one may have had it before."""
+        redirect_process_output(log_dir / f"scorer-{rank}.log")
         self._rewards: RunRewards | None = None
         self._memory = MemoryWatch(with_descendants=True)
 
@@ -275,8 +307,13 @@ class ScorerActor(Actor):
         """Answer, to show that the event loop runs."""
 
     @concurrent_endpoint
-    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
-        """The score of each response to one task."""
+    async def score(
+        self, task: Task, responses: Sequence[Response], first: int
+    ) -> ScoredResponses | Unavailable:
+        """The score of each response to one task; ``first`` is the place of the first one in its group."""
         assert self._rewards is not None
-        scores = await self._rewards.score(task, responses)
+        try:
+            scores = await self._rewards.score(task, responses, first)
+        except RewardUnavailable as error:
+            return Unavailable(reason=error.reason, retry_after_s=error.retry_after_s)
         return ScoredResponses(scores=scores, counts=self._rewards.counts, memory=self._memory.peak())

@@ -27,6 +27,15 @@ class RefusedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedResponse:
+    """A response of a group that has ended, while others of the group may go on."""
+
+    index: int
+    """Its place in the group."""
+    response: Response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledResponse:
     """A response that is not trained on."""
 

@@ -1,4 +1,4 @@
-"""The scorer as its callers see it: one process at a time, looked after and replaced.
+"""One scorer of the pool as its callers see it: one process at a time, looked after and replaced.
 
 Who waits for whom: a call waits while there is no scorer; ``watch`` waits for nobody and looks at the process
 and its heartbeat twice a second. A call whose process is gone ends with ``ScorerLost``; whoever asked decides
@@ -8,13 +8,14 @@ whether to ask again.
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import psutil
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from forgeasync.actors.scorer import ScoredResponses, ScorerActor
+from forgeasync.actors.scorer import ScoredResponses, ScorerActor, Unavailable
 from forgeasync.actors.watched_process import (
     END_S,
     Heartbeat,
@@ -81,7 +82,7 @@ class _Life:
 
 
 class WatchedScorer:
-    """The scorer of a run."""
+    """One scorer of a run."""
 
     def __init__(
         self,
@@ -91,13 +92,21 @@ class WatchedScorer:
         limit_s: float,
         faults: FaultLog,
         listing: ProcsFile,
+        rank: int = 0,
+        on_change: Callable[[bool], None] = lambda is_up: None,
     ) -> None:
-        """``limit_s`` is ``timeouts.score_s``, the deadline of a group, which the scorer keeps.
+        """``limit_s`` is the longest time that a call takes once the scorer begins with it; it keeps that.
 
-        No more than ``scorer.max_concurrent`` groups are with it, so that none waits there for longer than
-        that many deadlines: a scorer that takes longer is replaced.
+        No more than ``scorer.max_in_flight`` responses are with it, ``num_workers`` of which at least are
+        scored at once, so that no call takes longer than that many rounds: a scorer that takes longer is
+        replaced. ``rank`` is its place among the run's scorers. ``on_change`` is told whether there is a
+        process, whenever that changes after the start.
         """
-        self._backstop_s = limit_s * section.max_concurrent
+        self._rounds = math.ceil(section.max_in_flight / section.num_workers) + 1
+        self._backstop_s = limit_s * self._rounds
+        self._rank = rank
+        self._name = "the scorer" if section.num_replicas == 1 else f"scorer {rank}"
+        self._on_change = on_change
         self._spawn = spawn
         self._section = section
         self._faults = faults
@@ -122,8 +131,12 @@ class WatchedScorer:
         self._life = await self._begin()
         return self._life.spawned.isolation
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
+    async def score(
+        self, task: Task, responses: Sequence[Response], first: int
+    ) -> ScoredResponses | Unavailable:
         """Return the score of each response, from the scorer that there is as soon as there is one.
+
+        ``first`` is the place of the first response in its group.
 
         Raises:
             ScorerLost: its process was gone before it answered.
@@ -136,15 +149,15 @@ class WatchedScorer:
             raise self._failure
         life = self._life
         assert life is not None
-        scoring = asyncio.ensure_future(life.spawned.actor.score.call_one(task, responses))
+        scoring = asyncio.ensure_future(life.spawned.actor.score.call_one(task, responses, first))
         gone = asyncio.ensure_future(life.gone.wait())
         try:
             ended, _ = await asyncio.wait(
                 [scoring, gone], timeout=self._backstop_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not ended:
-                limit = "timeouts.score_s, times scorer.max_concurrent"
-                self._lose(life, f"has not scored a group within {self._backstop_s:g} s ({limit})")
+                limit = f"{self._rounds} times its limit: scorer.max_in_flight, scorer.num_workers"
+                self._lose(life, f"has not scored a response within {self._backstop_s:g} s ({limit})")
             if scoring.done() and (error := scoring.exception()) is not None:
                 # A dying scorer's call can fail before its process is seen to be gone.
                 if isinstance(error, SupervisionError):
@@ -152,12 +165,14 @@ class WatchedScorer:
                 elif not is_running(life.process):
                     await gone
             if life.gone.is_set():
-                raise ScorerLost(f"the scorer (process {life.process.pid}) was gone before it answered")
+                raise ScorerLost(f"{self._name} (process {life.process.pid}) was gone before it answered")
             scored = scoring.result()
         finally:
             gone.cancel()
             scoring.add_done_callback(forget)
             scoring.cancel()
+        if isinstance(scored, Unavailable):
+            return scored
         self._num_restarts_in_a_row = 0
         # Replies can arrive out of order, and counts only rise.
         life.counts = life.counts.merged(scored.counts)
@@ -194,12 +209,12 @@ class WatchedScorer:
             await asyncio.to_thread(kill_marked, self._life.spawned.mark)
             self._lost.append(self._life.process)
         for process in await until_gone(self._lost):
-            logger.warning("the scorer (process %d) still runs %g s after its kill", process.pid, END_S)
+            logger.warning("%s (process %d) still runs %g s after its kill", self._name, process.pid, END_S)
 
     async def _begin(self) -> _Life:
         number, self._next_number = self._next_number, self._next_number + 1
         spawned = await self._spawn(number)
-        self._listing.put(Role.SCORER, 0, pid=spawned.pid, host=LOCAL_HOST_ID)
+        self._listing.put(Role.SCORER, self._rank, pid=spawned.pid, host=LOCAL_HOST_ID)
         return _Life(
             spawned=spawned,
             process=psutil.Process(spawned.pid),
@@ -217,15 +232,18 @@ class WatchedScorer:
         kill_with_children(life.process)
         self._lost = [process for process in (*self._lost, life.process) if is_running(process)]
         self._lost_counts += life.counts
-        who = f"the scorer (process {life.process.pid})"
-        fault = self._faults.detected(Role.SCORER, who, f"{why}: another one starts and scores its groups")
-        self._listing.remove(Role.SCORER, 0)
+        who = f"{self._name} (process {life.process.pid})"
+        fault = self._faults.detected(
+            Role.SCORER, who, f"{why}: another one starts, and its responses are scored again"
+        )
+        self._listing.remove(Role.SCORER, self._rank)
         cleaning = asyncio.create_task(_clean_up(life.spawned))
         self._stopping.add(cleaning)
         cleaning.add_done_callback(self._stopping.discard)
         cleaning.add_done_callback(forget)
         self._starting = asyncio.create_task(self._replace(fault))
         self._starting.add_done_callback(forget)
+        self._on_change(False)
 
     async def _replace(self, fault: Fault) -> None:
         """Start a scorer in place of a lost one, as often as the budget allows."""
@@ -243,14 +261,43 @@ class WatchedScorer:
                 break
         else:
             self._failure = ScorerFails(
-                f"the scorer was restarted {self._section.max_restarts} times in a row without a group that "
-                f"it has scored (scorer.max_restarts); at last: {reason}"
+                f"{self._name} was restarted {self._section.max_restarts} times in a row without a response "
+                f"that it has scored (scorer.max_restarts); at last: {reason}"
             )
         async with self._has_changed:
             self._has_changed.notify_all()
+        if self._failure is None:
+            self._on_change(True)
 
 
 async def _clean_up(scorer: SpawnedScorer) -> None:
     """End what a scorer that is gone has left."""
     await asyncio.to_thread(kill_marked, scorer.mark)
     await scorer.stop()
+
+
+class WatchedScorers:
+    """All scorers of a run."""
+
+    def __init__(self, scorers: Sequence[WatchedScorer]) -> None:
+        self._scorers = tuple(scorers)
+
+    async def start(self) -> str:
+        """Start all of them; returns what isolates their verifiers, in words. Raises as ``start`` of one."""
+        async with asyncio.TaskGroup() as starting:
+            tasks = [starting.create_task(scorer.start()) for scorer in self._scorers]
+        isolation = tasks[0].result()
+        return isolation if len(tasks) == 1 else f"{len(tasks)} scorers, in each {isolation}"
+
+    async def watch(self) -> None:
+        """Look after all of them until cancelled. Raises as ``watch`` of one."""
+        watching = [asyncio.ensure_future(scorer.watch()) for scorer in self._scorers]
+        try:
+            await asyncio.gather(*watching)
+        finally:
+            for task in watching:
+                task.cancel()
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers))

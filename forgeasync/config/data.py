@@ -10,12 +10,21 @@ from pydantic_core import PydanticCustomError
 
 from forgeasync.config.coding import CodingSource
 from forgeasync.config.games import GameSource
+from forgeasync.config.judge import JudgeReward
+from forgeasync.config.reward_limits import LimitedReward
 from forgeasync.config.serving import ServedSource
 from forgeasync.schema.python_code import PythonCode
 from forgeasync.schema.section import Seconds, Section
 
-RESERVED_PARTS = frozenset({"mean", "std", "scored_mean"})
-"""Names that no part of a score may have, because other metrics are called ``reward/<name>`` already."""
+RESERVED_PARTS = frozenset(
+    {
+        *("mean", "std", "scored_mean"),
+        *("num_retried", "num_failed", "num_deferred", "num_discarded"),
+        *("num_queued", "num_in_flight", "num_early"),
+    }
+)
+"""Names that no part of a score may have, because other metrics are called ``reward/<name>`` or
+``score/<name>`` already."""
 
 
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.\-/]{0,99}", re.ASCII)
@@ -32,27 +41,16 @@ def is_part_name(name: object) -> bool:
     return isinstance(name, str) and name not in RESERVED_PARTS and _PART_NAME.fullmatch(name) is not None
 
 
-_Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
-
-
-class ReasoningGymReward(Section):
+class ReasoningGymReward(LimitedReward):
     """The verifier of the reasoning-gym data set that the problem comes from."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
-    weight: _Weight = 1.0
-    """Factor for this score in the sum over a list of rewards."""
-    name: str | None = None
-    """The score's name among several (``reward/<name>``); null: the kind."""
 
 
-class MathReward(Section):
+class MathReward(LimitedReward):
     """math-verify: 1 where the last answer of the response equals the reference, else 0."""
 
     kind: Literal["math"] = "math"
-    weight: _Weight = 1.0
-    """Factor for this score in the sum over a list of rewards."""
-    name: str | None = None
-    """The score's name among several (``reward/<name>``); null: the kind."""
 
 
 class ScoredUnit(StrEnum):
@@ -63,7 +61,7 @@ class ScoredUnit(StrEnum):
     """All responses to one prompt."""
 
 
-class PythonReward(PythonCode):
+class PythonReward(LimitedReward, PythonCode):
     """Your own reward: ``(task, response) -> float | Score``, a function or a class, sync or async."""
 
     scores: ScoredUnit = ScoredUnit.RESPONSE
@@ -72,14 +70,11 @@ class PythonReward(PythonCode):
     limit_s: Seconds = 20.0
     """Wall time for one call, in seconds. A call that takes longer fails, and a process that it blocks is
     killed."""
-    weight: _Weight = 1.0
-    """Factor for this score in the sum over a list of rewards."""
-    name: str | None = None
-    """The reward's name in errors and, in a list, in the metric ``reward/<name>``; null: the last part of
-    ``factory``."""
 
 
-RewardSection = Annotated[ReasoningGymReward | MathReward | PythonReward, Field(discriminator="kind")]
+RewardSection = Annotated[
+    ReasoningGymReward | MathReward | PythonReward | JudgeReward, Field(discriminator="kind")
+]
 
 
 def _form(value: object) -> str:

@@ -57,7 +57,7 @@ def check_data(config: RunConfig) -> Iterator[Problem]:
     found = [
         problem
         for source in (*sources, *named_sets(config.evaluation))
-        for problem in _check_rewards(source, config.timeouts.score_s)
+        for problem in _check_rewards(source, config.timeouts.score_s, config.scorer.num_replicas)
     ]
     yield from {(problem.field, str(problem)): problem for problem in found}.values()
     yield from _check_template(config)
@@ -89,7 +89,7 @@ def _check_names(sources: tuple[NamedSource, ...]) -> Iterator[Problem]:
             )
 
 
-def _check_rewards(source: NamedSource, score_s: float) -> Iterator[Problem]:
+def _check_rewards(source: NamedSource, score_s: float, num_replicas: int) -> Iterator[Problem]:
     if not source.rewards:
         remedy = "must have at least one reward; leave the key out to use the source's own reward"
         yield Problem(field=source.reward_field, value=[], remedy=remedy)
@@ -111,6 +111,12 @@ def _check_rewards(source: NamedSource, score_s: float) -> Iterator[Problem]:
                 field=f"{field}.name",
                 value=name,
                 remedy=f"becomes the metric reward/<name>; must be {PART_NAME_RULE}",
+            )
+        if reward.max_concurrent is not None and reward.max_concurrent < num_replicas:
+            yield Problem(
+                field=f"{field}.max_concurrent",
+                value=reward.max_concurrent,
+                remedy=f"must be at least scorer.num_replicas = {num_replicas}: every scorer has its share",
             )
         if isinstance(reward, PythonReward) and reward.limit_s >= score_s:
             yield Problem(

@@ -42,6 +42,13 @@ def check_scorer(config: RunConfig) -> Iterator[Problem]:
             f"{scorer.num_workers} at once (scorer.num_workers), may take {scorer.answer_limit_s:g} s each "
             "(scorer.answer_limit_s)",
         )
+    if scorer.max_lost >= scorer.max_restarts:
+        yield Problem(
+            field="scorer.max_lost",
+            value=scorer.max_lost,
+            remedy=f"must be less than scorer.max_restarts = {scorer.max_restarts}: a response that ends "
+            "scorers is to be given up before the run is",
+        )
 
 
 def check_interruption(config: RunConfig) -> Iterator[Problem]:

@@ -31,8 +31,8 @@ class TimeoutSection(Section):
     train_step_s: Seconds = 600.0
     weights_s: Seconds = 120.0
     score_s: Seconds = 60.0
-    """Time for scoring one group, from when the scorer starts on it. After that the attempt has failed and is
-    repeated, see ``scorer.max_attempts``."""
+    """Time for scoring one response, or a whole group where a reward compares its responses, from when a
+    scorer starts on it. After that the attempt has failed and is repeated, see ``scorer.max_attempts``."""
     episode_s: Seconds = 600.0
     """Time for one episode of an environment, from start to score. ``episodes.endings.timeout`` says what
     becomes of one that takes longer."""
@@ -49,22 +49,38 @@ class TimeoutSection(Section):
 class ScorerSection(Section):
     """Scoring of groups, and the processes that verify answers."""
 
+    num_replicas: int = Field(default=1, gt=0, le=256)
+    """Number of scorers, each with ``num_workers`` processes of every reward. A response goes to the one with
+    the least to do."""
     max_concurrent: int = Field(default=8, gt=0, le=1024)
-    """Most groups that are scored at once. Others wait, and waiting does not count against ``score_s``."""
+    """Most finished groups that are scored at once. Others wait, and waiting does not count against
+    ``score_s``. Responses of groups that are still being sampled are scored beside them."""
+    max_in_flight: int = Field(default=16, gt=0, le=4096)
+    """Most responses that are with one scorer at once; others wait in the queue. Rewards that wait for
+    servers want more."""
+    max_queued: int = Field(default=4096, gt=0, le=1048576)
+    """Most responses that wait for a scorer. Those of unfinished groups are then scored with their group, and
+    finished groups wait."""
     num_workers: int = Field(default=2, gt=0, le=256)
-    """Number of processes that verify answers, each one answer at a time."""
+    """Number of processes of each scorer that verify answers, each one answer at a time."""
     answer_limit_s: float = Field(default=3.0, ge=0.01, le=3600.0)
     """Wall time for verifying one answer, in seconds. After that the answer scores 0 and is counted
     (``scoring/num_timeouts``)."""
     answer_memory_mib: int = Field(default=1024, ge=16, le=1048576)
     """Memory that verifying one answer may allocate, in MiB."""
     max_attempts: int = Field(default=3, gt=0, le=100)
-    """Attempts at scoring a group; after this many failures it is given up (``dropped/unscored``). What was
-    lost with the scorer's process does not count."""
+    """Attempts at scoring a response; after this many failures its group is given up (``dropped/unscored``).
+    What was lost with a scorer's process does not count."""
+    max_lost: int = Field(default=6, gt=0, le=100)
+    """A response during whose scoring a scorer's process was lost so often is given up: it may be what ends
+    scorers. Less than ``max_restarts``."""
+    max_unavailable_s: Seconds = 1800.0
+    """Longest time that a response waits for what scores it, such as a judge's server that is down. After
+    that its group is given up."""
     heartbeat_s: Seconds = 8.0
     """A scorer that does not answer for this long is killed and replaced."""
     max_restarts: int = Field(default=10, gt=0, le=1000)
-    """Restarts of the scorer in a row, without a group that it has scored between them; after that the run
+    """Restarts of a scorer in a row, without a response that it has scored between them; after that the run
     ends."""
 
 

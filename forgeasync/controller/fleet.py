@@ -190,7 +190,7 @@ class Fleet:
         if sampled.scores is not None:
             return sampled.scores
         responses = [response_of(rollout) for rollout in sampled.rollouts]
-        return await self.scorer.score(f"group {group_id}", task, responses)
+        return await self.scorer.score_group(group_id, task, responses)
 
     def items(self, groups: Sequence[Group]) -> list[TrainingItem]:
         """Turn groups into training items, with the advantages of ``algorithm.advantage``."""

@@ -67,8 +67,10 @@ async def start_roles(
     resumed = prepared.resumed
     num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
     has_environment = config.environment is not None
+    num_scorers = config.scorer.num_replicas
     console.phase(
-        f"starting {num_trainer} trainer procs, {num_generator} generators, 1 scorer, 1 buffer"
+        f"starting {num_trainer} trainer procs, {num_generator} generators, "
+        f"{num_scorers} scorer{'s' if num_scorers > 1 else ''}, 1 buffer"
         + (f", {config.episodes.num_workers} environment workers" if has_environment else ""),
         num_parts=5 if has_environment else 4,
     )

@@ -158,12 +158,14 @@ class GeneratorEngine:
         seed: int | None = None,
         group_id: int | None = None,
         continued: Sequence[LoggedTurn] = (),
+        on_finished: Callable[[int, Rollout], None] | None = None,
     ) -> tuple[Rollout, ...]:
         """Sample ``num_samples`` responses to one prompt; a seed makes them reproducible.
 
         By its ``group_id`` a group can be cancelled, updates report its progress, and its tokens are logged
         until ``forget_group``. ``continued`` has what another engine had sampled of the group: those
-        responses go on from there, and those that had ended stay as they are.
+        responses go on from there, and those that had ended stay as they are. ``on_finished`` is told of each
+        response and its place in the group when it has ended.
 
         Raises:
             GroupCancelled: ``cancel`` was called with the group's id.
@@ -178,21 +180,24 @@ class GeneratorEngine:
             turn = turns[restored.begun.episode.index]
             turn.restored = restored
             turn.episode.num_requests = restored.num_parts
-        tasks = [
-            asyncio.create_task(
-                self.sample_turn(
-                    turn,
-                    group_key=key,
-                    group=group,
-                    sampling=sampling,
-                    max_tokens=sampling.max_response_tokens,
-                    seed=seed,
-                )
+
+        async def sample(index: int, turn: EngineTurn) -> Rollout:
+            await self.sample_turn(
+                turn,
+                group_key=key,
+                group=group,
+                sampling=sampling,
+                max_tokens=sampling.max_response_tokens,
+                seed=seed,
             )
-            for turn in turns
-        ]
+            (rollout,) = self.reader.rollouts([turn])
+            if on_finished is not None:
+                on_finished(index, rollout)
+            return rollout
+
+        tasks = [asyncio.create_task(sample(index, turn)) for index, turn in enumerate(turns)]
         try:
-            await asyncio.gather(*tasks)
+            return tuple(await asyncio.gather(*tasks))
         except BaseException:
             self.forget_group(key)
             raise
@@ -200,7 +205,6 @@ class GeneratorEngine:
             for task in tasks:
                 task.cancel()
             self.close_group(key)
-        return tuple(self.reader.rollouts([turn])[0] for turn in turns)
 
     def new_episode(self, sample: int, *, agent: int = 0, attempt: int = 0) -> EngineEpisode:
         """An episode without turns; ``sample`` is its place in its group."""

@@ -359,6 +359,9 @@ def _rollout_record(step: int, group: Group, index: int) -> dict[str, object]:
             "has_answer": score.has_answer,
             "parts": dict(score.parts),
             "penalties": dict(score.penalties),
+            "score_status": score.status.value,
+            "scorer": score.scorer,
+            "scorer_version": score.scorer_version,
             "steps": [[step.end, step.value] for step in score.steps],
         }
     return record

@@ -168,14 +168,53 @@ SCORING = Topic(
             key="scoring/num_killed_rewards",
             meaning="Processes of a user's own rewards so far that were killed because a call did not end.",
         ),
+        Metric(key="scoring/num_judge_requests", meaning="Requests to judges so far."),
+        Metric(
+            key="scoring/num_judge_cached",
+            meaning="Responses so far whose verdicts a judge had given before, for the same content.",
+        ),
+        Metric(
+            key="scoring/num_judge_malformed",
+            meaning="Replies of judges so far that were no verdicts; they are asked for again.",
+        ),
+        Metric(
+            key="scoring/num_judge_down",
+            meaning="Requests to judges so far that had no answer in time, or status 429 or 5xx.",
+        ),
         Metric(
             key="scoring/num_failed_attempts",
-            meaning="Failed attempts so far to score a group; each group has `scorer.max_attempts`.",
+            meaning="Failed attempts so far to score a response, or a group whose responses are compared; "
+            "each has `scorer.max_attempts`.",
         ),
         Metric(
             key="scoring/num_lost_calls",
-            meaning="Calls so far that ended with the scorer's process; they are made again, and are no "
+            meaning="Calls so far that ended with a scorer's process; they are made again, and are no "
             "attempts.",
+        ),
+        Metric(
+            key="score/num_retried",
+            meaning="Calls so far that had scored nothing and were followed by another one for the same "
+            "response: after a failure, a lost scorer, or a wait for what scores.",
+        ),
+        Metric(
+            key="score/num_failed",
+            meaning="Responses so far that were given up without a score. They cost their groups "
+            "(`dropped/unscored`), and are never scored 0.",
+        ),
+        Metric(
+            key="score/num_deferred",
+            meaning="Calls so far that found that what scores is not available, such as a judge's server "
+            "that is down; they are no attempts.",
+        ),
+        Metric(
+            key="score/num_discarded",
+            meaning="Answers so far that did not count: another scorer had been given the response.",
+        ),
+        Metric(key="score/num_queued", meaning="Responses that wait for a scorer."),
+        Metric(key="score/num_in_flight", meaning="Responses that are with a scorer."),
+        Metric(
+            key="score/num_early",
+            meaning="Responses so far whose scoring began while others of their group were still sampled.",
         ),
     ),
 )

@@ -93,6 +93,7 @@ class ScoredGroups:
         self._num_all_correct = 0
         self._num_all_wrong = 0
         self._num_without_answer = 0
+        self._parts: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
         """One group: a score and a number of tokens for each of its responses."""
@@ -102,6 +103,8 @@ class ScoredGroups:
         for score, length in zip(scores, lengths, strict=True):
             self._values.append(score.value)
             self._num_without_answer += not score.has_answer
+            for part, value in score.parts.items():
+                self._parts[part].append(value)
             (self._lengths_of_correct if score.is_correct else self._lengths_of_wrong).append(length)
 
     def metrics(self) -> dict[str, float]:
@@ -112,6 +115,8 @@ class ScoredGroups:
             metrics["group/all_correct_share"] = self._num_all_correct / self._num_groups
             metrics["group/all_wrong_share"] = self._num_all_wrong / self._num_groups
             metrics["response/no_answer_share"] = self._num_without_answer / len(self._values)
+        for part in sorted(self._parts):
+            metrics[f"score/{part}"] = math.fsum(self._parts[part]) / len(self._parts[part])
         for name, lengths in (("correct", self._lengths_of_correct), ("wrong", self._lengths_of_wrong)):
             if lengths:
                 metrics[f"response/length_mean_{name}"] = sum(lengths) / len(lengths)

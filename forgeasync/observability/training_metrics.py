@@ -100,6 +100,12 @@ REWARDS = Topic(
             when="rewards with parts",
         ),
         Metric(
+            key="score/<part>",
+            meaning="Mean of a part of the scores, by the part's name, over all rollouts scored during the "
+            "step, before filters.",
+            when="rewards with parts, steps during which groups were scored",
+        ),
+        Metric(
             key="reward/scored_mean",
             meaning="Mean reward of all rollouts scored during the step, before filters.",
             when=_SCORED,

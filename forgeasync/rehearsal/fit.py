@@ -89,7 +89,8 @@ def needed_bytes(config: RunConfig, part: Part, *, on_gpus: bool) -> int:
         procs *= 2
     num_hosts = part.num_trainer_hosts + part.num_generator_hosts
     hosts = 0 if isinstance(config.launcher, LocalLauncher) else num_hosts * HOST_BYTES
-    others = OTHER_BYTES + config.scorer.num_workers * SCORER_WORKER_BYTES
+    num_workers = config.scorer.num_replicas * config.scorer.num_workers
+    others = OTHER_BYTES + num_workers * SCORER_WORKER_BYTES
     return procs + hosts + others + SPARE_BYTES
 
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from enum import StrEnum
 from numbers import Real
 
 from forgeasync.config.data import PART_NAME_RULE, is_part_name
@@ -30,6 +31,22 @@ class Step:
         if isinstance(self.end, bool) or not isinstance(self.end, int) or self.end < 1:
             raise ValueError(f"end of a step must be a whole number of at least 1, not {self.end!r}")
         object.__setattr__(self, "value", _number(self.value, "the value of a step"))
+
+
+MAX_SCORER_CHARS = 200
+"""Longest name or version of what has scored."""
+
+
+class ScoreStatus(StrEnum):
+    """How a score came about."""
+
+    SCORED = "scored"
+    """The response was read and judged."""
+    # The others score 0 because the response could not be verified, which is the response's doing.
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    ERROR = "error"
+    OVERSIZED = "oversized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +77,28 @@ class Score:
     filter ``resample_on_correct`` prefers responses with low ones."""
     has_answer: bool = True
     """False if the response never states an answer; counted in ``response/no_answer_share``."""
+    # Scores are equal whoever has given them.
+    status: ScoreStatus = field(default=ScoreStatus.SCORED, compare=False)
+    """How the score came about; the scorer sets it."""
+    scorer: str = field(default="", compare=False)
+    """Name of the reward that has scored, of several with ``+`` between them; the scorer sets it where a
+    reward leaves it empty."""
+    scorer_version: str = field(default="", compare=False)
+    """Version of what has scored, such as that of a package or a digest of code, as for ``scorer``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _number(self.value, "a score"))
         for name, flag in (("is_correct", self.is_correct), ("has_answer", self.has_answer)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name} of a score must be true or false, not {flag!r}")
+        object.__setattr__(self, "status", ScoreStatus(self.status))
+        for name, text in (("scorer", self.scorer), ("scorer_version", self.scorer_version)):
+            if not isinstance(text, str) or len(text) > MAX_SCORER_CHARS:
+                raise ValueError(
+                    f"{name} of a score must be text of up to {MAX_SCORER_CHARS} characters, not {text!r}"[
+                        :300
+                    ]
+                )
         object.__setattr__(self, "parts", _numbers_by_name(self.parts, "parts"))
         penalties = _numbers_by_name(self.penalties, "penalties")
         for name, penalty in penalties.items():
@@ -125,6 +158,13 @@ class VerifierCounts:
     """Longer than any verifier is given to read."""
     num_killed_rewards: int = 0
     """Processes of a user's own rewards that were killed because a call did not end."""
+    num_judge_requests: int = 0
+    num_judge_cached: int = 0
+    """Responses whose verdicts were there already."""
+    num_judge_malformed: int = 0
+    """Replies of judges that were no verdicts."""
+    num_judge_down: int = 0
+    """Requests to judges that had no answer, or status 429 or 5xx."""
 
     def __add__(self, other: "VerifierCounts") -> "VerifierCounts":
         """The counts of two scorers."""
@@ -146,6 +186,10 @@ class VerifierCounts:
             "scoring/num_errors": self.num_errors,
             "scoring/num_oversized": self.num_oversized,
             "scoring/num_killed_rewards": self.num_killed_rewards,
+            "scoring/num_judge_requests": self.num_judge_requests,
+            "scoring/num_judge_cached": self.num_judge_cached,
+            "scoring/num_judge_malformed": self.num_judge_malformed,
+            "scoring/num_judge_down": self.num_judge_down,
         }
 
 

@@ -52,6 +52,11 @@ class RewardPool:
         """Process ids of the running processes."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
 
+    @property
+    def version(self) -> str:
+        """A digest of the reward's code, as the process has read it that began last; "" before ``start``."""
+        return next((one.version for one in reversed(self._processes) if one.version), "")
+
     def start(self) -> str:
         """Start all processes concurrently; returns how many. Raises as ``RewardProcess.start``."""
         with ThreadPoolExecutor(len(self._processes)) as threads:

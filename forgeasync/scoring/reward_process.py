@@ -60,7 +60,7 @@ class _Running:
         self._pending: dict[int, Future[dict[str, Any]]] = {}
         self._is_killed = False
         try:
-            self.is_async = self._build(section)
+            self.is_async, self.version = self._build(section)
         except BaseException:
             self.stop()
             raise
@@ -69,7 +69,7 @@ class _Running:
         )
         reader.start()
 
-    def _build(self, section: PythonReward) -> bool:
+    def _build(self, section: PythonReward) -> tuple[bool, str]:
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()
@@ -95,7 +95,7 @@ class _Running:
         reply = json.loads(line)
         if "refused" in reply:
             raise ValueError(reply["refused"])
-        return reply["is_async"]
+        return reply["is_async"], reply["version"]
 
     @property
     def pid(self) -> int:
@@ -178,6 +178,11 @@ class RewardProcess:
     def pid(self) -> int | None:
         """Process id of the running process; None without one."""
         return None if self._running is None else self._running.pid
+
+    @property
+    def version(self) -> str:
+        """A digest of the reward's code; "" without a process."""
+        return "" if self._running is None else self._running.version
 
     def start(self) -> bool:
         """Start the process if needed; returns whether its calls can run concurrently.

@@ -1,12 +1,17 @@
-"""Tries the user's own rewards before a run starts: what is wrong with them shows at once."""
+"""Tries the user's own rewards and judges before a run starts: what is wrong with them shows at once."""
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from forgeasync.config.data import NamedSource, PythonReward, ScoredUnit
+from forgeasync.config.judge import JudgeReward
 from forgeasync.environments.reward import Response
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem
+from forgeasync.scoring.judge_endpoint import EndpointDown, EndpointRefuses, JudgeEndpoint
+from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
 from forgeasync.scoring.reward_process import RewardFailure, RewardProcess
 
 MADE_UP_TEXT = "0"
@@ -17,7 +22,8 @@ def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task])
     """Find what would fail for every response: at most one problem for each reward.
 
     Every reward of kind ``python`` is built, in a process of its own, and called once with a made-up response
-    to a task of its source; where no task is known (a data set of the hub), it is only built.
+    to a task of its source; where no task is known (a data set of the hub), it is only built. Every judge is
+    asked for one verdict.
     """
     refused: set[str] = set()
     for source in sources:
@@ -29,6 +35,11 @@ def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task])
                 if reason is not None:
                     refused.add(field)
                     yield Problem(field=f"{field}.factory", value=reward.factory, remedy=reason)
+            elif isinstance(reward, JudgeReward) and field not in refused:
+                problem = _problem_of_judge(reward, first_tasks.get(source.name), field)
+                if problem is not None:
+                    refused.add(field)
+                    yield problem
 
 
 def _failure(reward: PythonReward, task: Task | None) -> str | None:
@@ -47,4 +58,40 @@ def _failure(reward: PythonReward, task: Task | None) -> str | None:
         return f"{error}; it was tried on a made-up response to task {task.task_id}"
     finally:
         process.stop()
+    return None
+
+
+def _problem_of_judge(reward: JudgeReward, task: Task | None, field: str) -> Problem | None:
+    try:
+        rubric = read_rubric(reward)
+    except ValueError as error:
+        return Problem(field=f"{field}.rubric_file", value=reward.rubric_file, remedy=str(error))
+    if task is None:
+        task = Task(task_id="made up", prompt="1 + 1 = ?", answer="2", source_index=0, source="made up")
+    text = task.answer or MADE_UP_TEXT
+
+    async def ask() -> None:
+        endpoint = JudgeEndpoint(reward)
+        try:
+            await endpoint.ask(messages(reward, rubric, task, text))
+        finally:
+            await endpoint.close()
+
+    try:
+        # The caller may have an event loop of its own.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, ask()).result()
+    except ValueError as error:
+        if isinstance(error, MalformedVerdict):
+            remedy = f"must be a model that answers with the JSON asked for; its verdict {error}"
+            return Problem(field=f"{field}.model", value=reward.model, remedy=remedy)
+        return Problem(field=f"{field}.api_key_env", value=reward.api_key_env, remedy=str(error))
+    except EndpointDown as error:
+        remedy = f"must be the URL of a server that answers: {error.reason}"
+        return Problem(field=f"{field}.base_url", value=reward.base_url, remedy=remedy)
+    except EndpointRefuses as error:
+        remedy = f"was refused by {reward.base_url}: {error.reason}"
+        if error.status in (401, 403):
+            return Problem(field=f"{field}.api_key_env", value=reward.api_key_env, remedy=remedy)
+        return Problem(field=f"{field}.model", value=reward.model, remedy=remedy)
     return None

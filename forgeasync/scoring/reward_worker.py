@@ -5,7 +5,8 @@ is built once. Calls of a coroutine function run side by side in this process's 
 ``limit_s``. A call that keeps the loop busy cannot be cut off there: the process says which one it is, and
 the parent kills it.
 
-    {"reward": {...}}                                    ->  {"is_async": true} or {"refused": "<reason>"}
+    {"reward": {...}}                                  ->  {"is_async": true, "version": "..."}
+                                                         or {"refused": "<reason>"}
     {"call": 7, "task": {...}, "responses": [...]}     ->  {"call": 7, "scores": [...]},
                                                          {"call": 7, "error": "<reason>"}
                                                          {"call": 7, "timeout": true}
@@ -13,7 +14,9 @@ the parent kills it.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import hashlib
 import inspect
 import json
 import os
@@ -174,6 +177,23 @@ def is_coroutine_function(reward: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
+def code_version(section: PythonReward, reward: Callable[..., object]) -> str:
+    """A digest of the file that a reward is in, or of the reward if it was sent along, and of its options."""
+    code = (section.pickled or "").encode()
+    if section.pickled is None:
+        try:
+            file = inspect.getsourcefile(
+                inspect.unwrap(reward) if inspect.isroutine(reward) else type(reward)
+            )
+        except TypeError:
+            file = None  # built in, or compiled
+        if file is not None:
+            with contextlib.suppress(OSError), open(file, "rb") as source:
+                code = source.read()
+    options = json.dumps(section.options, sort_keys=True)
+    return hashlib.sha256(code + options.encode()).hexdigest()[:12]
+
+
 def serve() -> None:
     """Build the reward of the first request, and answer requests until stdin ends."""
     # Replies get a private descriptor, so that nothing a reward prints can end up among them.
@@ -186,7 +206,7 @@ def serve() -> None:
         reason = str(error) if isinstance(error, ValueError) else f"raised {_reason(error)}"
         write(replies, {"refused": reason[:MAX_REASON_CHARS]})
         return
-    write(replies, {"is_async": is_coroutine_function(reward)})
+    write(replies, {"is_async": is_coroutine_function(reward), "version": code_version(section, reward)})
     asyncio.run(_Calls(section, reward, replies).serve())
 
 

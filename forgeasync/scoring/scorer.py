@@ -1,5 +1,7 @@
 """Scores responses by one of our verifiers."""
 
+from importlib import metadata
+
 from forgeasync.config.data import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource
 from forgeasync.config.run import ScorerSection
 from forgeasync.rollouts.score import Score, VerifierCounts
@@ -35,6 +37,12 @@ class VerifiedScorer:
         else:
             problem = MathProblem(answer=task.answer)
         return self._pool.score(problem, response)
+
+    @property
+    def version(self) -> str:
+        """Package and version of the verifier."""
+        package = "reasoning-gym" if self._is_gym else "math-verify"
+        return f"{package} {metadata.version(package)}"
 
     @property
     def counts(self) -> VerifierCounts:

@@ -1,5 +1,6 @@
 """A few processes of verifiers, shared by threads."""
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -9,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from forgeasync.config.run import ScorerSection
-from forgeasync.rollouts.score import NO_SCORE, Score, VerifierCounts
+from forgeasync.rollouts.score import NO_SCORE, Score, ScoreStatus, VerifierCounts
 from forgeasync.scoring.sandbox import Bubblewrap, find_bubblewrap
 from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice, Problem, VerifierChoice
 from forgeasync.scoring.verifier_process import AnswerLimits, VerifierProcess
@@ -32,6 +33,9 @@ class _Lost(StrEnum):
     CRASH = "crash"
     ERROR = "error"
     OVERSIZED = "oversized"
+
+
+_STATUS = {kind: ScoreStatus(kind.value) for kind in _Lost}
 
 
 class VerifierPool:
@@ -136,7 +140,7 @@ class VerifierPool:
             number = self._num_lost[kind]
         if number <= _NUM_LOGGED:
             logger.warning("an answer scores 0, %s no. %d: %s", kind, number, reason)
-        return NO_SCORE
+        return dataclasses.replace(NO_SCORE, status=_STATUS[kind])
 
 
 DEFAULT_VERIFIERS = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from forgeasync.config.data import RewardSection, name_of
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, ScoreStatus
 
 
 def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:
@@ -39,6 +39,9 @@ def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) ->
         parts=parts,
         penalties=penalties,
         has_answer=scores[0].has_answer,
+        status=next((one.status for one in scores if one.status is not ScoreStatus.SCORED), scores[0].status),
+        scorer="+".join(one.scorer for one in scores)[:MAX_SCORER_CHARS],
+        scorer_version="+".join(one.scorer_version for one in scores)[:MAX_SCORER_CHARS],
     )
 
 

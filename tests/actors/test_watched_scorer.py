@@ -44,7 +44,7 @@ class ScriptedScorer:
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
             await asyncio.Event().wait()
 
-    async def _score(self, task: object, responses: object) -> ScoredResponses:
+    async def _score(self, task: object, responses: object, first: int) -> ScoredResponses:
         self.num_asked += 1
         await self.is_released.wait()
         await self._answering()
@@ -90,7 +90,7 @@ async def started(
         actor = world.actors[number]
         return SpawnedScorer(actor=actor, pid=process.pid, mark=mark, isolation="by walls", stop=stop)  # type: ignore[arg-type]
 
-    section = ScorerSection(heartbeat_s=heartbeat_s, max_restarts=max_restarts, max_concurrent=2)
+    section = ScorerSection(heartbeat_s=heartbeat_s, max_restarts=max_restarts, max_in_flight=2)
     told: list[str] = []
     faults, listing = FaultLog(tell=told.append), ProcsFile()
     scorer = WatchedScorer(spawn, section, limit_s=limit_s, faults=faults, listing=listing)
@@ -112,7 +112,9 @@ async def started(
 def test_a_scorer_that_is_gone_is_named_and_replaced(number: signal.Signals) -> None:
     async def go() -> None:
         async with started(heartbeat_s=0.5 if number is signal.SIGSTOP else 60.0) as world:
-            calls = [asyncio.create_task(world.scorer.score(make_task(one), RESPONSES)) for one in range(2)]
+            calls = [
+                asyncio.create_task(world.scorer.score(make_task(one), RESPONSES, 0)) for one in range(2)
+            ]
             first = world.actors[0]
             await world.until(lambda: first.num_asked == 2)
             os.kill(first.process.pid, number)
@@ -121,7 +123,7 @@ def test_a_scorer_that_is_gone_is_named_and_replaced(number: signal.Signals) -> 
                 with pytest.raises(ScorerLost, match=rf"process {first.process.pid}\) was gone"):
                     call.result()
             # A call that comes meanwhile waits for the next scorer.
-            again = asyncio.create_task(world.scorer.score(make_task(0), RESPONSES))
+            again = asyncio.create_task(world.scorer.score(make_task(0), RESPONSES, 0))
             await world.until(lambda: not world.faults.open)
             second = world.actors[1]
             second.is_released.set()
@@ -144,8 +146,10 @@ def test_a_scorer_that_scores_nothing_for_too_long_is_replaced() -> None:
     async def go() -> None:
         async with started(limit_s=0.1) as world:
             with pytest.raises(ScorerLost):
-                await asyncio.wait_for(world.scorer.score(make_task(0), RESPONSES), 60)
-            assert "within 0.2 s (timeouts.score_s, times scorer.max_concurrent)" in world.told[0]
+                await asyncio.wait_for(world.scorer.score(make_task(0), RESPONSES, 0), 60)
+            assert (
+                "within 0.2 s (2 times its limit: scorer.max_in_flight, scorer.num_workers)" in world.told[0]
+            )
             await world.until(lambda: not world.faults.open)
 
     asyncio.run(go())
@@ -156,12 +160,12 @@ def test_counts_of_lost_scorers_stay() -> None:
         async with started() as world:
             world.actors[0].is_released.set()
             for _ in range(3):
-                scored = await world.scorer.score(make_task(0), RESPONSES)
+                scored = await world.scorer.score(make_task(0), RESPONSES, 0)
             assert scored.counts.num_timeouts == 3
             os.kill(world.actors[0].process.pid, signal.SIGKILL)
             await world.until(lambda: 1 in world.actors)
             world.actors[1].is_released.set()
-            assert (await world.scorer.score(make_task(0), RESPONSES)).counts.num_timeouts == 4
+            assert (await world.scorer.score(make_task(0), RESPONSES, 0)).counts.num_timeouts == 4
 
     asyncio.run(go())
 
@@ -177,7 +181,7 @@ def test_losses_without_a_scored_group_between_them_end_the_run() -> None:
             with pytest.raises(ScorerFails, match=r"restarted 2 times in a row .*has died") as raised:
                 await asyncio.wait_for(world.watching, 60)
             with pytest.raises(ScorerFails):
-                await asyncio.wait_for(world.scorer.score(make_task(0), RESPONSES), 60)
+                await asyncio.wait_for(world.scorer.score(make_task(0), RESPONSES, 0), 60)
             assert "scorer.max_restarts" in str(raised.value)
 
     asyncio.run(go())
@@ -189,11 +193,11 @@ def test_a_scored_group_gives_the_budget_back_and_a_failed_start_takes_of_it() -
             world.fails_to_start = lambda number: number in (1, 3)
             for number in (0, 2):
                 world.actors[number].is_released.set()
-                await world.scorer.score(make_task(0), RESPONSES)
+                await world.scorer.score(make_task(0), RESPONSES, 0)
                 os.kill(world.actors[number].process.pid, signal.SIGKILL)
                 await world.until(lambda number=number: number + 2 in world.actors and not world.faults.open)
             world.actors[4].is_released.set()
-            await world.scorer.score(make_task(0), RESPONSES)
+            await world.scorer.score(make_task(0), RESPONSES, 0)
             world.fails_to_start = lambda number: True
             os.kill(world.actors[4].process.pid, signal.SIGKILL)
             assert world.watching is not None

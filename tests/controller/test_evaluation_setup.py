@@ -14,6 +14,7 @@ from forgeasync.actors.endpoint_sampling import EndpointResponses
 from forgeasync.actors.group_sampling import HeldOutRollout
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.config.episodes import Ending
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.load import load_config
@@ -129,7 +130,7 @@ def test_the_only_model_of_an_endpoint_is_found() -> None:
         find_endpoint(server.url, model="x", api_key_variable="NO_SUCH")
 
 
-async def score_by_text(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+async def score_by_text(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
     scores = tuple(Score(1.0, True) if one.text == task.answer else Score(0.0, False) for one in responses)
     return ScoredResponses(scores=scores, counts=VerifierCounts())
 
@@ -152,7 +153,7 @@ def test_every_sample_of_an_endpoint_is_kept_and_counted(tmp_path: Path) -> None
     async def go(url: str) -> list[HeldOutRollout]:
         groups = EndpointResponses(
             EndpointModel(base_url=url, model="served", max_retries=0),
-            GroupScoring(score_by_text, ScorerSection()),
+            GroupScoring(ScorerPool([score_by_text], ScorerSection()), ScorerSection()),
             system_prompt="be brief",
             limit_s=20.0,
         )

@@ -14,6 +14,7 @@ from forgeasync.actors.generator import CancelledGroup, RefusedGroup, SampledRes
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.host_updates import SwappedReplica
 from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.buffer.decisions import AGE_REASONS, Batch, BufferSnapshot, Committed, DropReason
 from forgeasync.buffer.events import Update
 from forgeasync.buffer.starvation import NothingTrains, StarvationWatch
@@ -399,16 +400,16 @@ def test_groups_that_nobody_scores_end_the_run(tmp_path: Path) -> None:
 def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) -> None:
     """Every third group has rewards of steps for one of its rollouts only."""
 
-    async def with_steps(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-        scored = await score_by_text(task, responses)
-        if task.source_index % 3:
+    async def with_steps(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+        scored = await score_by_text(task, responses, first)
+        if task.source_index % 3 or first:
             return scored
-        first = dataclasses.replace(scored.scores[0], steps=(Step(end=1, value=1.0),))
-        return ScoredResponses(scores=(first, *scored.scores[1:]), counts=scored.counts)
+        only = dataclasses.replace(scored.scores[0], steps=(Step(end=1, value=1.0),))
+        return ScoredResponses(scores=(only,), counts=scored.counts)
 
     config, recorder, trainer = make_config(tmp_path), Recorder(), Trainer()
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
-    run.scorer = GroupScoring(with_steps, config.scorer)
+    run.scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
     assert len(trainer.steps) == MAX_STEPS
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)

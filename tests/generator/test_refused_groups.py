@@ -16,6 +16,7 @@ from forgeasync.actors.group_sampling import ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.actors.start_buffer import start_buffer
 from forgeasync.algorithms.filters import DynamicSampling, ResampleOnCorrect
 from forgeasync.buffer.decisions import Batch, DropReason
@@ -67,6 +68,7 @@ class Generators:
         num_samples: int,
         sampling: SamplingSection,
         seed: int,
+        on_finished: object = None,
     ) -> tuple[StoredRollout, ...] | RefusedGroup | CancelledGroup:
         self.prompts[group_id] = tuple(prompt_ids_P.tolist())
         if group_id in REFUSED:
@@ -101,9 +103,9 @@ class Ended:
     payloads: PayloadBudget
 
 
-async def score(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+async def score(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
     """Rewards that differ."""
-    scores = tuple(Score(value=float(index), is_correct=False) for index in range(len(responses)))
+    scores = tuple(Score(value=float(first + index), is_correct=False) for index in range(len(responses)))
     return ScoredResponses(scores=scores, counts=VerifierCounts())
 
 
@@ -115,7 +117,7 @@ class UnluckyScorer:
         self.refused: Task | None = None
         self.num_calls = 0
 
-    async def score(self, task: Task, responses: Sequence[Response]) -> ScoredResponses:
+    async def score(self, task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
         self.num_calls += 1
         if self.num_calls == 1:
             self.first = task
@@ -124,13 +126,13 @@ class UnluckyScorer:
             self.refused = task
         if task == self.refused:
             raise ConnectionRefusedError(f"never for {task.task_id}")
-        return await score(task, responses)
+        return await score(task, responses, first)
 
 
 def make_scoring(
-    call: Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]] = score,
+    call: Callable[[Task, Sequence[Response], int], Awaitable[ScoredResponses]] = score,
 ) -> GroupScoring:
-    return GroupScoring(call, ScorerSection(), retry_wait_s=0.0)
+    return GroupScoring(ScorerPool([call], ScorerSection(), retry_wait_s=0.0), ScorerSection())
 
 
 def make_roles(
@@ -235,13 +237,15 @@ def test_groups_are_with_the_scorer_side_by_side(tmp_path: Path) -> None:
     async def run() -> Ended:
         num_waiting, together = 0, asyncio.Event()
 
-        async def wait_for_the_others(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+        async def wait_for_the_others(
+            task: Task, responses: Sequence[Response], first: int
+        ) -> ScoredResponses:
             nonlocal num_waiting
             num_waiting += 1
-            if num_waiting == ALGORITHM.groups_per_step:
+            if num_waiting == ALGORITHM.groups_per_step * ALGORITHM.group_size:
                 together.set()
             await together.wait()
-            return await score(task, responses)
+            return await score(task, responses, first)
 
         config = tiny_config(write_random_model(tmp_path / "model"))
         scoring = make_scoring(wait_for_the_others)

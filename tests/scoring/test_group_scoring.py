@@ -13,8 +13,9 @@ import pytest
 
 from forgeasync.actors.generator import SampledResponse
 from forgeasync.actors.group_sampling import ResponseGroups
-from forgeasync.actors.group_scoring import MAX_LOST, GroupScoring, Unscored
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.scorer import ResponseScoring, ScoredResponses
+from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.actors.watched_scorer import ScorerLost
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import ScorerSection
@@ -30,6 +31,7 @@ from forgeasync.scoring.verifier_pool import VerifierPool
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.runs import tiny_config
 
+MAX_LOST = ScorerSection().max_lost
 Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
 ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
 
@@ -47,9 +49,20 @@ def scored(*values: float, num_timeouts: int = 0) -> ScoredResponses:
     return ScoredResponses(scores=scores, counts=VerifierCounts(num_timeouts=num_timeouts))
 
 
-def make_scoring(call: Call, *, max_concurrent: int = 8, max_attempts: int = 3) -> GroupScoring:
-    section = ScorerSection(max_concurrent=max_concurrent, max_attempts=max_attempts)
-    return GroupScoring(call, section, retry_wait_s=0.0)
+def make_scoring(
+    call: Call, *, max_concurrent: int = 8, max_attempts: int = 3, max_in_flight: int = 16
+) -> GroupScoring:
+    """Whole groups are scored by one call each; ``test_scorer_pool`` has those that are not."""
+
+    async def with_place(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+        assert first == 0
+        return await call(task, responses)
+
+    section = ScorerSection(
+        max_concurrent=max_concurrent, max_attempts=max_attempts, max_in_flight=max_in_flight
+    )
+    pool = ScorerPool([with_place], section, retry_wait_s=0.0, isolation="landlock")
+    return GroupScoring(pool, section, compares=lambda task: True)
 
 
 class TestScore:
@@ -208,11 +221,13 @@ class TestGroupScoring:
                     raise ScorerLost("the scorer (process 8) was gone before it answered")
                 return scored(0.5)
 
-            scoring = make_scoring(judge, max_concurrent=4)
+            scoring = make_scoring(judge, max_in_flight=4)
             groups = (scoring.score(f"group {one}", make_task(one), some(1)) for one in range(4))
             killer, *others = await asyncio.wait_for(asyncio.gather(*groups), 20)
             assert isinstance(killer, Unscored)
-            assert "the scorer was lost 3 times while it scored group 0" in killer.reason
+            assert (
+                "group 0 lost its scorer 6 times, at last: the scorer (process 7) was gone" in killer.reason
+            )
             assert not any(isinstance(other, Unscored) for other in others)
 
         asyncio.run(run())
@@ -234,27 +249,11 @@ class TestGroupScoring:
             return scored(0.5)
 
         async def run() -> None:
-            scoring = make_scoring(judge, max_concurrent=4)
+            scoring = make_scoring(judge, max_in_flight=2)
             await asyncio.gather(*(scoring.score(f"group {i}", make_task(i), some(1)) for i in range(4)))
 
         asyncio.run(run())
         assert most == 1
-
-    def test_waits_before_further_attempts_double(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        waits_s: list[float] = []
-
-        async def sleep(wait_s: float) -> None:
-            waits_s.append(wait_s)
-
-        async def judge(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            raise ConnectionRefusedError
-
-        monkeypatch.setattr(asyncio, "sleep", sleep)
-        section = ScorerSection(max_attempts=4)
-        scoring = GroupScoring(judge, section, isolation="landlock", retry_wait_s=0.25)
-        asyncio.run(scoring.score("group 3", make_task(), some(1)))
-        assert waits_s == [0.25, 0.5, 1.0]
-        assert scoring.isolation == "landlock"
 
     def test_cancelling_ends_it_at_once_and_is_no_failed_attempt(self) -> None:
         async def run() -> GroupScoring:

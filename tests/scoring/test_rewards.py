@@ -11,6 +11,7 @@ import pytest
 
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.scorer import RunRewards, ScoredResponses
+from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.config.data import (
     MathReward,
     NamedSource,
@@ -27,13 +28,14 @@ from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.environments.sources import look_at_data
 from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, Step, VerifierCounts
+from forgeasync.rollouts.score import Score, ScoreStatus, Step, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError
 from forgeasync.schema.python_code import code_of
 from forgeasync.scoring.reward_pool import RewardPool
 from forgeasync.scoring.reward_process import RewardFailure, RewardTimeout
 from forgeasync.scoring.reward_trial import try_rewards
+from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES
 from forgeasync.scoring.weighted import weighted_score
 from tests.support.config_samples import MINIMAL
 
@@ -227,11 +229,13 @@ class TestRewardsOfARun:
     ) -> None:
         rewards = make_rewards(own("strange"))
 
-        async def score(task: Task, responses: Sequence[Response]) -> ScoredResponses:
-            return ScoredResponses(scores=await rewards.score(task, responses), counts=rewards.counts)
+        async def score(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
+            scores = await rewards.score(task, responses, first)
+            return ScoredResponses(scores=scores, counts=rewards.counts)
 
         async def run() -> tuple[object, object, float]:
-            scoring = GroupScoring(score, ScorerSection(max_attempts=2), retry_wait_s=0.0)
+            section = ScorerSection(max_attempts=2)
+            scoring = GroupScoring(ScorerPool([score], section, retry_wait_s=0.0), section)
             bad = await scoring.score("group 5", TASK, some("fine", "nan"))
             good = await scoring.score("group 6", TASK, some("fine", "fine"))
             return bad, good, scoring.metrics()["scoring/num_failed_attempts"]
@@ -401,3 +405,22 @@ class TestTrial:
         (problem,) = self.problems(tmp_path, f"evaluation.sets={sets}")
         assert problem.startswith("evaluation.sets.0.reward.1.factory = ")
         assert "ZeroDivisionError" in problem and "task held_out/0" in problem
+
+
+def test_a_score_says_who_has_given_it_and_how(make_rewards: Callable[..., RunRewards]) -> None:
+    rewards = make_rewards(own("length"), MathReward(name="right", weight=2.0))
+    one, long = asyncio.run(rewards.score(TASK, some("2", "2" * (MAX_ANSWER_BYTES + 1))))
+    assert one.status is ScoreStatus.SCORED and one.scorer == "length+right"
+    assert re.fullmatch(r"[0-9a-f]{12}\+math-verify [\d.]+", one.scorer_version)
+    assert long.status is ScoreStatus.OVERSIZED
+    alone = make_rewards(own("length"))
+    (score,) = asyncio.run(alone.score(TASK, some("2")))
+    assert (score.scorer, score.scorer_version) == ("length", one.scorer_version.partition("+")[0])
+
+
+def test_a_status_or_scorer_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="guessed"):
+        Score(0.0, False, status="guessed")
+    with pytest.raises(ValueError, match="scorer of a score must be text"):
+        Score(0.0, False, scorer=7)
+    assert Score(0.0, False, scorer="a", status=ScoreStatus.TIMEOUT) == Score(0.0, False)

@@ -35,7 +35,7 @@ class TestScore:
             ({"parts": {"format": math.nan}}, "'format' in parts of a score must be finite"),
             ({"parts": {"format": "1"}}, "'format' in parts of a score must be a number, not '1'"),
             ({"parts": {"a b": 1.0}}, "names.*not 'a b'"),
-            ({"parts": {"mean": 1.0}}, "none of mean, scored_mean, std; not 'mean'"),
+            ({"parts": {"mean": 1.0}}, "none of mean, num_.*, scored_mean, std; not 'mean'"),
             ({"parts": {3: 1.0}}, "names.*not '3'"),
             ({"parts": [1.0]}, r"parts of a score must be numbers by name, not \[1.0\]"),
             ({"parts": {f"p{i}": 0.0 for i in range(65)}}, "at most 64, not 65"),
@@ -123,6 +123,7 @@ class TestTravel:
             writer.write(1, [group])
         record = json.loads(file.read_text())
         assert record["parts"] == {"format": 0.5} and record["penalties"] == {"tools": 1.0}
+        assert record["score_status"] == "scored" and record["scorer"] == record["scorer_version"] == ""
         assert (record["is_correct"], record["has_answer"], record["steps"]) == (False, False, [[4, 0.5]])
 
 
@@ -153,6 +154,10 @@ def test_counts_of_scored_groups_are_those_of_their_definition(
             lengths = [length for score, length in every if score.is_correct == wanted]
             if lengths:
                 expected[f"response/length_mean_{name}"] = np.mean(lengths)
+    for name in "abc":
+        values = [score.parts[name] for score, _ in every if name in score.parts]
+        if values:
+            expected[f"score/{name}"] = np.mean(values)
     assert counts.metrics() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     means = part_means([score for score, _ in every])
     for name in "abc":

@@ -19,6 +19,7 @@ from forgeasync.actors.group_sampling import GroupSampler, ResponseGroups
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.host_updates import SwappedReplica
 from forgeasync.actors.scorer import ScoredResponses
+from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed
 from forgeasync.buffer.events import Update
@@ -233,6 +234,7 @@ class Generators:
         num_samples: int,
         sampling: SamplingSection,
         seed: int,
+        on_finished: Callable[[int, Response], None] | None = None,
     ) -> tuple[StoredRollout, ...] | CancelledGroup | RefusedGroup:
         self.prompts.append(prompt_ids_P.item())
         if self._refuses:
@@ -319,7 +321,7 @@ class Generators:
         return [EngineStats(num_generated_tokens=0, busy_s=0.0)] * self.num_replicas
 
 
-async def score_by_text(task: Task, responses: Sequence[Response]) -> ScoredResponses:
+async def score_by_text(task: Task, responses: Sequence[Response], first: int) -> ScoredResponses:
     """Reads the reward out of a response; 1 and more are correct."""
     values = [float(response.text) for response in responses]
     scores = tuple(Score(value, value >= 1.0) for value in values)
@@ -327,7 +329,7 @@ async def score_by_text(task: Task, responses: Sequence[Response]) -> ScoredResp
 
 
 def make_scoring(config: RunConfig) -> GroupScoring:
-    return GroupScoring(score_by_text, config.scorer)
+    return GroupScoring(ScorerPool([score_by_text], config.scorer), config.scorer)
 
 
 class Console:

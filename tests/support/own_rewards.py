@@ -110,3 +110,9 @@ def broken(split: str, seed: int) -> Iterator[dict[str, object]]:
 
 def wordless(split: str, seed: int) -> list[dict[str, object]]:
     return [{"question": "1"}]
+
+
+async def slow_value(task: Task, response: Response) -> float:
+    """Reads the value out of the response, in a while."""
+    await asyncio.sleep(0.1)
+    return float(response.text)

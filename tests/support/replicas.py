@@ -86,6 +86,7 @@ class ScriptedGenerator:
         sampling: SamplingSection,
         seed: int | None,
         continued: bytes | None,
+        finished: object,
     ) -> tuple[StoredRollout, ...] | CancelledGroup:
         self._log.append((f"sample {group_id} {prompt_ids_P.tolist()} {seed}", self.number, "begins"))
         self.continued[group_id] = continued

@@ -1,0 +1,260 @@
+"""Which response a scorer of the pool gets next, and what becomes of it: a pure state machine.
+
+An item is what one call scores: a response, or all responses of a group for rewards that compare them. It
+waits, is with one replica, and ends once: scored, given up or withdrawn.
+
+    waits ──next──► is with a replica ──scored──► ended
+      ▲                  │
+      └─ failed, lost, ──┘   given up after `max_attempts` failures, `max_lost` losses of its replica, or
+         deferred            once what scores it was not available for `max_unavailable_s`
+
+Every assignment has a number of its own. Only the answer to an item's current assignment counts: what a lost
+replica answers later is discarded, so that no item is scored twice.
+
+An item whose replica was lost is suspected of being what ends replicas. With every loss it shares its next
+replica with half as many others, until it is alone there: so the one that does it is found out, and others
+that were with it by chance are not given up for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from forgeasync.config.run import ScorerSection
+
+
+class Fate(StrEnum):
+    """What becomes of an item whose assignment has ended."""
+
+    SCORED = "scored"
+    AGAIN = "again"
+    """It waits for another assignment."""
+    GIVEN_UP = "given_up"
+    DISCARDED = "discarded"
+    """The answer was to an assignment that does not count any more; nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """An item that is to be scored by a replica now."""
+
+    number: int
+    item: int
+    replica: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Item:
+    ready_s: float
+    """It is not assigned before this time."""
+    current: Assignment | None = None
+    num_failed: int = 0
+    num_lost: int = 0
+    deferred_since_s: float | None = None
+    """Since when what scores it has not been available."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Replica:
+    is_up: bool = True
+    items: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchCounts:
+    """Counts of assignments and items since the dispatcher began."""
+
+    num_retried: int = 0
+    """Assignments after an item's first."""
+    num_given_up: int = 0
+    num_lost: int = 0
+    """Assignments whose replica was lost."""
+    num_failed: int = 0
+    """Assignments that failed, without those that were deferred."""
+    num_deferred: int = 0
+    num_discarded: int = 0
+    """Answers that did not count."""
+
+
+class Dispatcher:
+    """Spreads items over replicas. Times are in seconds of one clock, which the caller reads."""
+
+    def __init__(self, num_replicas: int, section: ScorerSection, *, retry_wait_s: float) -> None:
+        """All replicas are up. A failed item waits for ``retry_wait_s``, twice as long after each failure.
+
+        Raises ValueError where there is no replica, or the wait is negative.
+        """
+        if num_replicas < 1 or retry_wait_s < 0.0:
+            raise ValueError(
+                f"Dispatcher: num_replicas = {num_replicas} must be at least 1, and retry_wait_s = "
+                f"{retry_wait_s:g} at least 0"
+            )
+        self._section = section
+        self._retry_wait_s = retry_wait_s
+        self._replicas = [_Replica() for _ in range(num_replicas)]
+        self._items: dict[int, _Item] = {}
+        """Those that have not ended, in the order in which they came."""
+        self._waiting: dict[int, None] = {}
+        """Items without an assignment, in the order in which they are looked at."""
+        self._next_item = self._next_number = 0
+        self._counts: dict[str, int] = dict.fromkeys(DispatchCounts.__slots__, 0)
+
+    @property
+    def counts(self) -> DispatchCounts:
+        """Counts since the beginning."""
+        return DispatchCounts(**self._counts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Items without an assignment."""
+        return len(self._waiting)
+
+    @property
+    def num_assigned(self) -> int:
+        """Items that are with a replica."""
+        return len(self._items) - len(self._waiting)
+
+    def submit(self, now_s: float) -> int | None:
+        """Take an item; returns its number, or None while ``scorer.max_queued`` items wait."""
+        if len(self._waiting) >= self._section.max_queued:
+            return None
+        item, self._next_item = self._next_item, self._next_item + 1
+        self._items[item] = _Item(ready_s=now_s)
+        self._waiting[item] = None
+        return item
+
+    def next(self, now_s: float) -> Assignment | None:
+        """Assign the first item that is ready to the replica with the least to do, if one has room for it."""
+        # A suspect that waits for a replica with less to do keeps younger items from filling it up.
+        reserved: set[int] = set()
+        for number in self._waiting:
+            item = self._items[number]
+            free = [rank for rank in self._up() if rank not in reserved and self._room(rank) > 0]
+            if not free:
+                return None
+            if item.ready_s > now_s:
+                continue
+            rank = min(free, key=lambda rank: len(self._replicas[rank].items))
+            if len(self._replicas[rank].items) < self._most_beside(item):
+                return self._assign(number, rank)
+            reserved.add(rank)
+        return None
+
+    def next_due_s(self, now_s: float) -> float | None:
+        """The next time at which an item that waits becomes ready; None without one."""
+        due = (self._items[item].ready_s for item in self._waiting)
+        return min((ready_s for ready_s in due if ready_s > now_s), default=None)
+
+    def scored(self, assignment: Assignment) -> Fate:
+        """The item has its scores."""
+        if not self._is_current(assignment):
+            return Fate.DISCARDED
+        self._end(assignment.item)
+        return Fate.SCORED
+
+    def failed(self, assignment: Assignment, now_s: float) -> Fate:
+        """The replica has answered, without scores: an attempt of the item."""
+        if not self._is_current(assignment):
+            return Fate.DISCARDED
+        self._counts["num_failed"] += 1
+        item = self._items[assignment.item]
+        item.num_failed += 1
+        item.deferred_since_s = None
+        if item.num_failed >= self._section.max_attempts:
+            return self._give_up(assignment.item)
+        return self._again(assignment.item, now_s + self._retry_wait_s * 2 ** (item.num_failed - 1))
+
+    def deferred(self, assignment: Assignment, now_s: float, retry_after_s: float) -> Fate:
+        """Something that the item's score needs is not there now: no attempt, unless it stays away."""
+        if not self._is_current(assignment):
+            return Fate.DISCARDED
+        self._counts["num_deferred"] += 1
+        item = self._items[assignment.item]
+        if item.deferred_since_s is None:
+            item.deferred_since_s = now_s
+        if now_s - item.deferred_since_s >= self._section.max_unavailable_s:
+            return self._give_up(assignment.item)
+        return self._again(assignment.item, now_s + retry_after_s)
+
+    def lost(self, assignment: Assignment, now_s: float) -> Fate:
+        """The replica was gone before it answered: no attempt of the item."""
+        if not self._is_current(assignment):
+            return Fate.DISCARDED
+        self._counts["num_lost"] += 1
+        item = self._items[assignment.item]
+        item.num_lost += 1
+        if item.num_lost >= self._section.max_lost:
+            return self._give_up(assignment.item)
+        return self._again(assignment.item, now_s)
+
+    def replica_down(self, rank: int, now_s: float) -> tuple[int, ...]:
+        """A replica is gone, and all its items are lost to it; returns those that are given up."""
+        replica = self._replicas[rank]
+        replica.is_up = False
+        given_up = []
+        for number in sorted(replica.items, reverse=True):
+            assignment = self._items[number].current
+            assert assignment is not None
+            if self.lost(assignment, now_s) is Fate.GIVEN_UP:
+                given_up.append(number)
+        return tuple(given_up)
+
+    def replica_up(self, rank: int) -> None:
+        """A replica is there, or there again."""
+        self._replicas[rank].is_up = True
+
+    def withdraw(self, number: int) -> None:
+        """Nobody waits for an item any more; no error if it has ended."""
+        if number in self._items:
+            self._end(number)
+
+    def _up(self) -> Iterator[int]:
+        return (rank for rank, replica in enumerate(self._replicas) if replica.is_up)
+
+    def _most_beside(self, item: _Item) -> int:
+        """So many items at most, itself included, may be with a replica that has this item."""
+        return max(1, self._section.max_in_flight >> item.num_lost)
+
+    def _room(self, rank: int) -> int:
+        items = self._replicas[rank].items
+        bounds = (self._most_beside(self._items[number]) for number in items)
+        return min(bounds, default=self._section.max_in_flight) - len(items)
+
+    def _assign(self, number: int, rank: int) -> Assignment:
+        item = self._items[number]
+        item.current = assignment = Assignment(number=self._next_number, item=number, replica=rank)
+        self._next_number += 1
+        self._replicas[rank].items.add(number)
+        del self._waiting[number]
+        return assignment
+
+    def _is_current(self, assignment: Assignment) -> bool:
+        item = self._items.get(assignment.item)
+        if item is not None and item.current == assignment:
+            return True
+        self._counts["num_discarded"] += 1
+        return False
+
+    def _leave(self, number: int) -> None:
+        item = self._items[number]
+        if item.current is not None:
+            self._replicas[item.current.replica].items.discard(number)
+            item.current = None
+
+    def _again(self, number: int, ready_s: float) -> Fate:
+        self._counts["num_retried"] += 1
+        self._leave(number)
+        self._items[number].ready_s = ready_s
+        # It was here before those that wait now.
+        self._waiting = {number: None} | self._waiting
+        return Fate.AGAIN
+
+    def _give_up(self, number: int) -> Fate:
+        self._counts["num_given_up"] += 1
+        self._end(number)
+        return Fate.GIVEN_UP
+
+    def _end(self, number: int) -> None:
+        self._leave(number)
+        self._waiting.pop(number, None)
+        del self._items[number]
