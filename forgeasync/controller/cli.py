@@ -17,6 +17,7 @@ from rich.console import Console
 
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
+from forgeasync.controller.leftovers import end_own_run
 from forgeasync.controller.preparation import check_plan, gpu_memory_bytes
 from forgeasync.controller.stopping import install_handlers, received_signal
 from forgeasync.models.config_file import model_config_file
@@ -109,7 +110,10 @@ def exit_code(run: Callable[[], None]) -> int:
             run()
         finally:
             _leave_monarch()
-            release_claims()
+            try:
+                end_own_run()
+            finally:
+                release_claims()
     except ConfigError as error:
         _say(f"refused:\n{error}")
         return EXIT_REFUSED

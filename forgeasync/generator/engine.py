@@ -47,6 +47,7 @@ from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
 from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, in_process_core
+from forgeasync.generator.workarounds.rendezvous import name_rendezvous
 from forgeasync.generator.workarounds.served_adapters import (
     AdapterSetup,
     ServedAdapter,
@@ -115,6 +116,7 @@ class GeneratorEngine:
         What named groups have in flight is logged in the folder ``in_flight``, which is made.
         """
         is_cpu = current_platform.is_cpu()
+        name_rendezvous()
         if generator.batch_invariant:
             compute_batch_invariantly()
         if is_cpu:
