@@ -7,8 +7,8 @@ same prompt with the same seed. Both have a budget, after which the group is giv
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -226,6 +226,28 @@ class GeneratorRouter:
             replica.give_up(replica, f"has not answered a small call for timeouts.weights_s = {limit_s:g} s")
             return False
         return True
+
+    @contextmanager
+    def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
+        """Within the block, what it is given says whether the group was given up meanwhile."""
+        self._cancelled[group_id] = False
+        try:
+            yield lambda: self._cancelled[group_id]
+        finally:
+            del self._cancelled[group_id]
+
+    async def restore_episodes(
+        self, replica: LiveReplica, group_id: int, data: bytes
+    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
+        """Have one generator take over the episodes of a group; see ``GeneratorActor.restore_episodes``.
+
+        Raises:
+            ReplicaLost: it is gone.
+        """
+        self._num_moved += 1
+        call = f"generator {replica.rank} taking over the episodes of group {group_id}"
+        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
+            return await replica.while_there(lambda: replica.actor.restore_episodes.call_one(group_id, data))
 
     async def store_episodes(
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]

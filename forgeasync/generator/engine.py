@@ -363,6 +363,11 @@ class GeneratorEngine:
         """Copies of every worker's parameters, experts unpacked (CPU engines only)."""
         return await self._client.between_steps(lambda core: core.collective_rpc("copy_parameters"))
 
+    def check_alive(self) -> None:
+        """Raise vLLM's EngineDeadError if the engine has died."""
+        if self._llm.errored:
+            raise self._llm.dead_error
+
     def stats(self) -> EngineStats:
         running_s = time.perf_counter() - self._busy_since_s if self._num_in_flight else 0.0
         return EngineStats(
