@@ -373,6 +373,7 @@ class GeneratorEngine:
         return EngineStats(
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self._busy_s + running_s,
+            decode_steps=self._client.step_times.counts(),
             num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
         )
 

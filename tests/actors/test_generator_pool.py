@@ -245,7 +245,7 @@ def test_generators_are_not_blamed_for_a_controller_that_stood_still() -> None:
             sent_s = replica.beat_since_s
             # As after a stop of this process for an hour.
             replica.beat_since_s -= 3600.0
-            world.pool._looked_s -= 3600.0
+            world.pool._health._looked_s -= 3600.0
             await world.until(lambda: replica.beat_since_s != sent_s - 3600.0)
             assert world.state(0) is not ReplicaState.DEAD
             await world.until(lambda: world.state(0) is ReplicaState.DEAD)
