@@ -132,6 +132,7 @@ class GeneratorPool:
         Raises:
             GeneratorsFail: they cannot be started any more.
         """
+        self._health.begin()
         while True:
             await asyncio.sleep(LOOK_S)
             if self._failure is not None:

@@ -26,7 +26,7 @@ from forgeasync.actors.deaths import (
 from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.watched_scorer import WatchedScorer
-from forgeasync.faults.fault_log import FaultLog
+from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.launch.hosts import HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
@@ -74,6 +74,7 @@ class Procs:
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
     _closing: bool = False
+    _has_lost_host: bool = False
     _background: "set[asyncio.Future[None]]" = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -112,7 +113,22 @@ class Procs:
         try:
             await self.hosts.watch()
         except* HostLost as lost:
+            self._note_lost_host(lost.exceptions[0])
             self._fail(lost.exceptions[0])
+
+    async def _close_hosts(self) -> None:
+        try:
+            await self.hosts.close()
+        except HostLost as lost:
+            # Connections to it may have broken, and ended the run, before it was missed.
+            self._note_lost_host(lost)
+            raise
+
+    def _note_lost_host(self, lost: Exception) -> None:
+        if not self._has_lost_host:
+            self._has_lost_host = True
+            who, _, what = str(lost).partition(" is lost")
+            self.faults.detected(Role.HOST, who, f"is lost{what}")
 
     async def watch(self) -> None:
         """Wait until something dies.
@@ -215,7 +231,7 @@ class Procs:
             task.cancel()
         # Callbacks run in reverse order, and all of them run even if one fails.
         async with contextlib.AsyncExitStack() as ending:
-            ending.push_async_callback(self.hosts.close)
+            ending.push_async_callback(self._close_hosts)
             if self._watching is not None:
                 # Keep polling until now: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)

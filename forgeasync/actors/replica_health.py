@@ -41,6 +41,10 @@ class ReplicaHealth:
         self._heard = heard
         self._looked_s = time.monotonic()
 
+    def begin(self) -> None:
+        """The looks begin now."""
+        self._looked_s = time.monotonic()
+
     def begin_look(self, replicas: Iterable[LiveReplica]) -> None:
         """Do not hold against generators that this process stood still; compare their paces."""
         now_s = time.monotonic()

@@ -211,8 +211,10 @@ class GeneratorRouter:
         if replica is not None and replica.host.id == host_id:
             if await self._tolerantly(replica, lambda: replica.actor.free_payloads.call_one(files)):
                 return
-        host = next(host for host in self.pool.hosts if host.id == host_id)
-        await host.remove_files(files)
+        host = next((host for host in self.pool.hosts if host.id == host_id), None)
+        # What a host that is gone had in its memory is gone as well.
+        if host is not None:
+            await host.remove_files(files)
 
     async def _tolerantly(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
         """Make a small call to a generator; false if it is gone, or does not answer and is given up."""
