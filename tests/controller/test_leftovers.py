@@ -16,6 +16,7 @@ import pytest
 
 from forgeasync.controller import leftovers
 from forgeasync.controller.leftovers import NotEnded, end_all, end_own_run, take_over
+from forgeasync.controller.resume import LATEST, resume_or_begin_anew
 from forgeasync.faults.run_mark import RUN_MARK, files_of
 from forgeasync.observability import procs_file
 from forgeasync.observability.procs_file import ProcsFile, left_processes
@@ -241,3 +242,28 @@ def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     process = psutil.Process(os.getppid())
     with pytest.raises(NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"):
         end_all(lambda: [process])
+
+
+def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_was(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path / "run")})
+    run_dir = RunDir(path=tmp_path / "run")
+    assert resume_or_begin_anew(config, LATEST) == (LATEST, []), "no run was there: it is refused later"
+    run_dir.path.mkdir()
+    run_dir.claim()
+    release_claims()
+    run_dir.metrics.write_text('{"step": 1}\n')
+    run_dir.ledger.write_text("{}\n")
+    take_over(config)
+    assert resume_or_begin_anew(config, "elsewhere/step-00000001") == ("elsewhere/step-00000001", [])
+    (run_dir.checkpoints / "final").mkdir(parents=True)
+    assert resume_or_begin_anew(config, LATEST) == (LATEST, []), "a trained model is no reason to begin anew"
+    (run_dir.checkpoints / "final").rmdir()
+    resume, (line,) = resume_or_begin_anew(config, LATEST)
+    assert resume is None and line == (
+        "there is no checkpoint yet: the run begins anew; moved to metrics.cut-1.jsonl, ledger.cut-1.jsonl"
+    )
+    assert not run_dir.ledger.exists() and not run_dir.has_trained
+    assert (run_dir.path / "ledger.cut-1.jsonl").read_text() == "{}\n"
+    (run_dir.checkpoints / "step-00000001").mkdir()
+    (run_dir.checkpoints / "step-00000001" / "run.json").write_text("{}")
+    assert resume_or_begin_anew(config, LATEST) == (LATEST, [])
