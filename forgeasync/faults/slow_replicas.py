@@ -5,9 +5,9 @@ gets in a second. It grows with the number of sequences: steps are compared only
 load, within a factor of two. A generator's ratio is the time of its steps in the last ``WINDOW_S`` seconds by
 what the same steps would have taken at the median of its peers. It is slow while the ratio is above a factor.
 
-What is no evidence counts neither way, and time without it stands still: too few steps, or none at a load
-that a peer has; with one generator there never is any. Prompts that are computed, and updates, are no steps
-of decoding (``generator/step_times.py``).
+Where no peer has a like load, a bound of the ratio counts if it is above the factor. What is no evidence
+counts neither way, and time without it stands still; with one generator there never is any. Prompts that are
+computed, and updates, are no steps of decoding (``generator/step_times.py``).
 """
 
 import statistics
@@ -102,6 +102,9 @@ class SlowReplicas:
         }
         for number, seen in self._seen.items():
             seen.ratio = _ratio(number, steps)
+            if seen.ratio is None and (least := _least_ratio(number, steps)) is not None:
+                # It may be more: that it is no more than the factor says nothing.
+                seen.ratio = least if least > self._factor else None
             if seen.ratio is not None:
                 seen.slow_s = seen.slow_s + passed_s if seen.ratio > self._factor else 0.0
 
@@ -135,3 +138,37 @@ def _ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) ->
             expected_s += num_steps * statistics.median(peers)
     is_enough = num_compared >= MIN_STEPS or took_s >= MIN_BUSY_S
     return took_s / expected_s if is_enough and expected_s > 0.0 else None
+
+
+def _least_ratio(number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]) -> float | None:
+    """A ratio that is not above the true one, where no peer has a like load.
+
+    More sequences take no less time, and no more than in proportion to their number; loads are numbers of
+    bits, so that a number is within a factor of two of another with as many.
+    """
+    own = steps.get(number, {})
+    num_steps, took_s, most_s = 0, 0.0, 0.0
+    for load, (num_at_load, load_s) in own.items():
+        bounds = [
+            min(
+                at_s / num * (1.0 if other > load else 2.0 ** (load - other + 1)) for other, num, at_s in peer
+            )
+            for peer in _known_steps(number, steps)
+        ]
+        if bounds:
+            num_steps, took_s = num_steps + num_at_load, took_s + load_s
+            most_s += num_at_load * statistics.median(bounds)
+    is_enough = num_steps >= MIN_STEPS or took_s >= MIN_BUSY_S
+    return took_s / most_s if is_enough and most_s > 0.0 else None
+
+
+def _known_steps(
+    number: int, steps: Mapping[int, Mapping[int, tuple[int, float]]]
+) -> list[list[tuple[int, int, float]]]:
+    """The loads of each peer at which it has made steps enough, with their numbers and times."""
+    known = [
+        [(load, num, took_s) for load, (num, took_s) in of_peer.items() if num >= MIN_STEPS_OF_PEER]
+        for peer, of_peer in steps.items()
+        if peer != number
+    ]
+    return [loads for loads in known if loads]

@@ -57,6 +57,12 @@ def test_one_that_is_slow_becomes_suspect_and_then_slow() -> None:
     assert fleet.found[1] is Pace.LIKE_PEERS and fleet.slow.ratio(0) is None, "nobody to compare with"
 
 
+def test_one_that_is_far_too_slow_is_found_at_other_loads_too() -> None:
+    fleet = Fleet([1.0, 12.0])
+    fleet.seconds(REPLACE_S + 12, [10, 20])
+    assert fleet.found == [Pace.LIKE_PEERS, Pace.SLOW]
+
+
 def test_one_that_is_quick_again_is_cleared_and_begins_anew() -> None:
     fleet = Fleet([1.0, 5.0, 1.0])
     fleet.seconds(30, [20, 20, 20])
@@ -86,7 +92,7 @@ def test_time_without_evidence_stands_still() -> None:
     assert fleet.found[1] is Pace.SUSPECT
     assert fleet.slow.ratio(1) is None
     fleet.seconds(500, [4, 60])
-    assert fleet.found[1] is Pace.SUSPECT, "no peer has such a load"
+    assert fleet.found[1] is Pace.SUSPECT, "so many sequences may take so much longer"
     fleet.seconds(REPLACE_S, [20, 20])
     assert fleet.found[1] is Pace.SLOW
 
