@@ -48,7 +48,7 @@ from forgeasync.controller.preparation import Prepared, prepare
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
-from forgeasync.controller.resume import RunFiles, open_files
+from forgeasync.controller.resume import RunFiles, open_files, resume_or_begin_anew
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.starting import Roles, open_procs, start_roles
 from forgeasync.controller.stopping import run_main, telling
@@ -378,7 +378,10 @@ def main() -> int:
     def start(config: RunConfig) -> None:
         for line in take_over(config):
             print(line)
-        prepared = prepare(config, arguments.resume)
+        resume, words = resume_or_begin_anew(config, arguments.resume)
+        for line in words:
+            print(line)
+        prepared = prepare(config, resume)
         run_main(train(prepared.config, prepared))
 
     def run() -> None:

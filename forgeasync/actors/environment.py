@@ -6,7 +6,6 @@ the model's turns; token ids go there, and ids and texts come back. Calls overla
 
 import asyncio
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint
 
+from forgeasync.actors.episode_turns import EpisodeRequest, EpisodeTurns, GroupMove, KnownLosses
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor
 from forgeasync.config.agents import AgentSection
 from forgeasync.config.data import DataSection
@@ -22,7 +22,7 @@ from forgeasync.config.episodes import EpisodesSection
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
 from forgeasync.config.sandbox import SandboxSection
-from forgeasync.environments.agent import EpisodeAgent, TurnLimits, TurnRequest
+from forgeasync.environments.agent import EpisodeAgent, TurnLimits
 from forgeasync.environments.endpoint import EndpointModel
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.episodes import (
@@ -38,9 +38,7 @@ from forgeasync.environments.served.untrained import Continuation, UntrainedTurn
 from forgeasync.environments.worker_mark import mark_this_process
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.rollouts.outcome import EpisodeOutcome
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
-from forgeasync.waiting import deadline, forget
+from forgeasync.waiting import Monitor, deadline
 
 LINGER_S = 1.0
 """For so many seconds after the end of a run clients are told that it has ended."""
@@ -76,21 +74,6 @@ class EnvironmentSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRequest:
-    """One attempt at an episode."""
-
-    task: Task
-    episode: EpisodeId
-    generator: GeneratorActor | None
-    """The generator that samples all turns; None where an endpoint does."""
-    generator_number: int
-    """Its number in the run, which no other generator gets."""
-    sampling: SamplingSection
-    seed: int | None
-    keeps_record: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """What a worker says when it is asked whether it is alive."""
 
@@ -123,8 +106,8 @@ class EnvironmentActor(Actor):
         self._number = number
         self._num_untrained = 0
         self._generators: tuple[GeneratorActor, ...] = ()
-        self._lost: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        """Set for generators that are gone, by number."""
+        self._losses = Monitor(KnownLosses())
+        """Generators that are gone; turns wait for them."""
         redirect_process_output(log_dir / f"environment-{number}.log")
 
     @concurrent_endpoint
@@ -193,13 +176,17 @@ class EnvironmentActor(Actor):
     async def connect(self, generators: Sequence[GeneratorActor], lost: Sequence[int]) -> None:
         """Set the generators that there are now, and the numbers of those that are gone.
 
-        Episodes whose generator is gone are interrupted.
+        Episodes whose generator is gone wait for a ``GroupMove``, or are interrupted.
         """
         self._generators = tuple(generators)
-        for number in lost:
-            self._lost[number].set()
+        self._losses.change(lambda losses: losses.lose(lost))
         if self._desk is not None:
             self._desk.connect(self._untrained_agent)
+
+    @concurrent_endpoint
+    async def move_groups(self, moves: Sequence[GroupMove]) -> None:
+        """Let episodes of groups go on with other generators."""
+        self._losses.change(lambda losses: losses.move(moves))
 
     @concurrent_endpoint
     async def end_serving(self) -> None:
@@ -266,35 +253,7 @@ class EnvironmentActor(Actor):
         return EpisodeAgent(UntrainedTurns(sample), self._renderer, limits)
 
     def _sampler(self, request: EpisodeRequest) -> SampleEpisodeTurn | EndpointTurns:
-        generator, limit_s = request.generator, self._setup.timeouts.generate_s
+        limit_s = self._setup.timeouts.generate_s
         if self._setup.endpoint is not None:
             return EndpointTurns(endpoint=self._setup.endpoint, sampling=request.sampling, limit_s=limit_s)
-        assert generator is not None, "only an endpoint's turns have none"
-        lost = self._lost[request.generator_number]
-
-        async def sample(episode: EpisodeId, turn: TurnRequest) -> SampledTurn | None:
-            sampling = request.sampling
-            if turn.stop:
-                sampling = sampling.model_copy(update={"stop": (*sampling.stop, *turn.stop)})
-            call = f"a generator sampling a turn of group {episode.group_id}"
-            if lost.is_set():
-                raise EpisodeInterrupted("its generator is gone")
-            turned = asyncio.ensure_future(
-                generator.continue_episode.call_one(
-                    episode, turn.after, turn.given_ids, sampling, turn.max_tokens, request.seed
-                )
-            )
-            gone = asyncio.ensure_future(lost.wait())
-            try:
-                async with deadline(limit_s, call=call, key="timeouts.generate_s"):
-                    await asyncio.wait([turned, gone], return_when=asyncio.FIRST_COMPLETED)
-                if lost.is_set():
-                    raise EpisodeInterrupted("its generator is gone")
-                sampled: SampledTurn | CancelledGroup = turned.result()
-            finally:
-                gone.cancel()
-                turned.add_done_callback(forget)
-                turned.cancel()
-            return None if isinstance(sampled, CancelledGroup) else sampled
-
-        return sample
+        return EpisodeTurns(request, self._losses, limit_s=limit_s)

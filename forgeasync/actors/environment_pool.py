@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from forgeasync.actors.environment import EnvironmentActor, EpisodeRequest, WorkerReport
+from forgeasync.actors.environment import EnvironmentActor, WorkerReport
+from forgeasync.actors.episode_turns import EpisodeRequest, GroupMove
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor
 from forgeasync.actors.watched_process import (
     END_S,
@@ -118,6 +119,8 @@ class EnvironmentPool:
         self._telling: set[asyncio.Future[None]] = set()
         self._has_started = False
         self._generators: Callable[[], tuple[Sequence[GeneratorActor], Sequence[int]]] | None = None
+        self._moves: dict[int, list[GroupMove]] = {}
+        """Where groups went on that have not ended, for workers that start later."""
         self._num_failed_starts = 0
         self._failure: Exception | None = None
         self._num_killed_processes = 0
@@ -147,10 +150,23 @@ class EnvironmentPool:
         """Tell all workers which generators there are now, and wait for none of them."""
         if self._generators is not None:
             for worker in self._workers.values():
-                told = asyncio.ensure_future(worker.spawned.actor.connect.call_one(*self._generators()))
-                self._telling.add(told)
-                told.add_done_callback(self._telling.discard)
-                told.add_done_callback(forget)
+                self._tell_worker(worker.spawned.actor.connect.call_one(*self._generators()))
+
+    def move_group(self, move: GroupMove) -> None:
+        """Tell all workers where the episodes of a group go on, and wait for none of them."""
+        self._moves.setdefault(move.group_id, []).append(move)
+        for worker in self._workers.values():
+            self._tell_worker(worker.spawned.actor.move_groups.call_one([move]))
+
+    def forget_moves(self, group_id: int) -> None:
+        """A group has ended; it may have moved never."""
+        self._moves.pop(group_id, None)
+
+    def _tell_worker(self, call: Awaitable[None]) -> None:
+        told = asyncio.ensure_future(call)
+        self._telling.add(told)
+        told.add_done_callback(self._telling.discard)
+        told.add_done_callback(forget)
 
     async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
         """Run an episode on the worker with the fewest of them, as soon as one has room."""
@@ -312,6 +328,12 @@ class EnvironmentPool:
         self._num_failed_starts = 0
         beat = Heartbeat(spawned.actor.report.call_one, limit_s=self._section.heartbeat_s)
         self._workers[number] = _Worker(spawned=spawned, process=process, place=place, beat=beat)
+        if self._generators is not None and self._has_started:
+            # Generators may have come and gone since it was connected.
+            self._tell_worker(spawned.actor.connect.call_one(*self._generators()))
+        if self._moves:
+            moves = [move for of_group in self._moves.values() for move in of_group]
+            self._tell_worker(spawned.actor.move_groups.call_one(moves))
         self._table.ready(number)
         self._listing.put(Role.ENVIRONMENT, place, pid=spawned.pid, host=LOCAL_HOST_ID)
         if replaces is not None:

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
-from forgeasync.rollouts.in_flight import group_turns
+from forgeasync.rollouts.in_flight import ended_turns, group_turns
 from forgeasync.rollouts.payload_format import PayloadRef
 from forgeasync.rollouts.payload_remote import PayloadServer
 from forgeasync.rollouts.payload_store import PayloadWriter
@@ -92,8 +92,13 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def beat(self) -> EngineStats:
-        """Say that this proc is alive, and what its engine has counted; the engine's thread is not asked."""
+        """Say that this proc is alive, and what its engine has counted; the engine's thread is not asked.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
         assert self._engine is not None
+        self._engine.check_alive()
         return self._engine.stats()
 
     @concurrent_endpoint
@@ -222,19 +227,23 @@ class GeneratorActor(Actor):
             return CancelledGroup()
 
     @concurrent_endpoint
-    async def restore_episodes(self, group_id: int, data: bytes) -> CancelledGroup | None:
+    async def restore_episodes(
+        self, group_id: int, data: bytes
+    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
         """Take over the episodes of a group from a generator that is gone, with all their turns.
 
-        ``data`` is what ``Host.read_in_flight`` has of the group.
+        ``data`` is what ``Host.read_in_flight`` has of the group. Returns the numbers of the turns that had
+        ended, by episode: only these may have reached the environment.
 
         Raises:
             ValueError: ``data`` is not whole or of another group, or the group is open here already.
         """
+        turns = group_turns(data)
         try:
-            self._episodes.restore(group_id, group_turns(data))
+            self._episodes.restore(group_id, turns)
         except GroupCancelled:
             return CancelledGroup()
-        return None
+        return ended_turns(turns)
 
     @concurrent_endpoint
     async def store_episodes(

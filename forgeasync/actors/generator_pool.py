@@ -15,6 +15,7 @@ from dataclasses import replace
 from forgeasync.actors.deaths import Proc
 from forgeasync.actors.generator_losses import GeneratorLosses
 from forgeasync.actors.replica import LiveReplica, SpawnedReplica
+from forgeasync.actors.replica_health import BEAT_S, LOOK_S, ReplicaHealth
 from forgeasync.config.generator import GeneratorSection
 from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.faults.replica_states import ReplicaState, ReplicaTable
@@ -22,21 +23,9 @@ from forgeasync.generator.reports import EngineStats
 from forgeasync.launch.hosts import Host
 from forgeasync.observability.procs_file import ProcsFile
 from forgeasync.rollouts.in_flight_log import InFlightRead
-from forgeasync.waiting import Monitor, comes_within, forget
+from forgeasync.waiting import Monitor, comes_within
 
 logger = logging.getLogger(__name__)
-
-LOOK_S = 0.5
-"""Seconds between two looks at the generators."""
-
-BEAT_S = 1.0
-"""Seconds between two heartbeats of a generator."""
-
-SUSPECT_SHARE = 0.5
-"""A generator whose answer takes so much of ``generator.heartbeat_s`` gets no new groups until it comes."""
-
-STALL_S = 1.0
-"""A look that comes later than this says that the controller itself stood still, not the generators."""
 
 END_S = 10.0
 """Time for a killed process to be gone."""
@@ -82,7 +71,7 @@ class GeneratorPool:
         self._stopping: set[asyncio.Task[None]] = set()
         self._num_failed_starts = 0
         self._failure: Exception | None = None
-        self._looked_s = time.monotonic()
+        self._health = ReplicaHealth(section, self.table, self.heard)
         self._losses = GeneratorLosses(faults)
         self._followers: list[OnChange] = []
         self._pids: dict[int, tuple[Host, int]] = {}
@@ -143,45 +132,18 @@ class GeneratorPool:
         Raises:
             GeneratorsFail: they cannot be started any more.
         """
-        self._looked_s = time.monotonic()
+        self._health.begin()
         while True:
             await asyncio.sleep(LOOK_S)
             if self._failure is not None:
                 raise self._failure
-            self._forgive_own_stall()
-            replicas = self.replicas
+            self._health.begin_look(replicas := self.replicas)
             have_ended = await asyncio.gather(*(one.proc().has_ended() for one in replicas))
             for replica, has_ended in zip(replicas, have_ended, strict=True):
                 if has_ended:
                     self.lose(replica, "has died")
-                elif replica.number in self._replicas:
-                    self._look_at_heartbeat(replica)
-
-    def _forgive_own_stall(self) -> None:
-        """Do not hold against generators that this process stood still or was stopped."""
-        now_s = time.monotonic()
-        late_s = now_s - self._looked_s - LOOK_S
-        self._looked_s = now_s
-        if late_s > STALL_S:
-            for replica in self._replicas.values():
-                replica.beat_since_s += late_s
-
-    def _look_at_heartbeat(self, replica: LiveReplica) -> None:
-        now_s, limit_s = time.monotonic(), self._section.heartbeat_s
-        if replica.beat is None:
-            if now_s >= replica.beat_since_s:
-                replica.beat_since_s = now_s
-                replica.beat = asyncio.ensure_future(replica.actor.beat.call_one())
-                replica.beat.add_done_callback(forget)
-        elif replica.beat.done():
-            if replica.beat.exception() is None:
-                self.heard(replica, replica.beat.result())
-                self.table.change(lambda table: table.clear(replica.number))
-            replica.beat, replica.beat_since_s = None, now_s + BEAT_S
-        elif now_s - replica.beat_since_s > limit_s:
-            self.lose(replica, f"has not answered for generator.heartbeat_s = {limit_s:g} s")
-        elif now_s - replica.beat_since_s > SUSPECT_SHARE * limit_s:
-            self.table.change(lambda table: table.suspect(replica.number, "it does not answer"))
+                elif replica.number in self._replicas and (what := self._health.look_at(replica)) is not None:
+                    self.lose(replica, what)
 
     def lose(self, replica: LiveReplica, what: str) -> None:
         """Give a generator up: all calls to it end, it is killed, and another one is started.
@@ -196,8 +158,7 @@ class GeneratorPool:
         is_wanted, is_spare = known.state is not ReplicaState.DRAINING, known.is_spare
         self.table.change(lambda table: table.lose(replica.number, what))
         self._losses.count(replica)
-        if replica.beat is not None:
-            replica.beat.cancel()
+        self._health.forget(replica)
         self._listing.remove("generator", replica.rank)
         fault = self._faults.detected(Role.GENERATOR, replica.name, what)
         replica.gone.set()
@@ -334,8 +295,7 @@ class GeneratorPool:
             return
         self.table.change(lambda table: table.remove(number))
         self._losses.count(replica)
-        if replica.beat is not None:
-            replica.beat.cancel()
+        self._health.forget(replica)
         self._listing.remove("generator", replica.rank)
         replica.gone.set()
         self._tell_followers()

@@ -5,11 +5,18 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from forgeasync.actors.environment import EpisodeRequest
 from forgeasync.actors.environment_pool import EnvironmentPool
+from forgeasync.actors.episode_group import (
+    EndedRun,
+    EpisodeGroup,
+    EpisodesCancelled,
+    all_ended,
+    sampling_group,
+)
+from forgeasync.actors.episode_turns import EpisodeRequest, GroupMove
 from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
 from forgeasync.actors.group_sampling import HeldOutRollout, SampledGroup
 from forgeasync.actors.group_scoring import Unscored
@@ -24,31 +31,14 @@ from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.score import NO_SCORE, Score
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.trajectory import EpisodeId
+from forgeasync.waiting import forget
 
 MIN_ROLLOUTS = 2
 """A group that has fewer left has nothing to compare them with, unless groups have one rollout anyway."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    """An episode after its last attempt."""
-
-    outcomes: tuple[EpisodeOutcome, ...]
-    """One for each attempt."""
-    trains: bool
-    episode: EpisodeId
-
-    @property
-    def last(self) -> EpisodeOutcome:
-        return self.outcomes[-1]
-
-
 ADMISSION_S = 0.5
 """Seconds between two looks at a KV cache that is short."""
-
-
-class _GroupCancelled(Exception):
-    """The group was given up during one of its episodes."""
 
 
 def without_texts(rollout: StoredRollout) -> StoredRollout:
@@ -98,16 +88,85 @@ class GroupEpisodes:
     ) -> SampledGroup | RefusedGroup | CancelledGroup:
         """Sample and score the group of a task; its arrays stay with the generator until freed.
 
-        If its generator is lost, its episodes run again from the start, with another one.
+        If its generator is lost, another one takes over the turns that had begun, and its episodes go on.
         """
-        for num_lost in range(self._max_lost_per_group):
+        group: EpisodeGroup | None = None
+        start = functools.partial(self._start, task=task, seed=seed)
+        with self._generators.cancellable(group_id) as is_cancelled:
             try:
-                async with self._generators.pinned(self._group_size) as replica, self._admitted(replica):
-                    first_attempt = num_lost * self._section.max_attempts
-                    return await self._sample(replica, group_id, task, seed, first_attempt)
-            except ReplicaLost as lost:
-                problem = f"group {group_id}: {lost}, as {num_lost} before it"
-        return RefusedGroup(problem=problem, reason=DropReason.LOST)
+                for num_lost in range(self._max_lost_per_group):
+                    try:
+                        async with self._generators.pinned(self._group_size) as replica:
+                            async with self._admitted(replica), sampling_group(replica, group_id):
+                                if group is None:
+                                    group = EpisodeGroup(group_id=group_id, replica=replica)
+                                    group.running = [start(group, one) for one in range(self._group_size)]
+                                else:
+                                    await self._take_over(group, replica, start, is_cancelled)
+                                ended = await all_ended(group.running, replica)
+                                return await self._store(replica, group_id, ended)
+                    except ReplicaLost as lost:
+                        problem = f"group {group_id}: {lost}, as {num_lost} before it"
+                        if group is not None and group.replica is replica:
+                            group.data = (await asyncio.shield(replica.left)).groups.get(group_id)
+                return RefusedGroup(problem=problem, reason=DropReason.LOST)
+            except EpisodesCancelled:
+                assert group is not None
+                await self._generators.drop_episodes(replica, group_id)
+                return CancelledGroup()
+            finally:
+                if group is not None:
+                    await self._end(group)
+
+    async def _take_over(
+        self,
+        group: EpisodeGroup,
+        replica: LiveReplica,
+        start: "Callable[[EpisodeGroup, int, int], asyncio.Future[EndedRun]]",
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """Have a generator take over the episodes of a lost one; they go on, those under way too.
+
+        Raises:
+            ReplicaLost: it is gone as well.
+        """
+        taken: Mapping[EpisodeId, frozenset[int]] = {}
+        if group.data is not None:
+            restored = await self._generators.restore_episodes(replica, group.group_id, group.data)
+            if isinstance(restored, CancelledGroup):
+                raise EpisodesCancelled
+            taken = restored
+        lost, group.replica = group.replica, replica
+        group.num_moves += 1
+        # Also told of a group that is given up: its episodes then end.
+        self._pool.move_group(
+            GroupMove(
+                group_id=group.group_id,
+                lost=lost.number,
+                generator=replica.actor,
+                number=replica.number,
+                ended=taken,
+            )
+        )
+        if is_cancelled():
+            raise EpisodesCancelled
+        for index, one in enumerate(group.running):
+            if one.done() and one.exception() is None and not one.result().is_whole(taken, self._roles):
+                # What it had sampled is gone: it runs again from the start.
+                group.running[index] = start(group, index, one.result().episode.attempt + 1)
+
+    async def _end(self, group: EpisodeGroup) -> None:
+        """Wait for no episode of a group any more; those that wait for a generator end."""
+        for one in group.running:
+            one.cancel()
+        await asyncio.wait(group.running)
+        if group.replica.gone.is_set():
+            self._pool.move_group(
+                GroupMove(
+                    group_id=group.group_id, lost=group.replica.number, generator=None, number=-1, ended={}
+                )
+            )
+        self._pool.forget_moves(group.group_id)
 
     @asynccontextmanager
     async def _admitted(self, replica: LiveReplica) -> AsyncIterator[None]:
@@ -130,33 +189,23 @@ class GroupEpisodes:
     async def _is_short_of_kv(self, replica: LiveReplica) -> bool:
         return await self._generators.kv_usage(replica) > self._section.max_kv_usage
 
-    async def _sample(
-        self, replica: LiveReplica, group_id: int, task: Task, seed: int | None, first_attempt: int
-    ) -> SampledGroup | RefusedGroup | CancelledGroup:
-        running = [
-            asyncio.ensure_future(
-                self._run(
-                    task,
-                    EpisodeId(group_id=group_id, index=index),
-                    replica,
-                    self._sampling,
-                    seed,
-                    keeps_record=self._keeps_texts,
-                    first_attempt=first_attempt,
-                )
+    def _start(
+        self, group: EpisodeGroup, index: int, first_attempt: int = 0, *, task: Task, seed: int | None
+    ) -> "asyncio.Future[EndedRun]":
+        running = asyncio.ensure_future(
+            self._run(
+                task,
+                EpisodeId(group_id=group.group_id, index=index),
+                group,
+                self._sampling,
+                seed,
+                keeps_record=self._keeps_texts,
+                first_attempt=first_attempt,
+                goes_on=True,
             )
-            for index in range(self._group_size)
-        ]
-        try:
-            ended = await asyncio.gather(*running)
-        except _GroupCancelled:
-            await self._generators.drop_episodes(replica, group_id)
-            return CancelledGroup()
-        finally:
-            for one in running:
-                one.cancel()
-            await asyncio.wait(running)
-        return await self._store(replica, group_id, ended)
+        )
+        running.add_done_callback(forget)
+        return running
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the run began, and current values, under their names in metrics.jsonl."""
@@ -170,16 +219,19 @@ class GroupEpisodes:
         ended, problem = None, ""
         for num_lost in range(self._max_lost_per_group):
             async with self._generators.pinned(1) as replica:
+                run = functools.partial(
+                    self._run,
+                    task,
+                    EpisodeId(group_id=group_id, index=0),
+                    EpisodeGroup(group_id=group_id, replica=replica),
+                    sampling,
+                    seed,
+                    keeps_record=keeps_record,
+                    first_attempt=num_lost * self._section.max_attempts,
+                    goes_on=False,
+                )
                 try:
-                    ended = await self._run(
-                        task,
-                        EpisodeId(group_id=group_id, index=0),
-                        replica,
-                        sampling,
-                        seed,
-                        keeps_record=keeps_record,
-                        first_attempt=num_lost * self._section.max_attempts,
-                    )
+                    ended = await replica.while_there(run)
                     break
                 except ReplicaLost as lost:
                     problem = str(lost)
@@ -207,45 +259,50 @@ class GroupEpisodes:
         self,
         task: Task,
         episode: EpisodeId,
-        replica: LiveReplica,
+        group: EpisodeGroup,
         sampling: SamplingSection,
         seed: int | None,
         *,
         keeps_record: bool,
         first_attempt: int,
-    ) -> _Ended:
+        goes_on: bool,
+    ) -> EndedRun:
         """Run an episode until an attempt counts, or there are no attempts left.
 
-        Raises:
-            ReplicaLost: its generator is gone.
+        An attempt that its generator's loss has interrupted is none of them.
         """
         outcomes: list[EpisodeOutcome] = []
-        for attempt in range(first_attempt, first_attempt + self._section.max_attempts):
+        num_left = self._section.max_attempts
+        for attempt in itertools.count(first_attempt):
             episode = dataclasses.replace(episode, attempt=attempt)
+            num_moves = group.num_moves
             request = EpisodeRequest(
                 task=task,
                 episode=episode,
-                generator=replica.actor,
-                generator_number=replica.number,
+                generator=group.replica.actor,
+                generator_number=group.replica.number,
                 sampling=sampling,
                 seed=seed,
                 keeps_record=keeps_record,
+                goes_on=goes_on,
             )
-            outcome = await replica.while_there(functools.partial(self._pool.run_episode, request))
+            outcome = await self._pool.run_episode(request)
             if isinstance(outcome, CancelledGroup):
-                raise _GroupCancelled
+                raise EpisodesCancelled
             outcomes.append(outcome)
             policy = self._section.endings.of(outcome.ending)
             if policy in (EndingPolicy.SCORE, EndingPolicy.ZERO):
-                return _Ended(outcomes=tuple(outcomes), trains=outcome.num_turns > 0, episode=episode)
+                return EndedRun(outcomes=tuple(outcomes), trains=outcome.num_turns > 0, episode=episode)
             for agent in range(len(self._roles)):
-                await self._generators.drop_episode(replica, dataclasses.replace(episode, agent=agent))
-            if policy is EndingPolicy.MASK:
+                await self._generators.drop_episode(group.replica, dataclasses.replace(episode, agent=agent))
+            was_moved = outcome.ending is Ending.INFRASTRUCTURE and group.num_moves != num_moves
+            num_left -= not was_moved
+            if policy is EndingPolicy.MASK or not num_left:
                 break
-        return _Ended(outcomes=tuple(outcomes), trains=False, episode=episode)
+        return EndedRun(outcomes=tuple(outcomes), trains=False, episode=episode)
 
     async def _store(
-        self, replica: LiveReplica, group_id: int, ended: Sequence[_Ended]
+        self, replica: LiveReplica, group_id: int, ended: Sequence[EndedRun]
     ) -> SampledGroup | RefusedGroup:
         """Store what trains of a group; without enough of it the group is given up."""
         taken = [

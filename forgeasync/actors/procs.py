@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,12 +27,10 @@ from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.watched_scorer import WatchedScorers
 from forgeasync.faults.fault_log import Fault, FaultLog, Role
-from forgeasync.faults.run_mark import RUN_MARK, semaphores
 from forgeasync.launch.hosts import HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
 from forgeasync.observability.procs_file import ProcsFile
-from forgeasync.rollouts.run_folder import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +122,7 @@ class Procs:
         try:
             await self.hosts.close()
         except HostLost as lost:
-            # Connections to it may have ended the run before it was missed.
+            # Connections to it may have broken, and ended the run, before it was missed.
             self._note_lost_host(lost)
             raise
 
@@ -235,7 +232,6 @@ class Procs:
             task.cancel()
         # Callbacks run in reverse order, and all of them run even if one fails.
         async with contextlib.AsyncExitStack() as ending:
-            ending.callback(_remove_semaphores)
             ending.push_async_callback(self._close_hosts)
             if self._watching is not None:
                 # Keep polling until now: a host that is not polled shuts itself down.
@@ -250,13 +246,6 @@ class Procs:
             self._failure.exception()
         else:
             self._failure.cancel()
-
-
-def _remove_semaphores() -> None:
-    """Remove what procs that were killed had of the run in this machine's shared memory."""
-    if (mark := os.environ.get(RUN_MARK)) is not None:
-        for semaphore in semaphores(mark, SHARED_MEMORY):
-            semaphore.unlink(missing_ok=True)
 
 
 async def _stop_all(meshes: Sequence[ProcMesh]) -> None:

@@ -86,10 +86,10 @@ class LiveReplica:
         gone = asyncio.ensure_future(self.gone.wait())
         try:
             await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
-            if answer.done() and not answer.cancelled() and _may_be_a_death(answer.exception()):
+            if answer.done() and not answer.cancelled() and may_be_a_death(answer.exception()):
                 # The call of one that dies can fail before its process is seen to be gone.
                 has_ended = gone.done() or await self.proc().has_ended()
-                if _is_engine_dead(answer.exception()):
+                if is_engine_dead(answer.exception()):
                     self.give_up(self, "has an engine that has died")
                 elif has_ended or not isinstance(answer.exception(), ActorError):
                     await asyncio.wait([gone], timeout=SEEN_S)
@@ -102,10 +102,12 @@ class LiveReplica:
             answer.cancel()
 
 
-def _may_be_a_death(error: BaseException | None) -> bool:
+def may_be_a_death(error: BaseException | None) -> bool:
+    """Whether a call may have failed because the process that was called is dying."""
     return isinstance(error, ActorError | SupervisionError)
 
 
-def _is_engine_dead(error: BaseException | None) -> bool:
+def is_engine_dead(error: BaseException | None) -> bool:
+    """Whether an engine has died whose process lives."""
     # By its name: importing vLLM (0.32, vllm/v1/engine/exceptions.py) takes the controller 10 s.
     return isinstance(error, ActorError) and type(error.exception).__name__ == "EngineDeadError"

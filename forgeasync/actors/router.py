@@ -7,8 +7,8 @@ same prompt with the same seed. Both have a budget, after which the group is giv
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -234,8 +234,10 @@ class GeneratorRouter:
         if replica is not None and replica.host.id == host_id:
             if await self._tolerantly(replica, lambda: replica.actor.free_payloads.call_one(files)):
                 return
-        host = next(host for host in self.pool.hosts if host.id == host_id)
-        await host.remove_files(files)
+        host = next((host for host in self.pool.hosts if host.id == host_id), None)
+        # What a host that is gone had in its memory is gone as well.
+        if host is not None:
+            await host.remove_files(files)
 
     async def _tolerantly(self, replica: LiveReplica, call: Callable[[], Awaitable[None]]) -> bool:
         """Make a small call to a generator; false if it is gone, or does not answer and is given up."""
@@ -249,6 +251,28 @@ class GeneratorRouter:
             replica.give_up(replica, f"has not answered a small call for timeouts.weights_s = {limit_s:g} s")
             return False
         return True
+
+    @contextmanager
+    def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
+        """Within the block, what it is given says whether the group was given up meanwhile."""
+        self._cancelled[group_id] = False
+        try:
+            yield lambda: self._cancelled[group_id]
+        finally:
+            del self._cancelled[group_id]
+
+    async def restore_episodes(
+        self, replica: LiveReplica, group_id: int, data: bytes
+    ) -> Mapping[EpisodeId, frozenset[int]] | CancelledGroup:
+        """Have one generator take over the episodes of a group; see ``GeneratorActor.restore_episodes``.
+
+        Raises:
+            ReplicaLost: it is gone.
+        """
+        self._num_moved += 1
+        call = f"generator {replica.rank} taking over the episodes of group {group_id}"
+        async with deadline(self._timeouts.generate_s, call=call, key="timeouts.generate_s"):
+            return await replica.while_there(lambda: replica.actor.restore_episodes.call_one(group_id, data))
 
     async def store_episodes(
         self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]

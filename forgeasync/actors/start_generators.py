@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
-from forgeasync.actors.generator_pool import LOOK_S, GeneratorPool
+from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.procs import GENERATOR, Procs
 from forgeasync.actors.replica import ReplicaLost, SpawnedReplica
+from forgeasync.actors.replica_health import LOOK_S
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.model import Dtype

@@ -44,6 +44,10 @@ class GeneratorSection(Section):
     the place of an engine that is lost. They need GPUs and memory as the others."""
     heartbeat_s: float = Field(default=8.0, ge=1.0, le=3600.0)
     """An engine's process that does not answer for so long is killed and replaced."""
+    slow_factor: float | None = Field(default=None, ge=1.5, le=1000.0)
+    """An engine whose decode steps take more than so many times as long as the median of the other engines',
+    at a like number of sequences, gets no new groups after 15 s of this, and is replaced after 40 s. null:
+    engines are not compared, as is right where they are not alike."""
     max_restarts: int = Field(default=5, gt=0, le=1000)
     """So many engines in a row that do not come to sample end the run."""
     max_lost_per_group: int = Field(default=3, gt=0, le=100)

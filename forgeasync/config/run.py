@@ -39,6 +39,9 @@ class TimeoutSection(Section):
     host_s: Seconds = 60.0
     """With several hosts: a host that does not answer for this long ends the run. A host that is not polled
     for twice this long shuts itself down."""
+    controller_s: Seconds = 20.0
+    """With ``--supervise``: a controller that gives no sign of life for this long, such as one that was
+    stopped (SIGSTOP), is killed, and the run goes on from its newest checkpoint."""
     sigterm_s: Seconds = 30.0
     """Time for a checkpoint, which gets half of it, and the export of the weights when the run is told to
     stop by SIGTERM. The grace period before SIGKILL (Slurm's KillWait, Kubernetes'

@@ -17,8 +17,10 @@ from rich.console import Console
 
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
+from forgeasync.controller.leftovers import end_own_run
 from forgeasync.controller.preparation import check_plan, gpu_memory_bytes
 from forgeasync.controller.stopping import install_handlers, received_signal
+from forgeasync.controller.supervisor_beat import start_beating
 from forgeasync.models.config_file import model_config_file
 from forgeasync.observability.failures import failure_line, root_cause
 from forgeasync.observability.run_dir import release_claims
@@ -104,12 +106,16 @@ def _positive(text: str) -> float:
 def exit_code(run: Callable[[], None]) -> int:
     """Run an app and turn how it ended into an exit code, with the reason as the last lines on stderr."""
     install_handlers()
+    start_beating()
     try:
         try:
             run()
         finally:
             _leave_monarch()
-            release_claims()
+            try:
+                end_own_run()
+            finally:
+                release_claims()
     except ConfigError as error:
         _say(f"refused:\n{error}")
         return EXIT_REFUSED

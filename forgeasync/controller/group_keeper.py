@@ -129,7 +129,9 @@ class GroupKeeper:
                 f"{self._reserved_bytes:,}"
             )
         ref = kept.group.rollouts[0].branches[0].response
-        host = next(host for host in self._generators.pool.hosts if host.id == ref.host_id)
+        host = next((host for host in self._generators.pool.hosts if host.id == ref.host_id), None)
+        if host is None:
+            return f"host {ref.host_id}, which has its arrays, is gone"
         return await host.keep_group(target, encode_facts(kept), ref.file)
 
     async def _remove_obsolete(self) -> None:

@@ -7,6 +7,8 @@ run's mark, and what the run has listed (``procs.json``). A process that only ha
 import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -15,14 +17,17 @@ from forgeasync.config.run import RunConfig
 from forgeasync.environments.episode_thread import kill
 from forgeasync.environments.worker_mark import marked_processes
 from forgeasync.faults.fault_log import FaultLog, Role
-from forgeasync.faults.run_mark import RUN_MARK, semaphores
+from forgeasync.faults.run_mark import RUN_MARK, remove_files_of
 from forgeasync.observability.procs_file import left_processes
-from forgeasync.observability.run_dir import RunDir
+from forgeasync.observability.run_dir import RunDir, claimed_marks
 from forgeasync.observability.run_lock import Holder
 from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
 
 END_S = 10.0
 """Time for killed processes to be gone."""
+
+LINGER_S = 5.0
+"""Time for what a run that ends has started to end by itself, before it is killed."""
 
 LOOK_AGAIN_S = 0.02
 """Seconds between two looks for processes."""
@@ -70,13 +75,31 @@ def end_leftovers(run_dir: RunDir, before: Holder) -> list[str]:
     words = []
     if num_killed := end_all(find):
         words.append(f"{num_killed} processes that it had left were killed")
-    removed = sweep_stale_folders()
-    for semaphore in semaphores(before.mark, SHARED_MEMORY):
-        semaphore.unlink(missing_ok=True)
-        removed.append(semaphore)
+    removed = [*sweep_stale_folders(), *remove_files_of(before.mark)]
     if removed:
         words.append(f"{len(removed)} files and folders of dead runs in {SHARED_MEMORY} were removed")
     return words
+
+
+def end_own_run() -> None:
+    """End what runs of this process have left, which ends now, in whatever way: processes, and files.
+
+    Raises:
+        NotEnded: a process does not end.
+    """
+    for mark in claimed_marks():
+        find = partial(_started, mark)
+        end_s = time.monotonic() + LINGER_S
+        while find() and time.monotonic() < end_s:
+            time.sleep(LOOK_AGAIN_S)
+        end_all(find)
+        remove_files_of(mark)
+
+
+def _started(mark: str) -> list[psutil.Process]:
+    """The processes of a run but Python's own, which removes what this one leaves and ends after it."""
+    tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return [one for one in marked_processes(mark, RUN_MARK) if one.pid not in (os.getpid(), tracker)]
 
 
 def end_all(find: Callable[[], Iterable[psutil.Process]]) -> int:

@@ -94,6 +94,29 @@ def check_checkpoint_folder(config: RunConfig, *, is_resumed: bool) -> Iterator[
         )
 
 
+def begin_anew(run_dir: RunDir) -> list[str]:
+    """Move what a run that has no checkpoint yet has left out of the way; says what was done.
+
+    The caller has the folder's lock.
+    """
+    left = run_dir.put_all_aside()
+    return [f"there is no checkpoint yet: the run begins anew; moved to {', '.join(left)}"] if left else []
+
+
+def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | None, list[str]]:
+    """What ``--resume`` comes to: ``latest`` of a run that has died before its first checkpoint begins anew.
+
+    Also says what was done. This process has claimed the run's folder, if there was a run
+    (``leftovers.take_over``). A run that has exported its model is left as it is.
+    """
+    if choice != LATEST or config.run_dir is None or list_checkpoints(planned_folder(config)):
+        return choice, []
+    run_dir = RunDir(path=Path(config.run_dir))
+    if run_dir.before is None or (run_dir.checkpoints / FINAL).exists():
+        return choice, []
+    return None, begin_anew(run_dir)
+
+
 def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resumed:
     """The checkpoint that ``--resume`` names, checked against the run.
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from forgeasync.faults.run_mark import remove_files_of
 from forgeasync.launch.bootstrap_main import STOPPING
-from forgeasync.observability.run_dir import release_claims
+from forgeasync.observability.run_dir import claimed_marks, release_claims
 from forgeasync.rollouts.run_folder import remove_own_folders
 
 SAME_S = 1.0
@@ -102,6 +103,9 @@ def telling(listener: Callable[[signal.Signals], None]) -> Iterator[None]:
 def _end_at_once(first: signal.Signals) -> None:
     """End this process without waiting for anything; its procs end with it."""
     remove_own_folders()
+    # Whoever uses these ends with this process.
+    for mark in claimed_marks():
+        remove_files_of(mark)
     release_claims()
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():

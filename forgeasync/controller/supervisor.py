@@ -30,7 +30,8 @@ import psutil
 from forgeasync.checkpoint.folders import FINAL, list_checkpoints
 from forgeasync.config.load import load_config
 from forgeasync.controller.leftovers import NotEnded, end_all, end_leftovers
-from forgeasync.controller.resume import LATEST, planned_folder
+from forgeasync.controller.resume import LATEST, begin_anew, planned_folder
+from forgeasync.controller.supervisor_beat import PIPE, Pulse
 from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.launch.restart_policy import STOPPING, End, Ending, RestartPolicy, StartAgain, is_death
 from forgeasync.observability.run_dir import RunDir, default_run_dir
@@ -60,10 +61,17 @@ class Supervisor:
     """Supervises one run."""
 
     def __init__(
-        self, command: Sequence[str], run_dir: RunDir, checkpoints: Path, *, resume: str | None
+        self,
+        command: Sequence[str],
+        run_dir: RunDir,
+        checkpoints: Path,
+        *,
+        resume: str | None,
+        controller_s: float,
     ) -> None:
         """``command`` starts the run, from the beginning; with ``--resume latest`` behind it, from the newest
-        one of ``checkpoints``. ``resume`` is what the first start is to be resumed from."""
+        one of ``checkpoints``. ``resume`` is what the first start is to be resumed from. A run that gives no
+        sign of life for ``controller_s`` is killed."""
         self._command = list(command)
         self._run_dir = run_dir
         self._checkpoints = checkpoints
@@ -74,6 +82,9 @@ class Supervisor:
         self._received: signal.Signals | None = None
         self._num_faults_before = 0
         """Faults that were noted before the last start."""
+        self._controller_s = controller_s
+        self._silence: str | None = None
+        """In words, that the run was killed because it stood still."""
 
     def run(self) -> int:
         """Supervise until the run is done or cannot go on; returns the exit code."""
@@ -102,7 +113,7 @@ class Supervisor:
                 newest_step=newest_step(self._run_dir.metrics),
                 # An earlier run that was resumed may have had its end too.
                 has_ended=_size(self._run_dir.ledger) != ledger_bytes and has_ended(self._run_dir),
-                words=_words(exit_code, _failure(self._run_dir.run_log, log_bytes)),
+                words=self._silence or _words(exit_code, _failure(self._run_dir.run_log, log_bytes)),
             )
             decision = policy.after(ending)
             if exit_code not in (0, EXIT_REFUSED):
@@ -120,17 +131,31 @@ class Supervisor:
     def _start_and_wait(self, resume: str | None) -> int:
         """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
         self._num_faults_before = num_detected(self._run_dir.faults)
-        process = subprocess.Popen([*self._command, *([] if resume is None else ["--resume", resume])])
+        pulse = Pulse(limit_s=self._controller_s)
+        process = subprocess.Popen(
+            [*self._command, *([] if resume is None else ["--resume", resume])],
+            pass_fds=[pulse.writer],
+            env=os.environ | {PIPE: str(pulse.writer)},
+        )
+        pulse.close_writer()
+        self._silence = None
         self._child = self._last_child = process.pid
         if self._received is not None:
             # It came before there was anybody to pass it on to.
             os.kill(process.pid, self._received)
         while True:
-            pid, status = os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == process.pid:
                 self._child = None
                 process.returncode = os.waitstatus_to_exitcode(status)
+                pulse.close()
                 return process.returncode
+            if pid == 0 and pulse.look() and self._silence is None:
+                self._silence = (
+                    f"has given no sign of life for timeouts.controller_s = {self._controller_s:g} s"
+                )
+                _say(f"the run {self._silence}: killing it")
+                process.kill()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
@@ -173,8 +198,8 @@ class Supervisor:
                 if ending.has_ended:
                     faults.recovered(fault, "had done everything before")
             resume = self._next_resume()
-            if isinstance(decision, StartAgain) and resume is None and (left := folder.put_all_aside()):
-                words.append(f"there is no checkpoint yet: moved to {', '.join(left)}")
+            if isinstance(decision, StartAgain) and resume is None:
+                words += begin_anew(folder)
             for line in words:
                 _say(line)
             return resume
@@ -279,7 +304,13 @@ def main() -> int:
     assert config.run_dir is not None
     command = [sys.executable, "-m", "apps.grpo", *_run_arguments(arguments.config, overrides)]
     run_dir = RunDir(path=Path(config.run_dir))
-    return Supervisor(command, run_dir, planned_folder(config), resume=arguments.resume).run()
+    return Supervisor(
+        command,
+        run_dir,
+        planned_folder(config),
+        resume=arguments.resume,
+        controller_s=config.timeouts.controller_s,
+    ).run()
 
 
 if __name__ == "__main__":

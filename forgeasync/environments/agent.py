@@ -42,6 +42,8 @@ class TurnRequest:
     max_tokens: int
     stop: tuple[str, ...]
     """Texts that end the turn, besides those of the run."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while there is no generator for the turn; the deadlines of the episode stand still."""
 
 
 SampleTurn = Callable[[TurnRequest], Awaitable[SampledTurn | None]]
@@ -253,6 +255,7 @@ class EpisodeAgent:
             given_ids=given_ids,
             max_tokens=min(bounds),
             stop=tuple(stop),
+            waiting=self._waiting,
         )
         turn = await self._sampled(request)
         path_ids = [*before.token_ids, *given_ids.tolist()]

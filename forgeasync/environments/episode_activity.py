@@ -18,7 +18,7 @@ class EpisodeActivity:
     sampling_s: float = 0.0
     judging_since_s: dict[int, float] = field(default_factory=dict)
     num_waiting: int = 0
-    """Waits for people that are under way; they may overlap."""
+    """Waits for people and for generators that are under way; they may overlap."""
     waited_s: float = 0.0
     """Time for which somebody was waited for, waits that go on left out."""
     waited_before_turns_s: float = 0.0
@@ -52,12 +52,14 @@ class EpisodeActivity:
         self.waited_s += waited_s
         if not self.num_begun:
             self.waited_before_turns_s += waited_s
+        for turn, since_s in self.judging_since_s.items():
+            self.judging_since_s[turn] = since_s + waited_s
         if not self.num_sampling:
             self.last_s = now_s
 
     def waiting_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[], AbstractContextManager[None]]:
-        """Return what an agent of the episode enters, on any thread, while it waits for a person; this
-        object belongs to ``loop``."""
+        """Return what an agent of the episode enters, on any thread, while it waits for a person or for a
+        generator; this object belongs to ``loop``."""
 
         @contextmanager
         def waiting() -> Iterator[None]:

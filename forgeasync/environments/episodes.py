@@ -320,7 +320,7 @@ class Episodes:
                 deadlines.append(
                     (activity.last_s + section.step_s, f"episodes.step_s = {section.step_s:g} s")
                 )
-        for since_s in activity.judging_since_s.values():
+        for since_s in () if activity.num_waiting else activity.judging_since_s.values():
             deadlines.append((since_s + section.judge_s, f"episodes.judge_s = {section.judge_s:g} s"))
         return min(deadlines)
 

@@ -2,6 +2,8 @@
 
 import os
 
+from forgeasync.faults.run_mark import name_shared_memory
+
 # vLLM reads these when it is imported, so they have to be set before that. No pinning of threads to cores:
 # the trainer's procs use them too.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -15,3 +17,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 # A tensor-parallel engine's workers are started by a Monarch proc, which has threads: a fork of it may hang.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+# An engine's queues are shared memory of its workers too, which are spawned by vLLM and import this.
+name_shared_memory()

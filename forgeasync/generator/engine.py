@@ -47,6 +47,7 @@ from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
 from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, in_process_core
+from forgeasync.generator.workarounds.rendezvous import name_rendezvous
 from forgeasync.generator.workarounds.served_adapters import (
     AdapterSetup,
     ServedAdapter,
@@ -115,6 +116,7 @@ class GeneratorEngine:
         What named groups have in flight is logged in the folder ``in_flight``, which is made.
         """
         is_cpu = current_platform.is_cpu()
+        name_rendezvous()
         if generator.batch_invariant:
             compute_batch_invariantly()
         if is_cpu:
@@ -365,11 +367,17 @@ class GeneratorEngine:
         """Copies of every worker's parameters, experts unpacked (CPU engines only)."""
         return await self._client.between_steps(lambda core: core.collective_rpc("copy_parameters"))
 
+    def check_alive(self) -> None:
+        """Raise vLLM's EngineDeadError if the engine has died."""
+        if self._llm.errored:
+            raise self._llm.dead_error
+
     def stats(self) -> EngineStats:
         running_s = time.perf_counter() - self._busy_since_s if self._num_in_flight else 0.0
         return EngineStats(
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self._busy_s + running_s,
+            decode_steps=self._client.step_times.counts(),
             num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
         )
 

@@ -1,9 +1,18 @@
 """Reports of engines, in a module of their own so that readers need not import vLLM."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts.rollout import GroupProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSteps:
+    """Steps in which every sequence has decoded one token, at a like number of sequences."""
+
+    num_steps: int = 0
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +24,8 @@ class EngineStats:
     """Time with at least one request in flight."""
     num_log_failures: int = 0
     """How often tokens in flight could not be logged, so that open groups would begin anew after a death."""
+    decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict)
+    """By the number of bits of the number of sequences."""
     memory: MemoryPeak | None = None
     """Peak of the generator's largest process so far; None where nobody has measured."""
 

@@ -15,7 +15,7 @@ import runpy
 import signal
 from types import FrameType
 
-from forgeasync.faults.run_mark import name_semaphores
+from forgeasync.faults.run_mark import name_shared_memory
 
 GPUS_VARIABLE = "FORGEASYNC_GPUS"
 """Environment variable with the places of a proc's GPUs among those of its host, such as "0,1"."""
@@ -57,5 +57,5 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(os.environ[GPUS_VARIABLE], inherited)
     for number in STOPPING:
         signal.signal(number, stay)
-    name_semaphores()
+    name_shared_memory()
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

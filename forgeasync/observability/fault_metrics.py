@@ -33,8 +33,8 @@ FAULTS = Topic(
         Metric(key="generator/num_healthy", meaning="Generators that may be given groups, spares included."),
         Metric(
             key="generator/num_suspect",
-            meaning="Generators that have not answered for half of `generator.heartbeat_s`: they get no new "
-            "groups until they do.",
+            meaning="Generators that have not answered for half of `generator.heartbeat_s`, or are slow "
+            "beyond `generator.slow_factor`: they get no new groups for as long.",
         ),
         Metric(
             key="generator/num_starting",

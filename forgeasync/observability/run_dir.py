@@ -223,6 +223,11 @@ class RunDir:
         return self.logs / f"{process}.log"
 
 
+def claimed_marks() -> tuple[str, ...]:
+    """The marks of what this process has started for its runs, up to ``release_claims``."""
+    return tuple(claim.mark for claim in _held.values())
+
+
 def release_claims() -> None:
     """Let others have the folders that this process has claimed: it ends in order.
 

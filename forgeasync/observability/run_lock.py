@@ -73,6 +73,11 @@ class RunLock:
             raise
         return cls(descriptor, own, before)
 
+    @property
+    def mark(self) -> str:
+        """What everything that this process starts for the run carries."""
+        return self._own.mark
+
     def release(self) -> None:
         """Say that this process ends in order, and let others have the folder."""
         try:

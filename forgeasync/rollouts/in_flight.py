@@ -3,7 +3,8 @@
 Shape suffixes: N tokens; R rows of routed experts, M MoE layers, K top-k.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ from forgeasync.rollouts.in_flight_format import (
 )
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.rollout import FinishReason, VersionSpan
-from forgeasync.rollouts.trajectory import SampledTokens
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,18 @@ def turn_records(turn: LoggedTurn) -> list[InFlightRecord]:
         *([] if turn.batch is None else [turn.batch]),
         *([] if turn.ended is None else [turn.ended]),
     ]
+
+
+def ended_turns(turns: Iterable[LoggedTurn]) -> Mapping[EpisodeId, frozenset[int]]:
+    """The numbers of the turns that are known to have ended, by episode.
+
+    Those whose last tokens cannot be continued from count as not ended.
+    """
+    ended: defaultdict[EpisodeId, set[int]] = defaultdict(set)
+    for turn in turns:
+        if turn.ended is not None:
+            ended[turn.begun.episode].add(turn.begun.number)
+    return {episode: frozenset(numbers) for episode, numbers in ended.items()}
 
 
 def group_turns(data: bytes) -> tuple[LoggedTurn, ...]:

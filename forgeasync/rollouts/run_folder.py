@@ -17,12 +17,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from forgeasync.faults.run_mark import RUN_MARK, remove_files_of
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
 _PREFIX = "forgeasync_payloads"
 
-_LOCKED_NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}")
+_LOCKED_NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{16}}(?:-([0-9a-f]{{32}}))?")
+"""Ends with the mark of the run, if the process that makes the folder has one."""
 
 _UNLOCKED_NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]{{8}}")
 
@@ -106,8 +109,10 @@ def _try_lock(folder: Path) -> int | None:
 
 def _make_locked(root: Path) -> Path:
     """A new folder whose lock this process holds."""
+    mark = os.environ.get(RUN_MARK)
     while True:
-        folder = root / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+        folder = root / (name if mark is None else f"{name}-{mark}")
         folder.mkdir(mode=0o700)
         # A sweeper may see the folder before its lock is taken, and remove it: then another one is made.
         if (descriptor := _try_lock(folder)) is not None:
@@ -161,14 +166,16 @@ def remove_own_folders() -> None:
 
 
 def sweep_stale_folders(*, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's folders whose creating process is gone; returns which.
+    """Remove this user's folders whose creating process is gone, and what their runs have named after
+    themselves; returns what was removed.
 
     Several may sweep at once, beside others that make folders.
     """
     removed = []
+    marks: set[str] = set()
     for folder in sorted(root.glob(f"{_PREFIX}-*")):
-        creator = _creator(folder)
-        if creator is None and _LOCKED_NAME.fullmatch(folder.name) is None:
+        creator, locked_name = _creator(folder), _LOCKED_NAME.fullmatch(folder.name)
+        if creator is None and locked_name is None:
             continue
         if creator is not None and not creator.is_gone():
             continue
@@ -180,4 +187,12 @@ def sweep_stale_folders(*, root: Path = SHARED_MEMORY) -> list[Path]:
         os.close(descriptor)
         if not folder.exists():
             removed.append(folder)
+            if locked_name is not None and locked_name[1] is not None:
+                marks.add(locked_name[1])
+    # Another host of a run whose folder is still there may be a process of this machine, and live.
+    living = {
+        match[1] for folder in root.glob(f"{_PREFIX}-*") if (match := _LOCKED_NAME.fullmatch(folder.name))
+    }
+    for mark in marks - living:
+        removed += remove_files_of(mark)
     return removed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from forgeasync.actors.environment import EpisodeRequest, WorkerReport
+from forgeasync.actors.environment import WorkerReport
 from forgeasync.actors.environment_pool import (
     MAX_FAILED_STARTS,
     MAX_STUCK,
@@ -19,6 +19,7 @@ from forgeasync.actors.environment_pool import (
     SpawnedWorker,
     WorkersFail,
 )
+from forgeasync.actors.episode_turns import EpisodeRequest
 from forgeasync.config.episodes import Ending, EpisodesSection
 from forgeasync.config.generator import SamplingSection
 from forgeasync.environments.worker_mark import WORKER_MARK, marked_processes

@@ -4,6 +4,7 @@ One proc is all of them: what it has in flight is read while it runs, given up, 
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Seen:
     repeated: SampledTurn
     """That turn, asked for again."""
     episode: TokenTrace
-    restored_late: CancelledGroup | None
+    restored_late: CancelledGroup | Mapping[EpisodeId, frozenset[int]]
     """The answer to restoring the group that was dropped here."""
     problem: str
     """With data that is torn."""
@@ -80,7 +81,8 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
         late = await actor.restore_episodes.call_one(41, keep_group([turn]).data)
         elsewhere = replace(episode, group_id=42)
         turn = replace(turn, begun=replace(turn.begun, episode=elsewhere))
-        assert await actor.restore_episodes.call_one(42, keep_group([turn]).data) is None
+        restored = await actor.restore_episodes.call_one(42, keep_group([turn]).data)
+        assert restored == ({} if turn.ended is None else {elsewhere: frozenset({0})})
         repeated = await _turn(actor, elsewhere, repeated=True)
         ended = EndedEpisode(episode=elsewhere, is_truncated=False)
         (of_episode,) = await actor.store_episodes.call_one(42, [ended])

@@ -15,6 +15,7 @@ from forgeasync.actors.router import GroupGivenUp
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
+from forgeasync.faults import slow_replicas
 from forgeasync.faults.fault_log import Role
 from forgeasync.faults.replica_states import ReplicaState
 from forgeasync.observability.procs_file import ProcsFile
@@ -236,6 +237,46 @@ def test_counters_of_lost_generators_still_count() -> None:
     asyncio.run(go())
 
 
+def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_replicas, "SUSPECT_S", 1.0)
+    monkeypatch.setattr(slow_replicas, "REPLACE_S", 4.0)
+
+    async def go() -> None:
+        async with generators_of(("a", "a"), slow_factor=3.0) as world:
+            world.generators[0].step_s, world.generators[1].step_s = 0.01, 0.05
+            groups = [sample(world, group) for group in (1, 2)]
+            await world.until(lambda: sorted(running(world).values()) == [0, 1])
+            await world.until(lambda: world.state(1) is ReplicaState.SUSPECT)
+            groups += [sample(world, group) for group in (3, 4)]
+            await world.until(lambda: len(running(world)) == 4)
+            assert sorted(running(world).values()) == [0, 0, 0, 1], "a suspect gets no new groups"
+            await world.until(lambda: world.state(1) is ReplicaState.DEAD)
+            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+            await world.until(lambda: sum(group in running(world) for group in (1, 2, 3, 4)) == 4)
+            for generator in world.generators.values():
+                generator.is_released.set()
+            assert await asyncio.gather(*groups) == [()] * 4
+            assert world.pool.table.state.of(1).why == (
+                "is slow: its steps take 5.0 times as long as those of its peers (generator.slow_factor = 3)"
+            )
+            metrics = world.faults.metrics()
+            assert metrics["faults/detected_generator"] == metrics["faults/recovered_generator"] == 1
+
+    asyncio.run(go())
+
+
+def test_heartbeats_begin_with_the_looks_however_long_the_start_took() -> None:
+    async def go() -> None:
+        async with generators_of(("a",), heartbeat_s=30.0) as world:
+            world.watching.cancel()
+            world.pool._health._looked_s -= 3600.0
+            world.watching = asyncio.create_task(world.pool.watch())
+            before = world.generators[0].num_beats
+            await world.until(lambda: world.generators[0].num_beats > before)
+
+    asyncio.run(go())
+
+
 def test_generators_are_not_blamed_for_a_controller_that_stood_still() -> None:
     async def go() -> None:
         async with generators_of(("a",), heartbeat_s=1.0) as world:
@@ -245,7 +286,7 @@ def test_generators_are_not_blamed_for_a_controller_that_stood_still() -> None:
             sent_s = replica.beat_since_s
             # As after a stop of this process for an hour.
             replica.beat_since_s -= 3600.0
-            world.pool._looked_s -= 3600.0
+            world.pool._health._looked_s -= 3600.0
             await world.until(lambda: replica.beat_since_s != sent_s - 3600.0)
             assert world.state(0) is not ReplicaState.DEAD
             await world.until(lambda: world.state(0) is ReplicaState.DEAD)

@@ -127,6 +127,26 @@ def test_groups_stay_until_a_checkpoint_has_their_step(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+def test_a_group_whose_host_is_gone_is_told_and_others_are_kept(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def go() -> None:
+        async with world.running():
+            gone, there = world.group(0), world.group(1)
+            branch = gone.rollouts[0].branches[0]
+            branch = dataclasses.replace(
+                branch, response=dataclasses.replace(branch.response, host_id="host-9")
+            )
+            first = dataclasses.replace(gone.rollouts[0], branches=(branch,))
+            world.keep(dataclasses.replace(gone, rollouts=(first, *gone.rollouts[1:])))
+            world.keep(there)
+            await world.until(lambda: world.on_disk() == [1])
+            assert world.keeper.metrics()["buffer/num_unkept_groups"] == 1
+        assert "(host host-9, which has its arrays, is gone)" in world.told[0]
+
+    asyncio.run(go())
+
+
 def test_without_checkpoints_groups_that_were_trained_on_go_at_once(tmp_path: Path) -> None:
     world = World(tmp_path, "checkpoint.every_steps=null")
 

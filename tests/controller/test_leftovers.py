@@ -1,7 +1,9 @@
 """What a run that was killed has left is ended, and nothing else."""
 
 import dataclasses
+import fcntl
 import json
+import multiprocessing.shared_memory
 import os
 import subprocess
 import sys
@@ -13,12 +15,13 @@ import psutil
 import pytest
 
 from forgeasync.controller import leftovers
-from forgeasync.controller.leftovers import NotEnded, end_all, take_over
-from forgeasync.faults.run_mark import RUN_MARK, semaphores
+from forgeasync.controller.leftovers import NotEnded, end_all, end_own_run, take_over
+from forgeasync.controller.resume import LATEST, resume_or_begin_anew
+from forgeasync.faults.run_mark import RUN_MARK, files_of
 from forgeasync.observability import procs_file
 from forgeasync.observability.procs_file import ProcsFile, left_processes
 from forgeasync.observability.run_dir import RunDir, release_claims
-from forgeasync.rollouts.run_folder import SHARED_MEMORY
+from forgeasync.rollouts.run_folder import sweep_stale_folders
 from forgeasync.schema.problems import ConfigError
 from tests.support.runs import tiny_config
 
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.procs
 WAIT_S = 60.0
 
 CONTROLLER = """
-import multiprocessing, subprocess, sys, time
+import multiprocessing, multiprocessing.shared_memory, subprocess, sys, time
 from pathlib import Path
 from forgeasync.observability.procs_file import ProcsFile
 from forgeasync.observability.run_dir import RunDir
@@ -41,6 +44,7 @@ if __name__ == "__main__":
     listed = subprocess.Popen(sleep, start_new_session=True, env={})
     ProcsFile(run_dir.procs).put("generator", 0, pid=listed.pid, host="host-0")
     lock = multiprocessing.get_context("spawn").Lock()
+    memory = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
     folder = create_run_folder(0)
     print(marked.pid, listed.pid, folder, flush=True)
     sys.stdin.read()
@@ -106,14 +110,14 @@ def test_a_controller_that_was_killed_leaves_nothing_to_the_next_start(tmp_path:
                 take_over(config)
             assert is_running(int(marked)) and is_running(int(listed))
             mark = json.loads(run_dir.lock.read_text())["mark"]
-            assert list(semaphores(mark, SHARED_MEMORY)) and Path(folder).is_dir()
+            assert len(list(files_of(mark))) == 2 and Path(folder).is_dir()
             kill_at_once(process)
             assert is_running(int(marked)) and is_running(int(listed)) and Path(folder).is_dir()
             words = take_over(config)
             assert f"the controller of this run has died: process {process.pid} on " in words[0]
             assert words[1] == "2 processes that it had left were killed"
             assert not is_running(int(marked)) and not is_running(int(listed))
-            assert not list(semaphores(mark, SHARED_MEMORY)) and not Path(folder).exists()
+            assert not list(files_of(mark)) and not Path(folder).exists()
         assert is_running(foreign.pid)
     finally:
         foreign.kill()
@@ -137,6 +141,72 @@ def test_a_run_that_ended_in_order_is_no_fault_and_leaves_nothing_either(tmp_pat
         left.kill()
         left.wait()
     assert not run_dir.faults.exists()
+
+
+def test_a_start_of_another_run_removes_the_files_of_a_dead_one_but_not_of_a_live_one(tmp_path: Path) -> None:
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "live").mkdir()
+    with controller(tmp_path / "dead") as (dead, said), controller(tmp_path / "live") as (live, _):
+        marks = [json.loads((tmp_path / one / "run.lock").read_text())["mark"] for one in ("dead", "live")]
+        kill_at_once(dead)
+        folder = Path(said[2])
+        # Another host of the same run, as a process of this machine, is still there.
+        other = folder.with_name(f"{folder.name[:-49]}{'0' * 16}-{marks[0]}")
+        descriptor = _lock_new_folder(other)
+        try:
+            removed = sweep_stale_folders()
+            assert folder in removed and not set(files_of(marks[0])) & set(removed)
+        finally:
+            os.close(descriptor)
+        expected = set(files_of(marks[0]))
+        assert len(expected) == 2 and expected <= set(sweep_stale_folders())
+        assert not list(files_of(marks[0])) and len(list(files_of(marks[1]))) == 2
+        assert live.poll() is None
+
+
+def _lock_new_folder(folder: Path) -> int:
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "LINGER_S", 0.2)
+    run_dir = RunDir(path=tmp_path)
+    run_dir.claim()
+    mark = os.environ[RUN_MARK]
+    role = subprocess.Popen([sys.executable, "-c", ROLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    late = subprocess.Popen(["sleep", "600"])
+    try:
+        assert role.stdout is not None and role.stdout.readline() == b"made\n"
+        (file,) = files_of(mark)
+        role.kill()
+        own = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
+        assert set(files_of(mark)) == {file, Path("/dev/shm") / own.name}
+        end_own_run()
+        assert [one.name for one in files_of(mark)] == [own.name], "this process still uses it"
+        assert late.wait(WAIT_S) == -9
+        own.close()
+        own.unlink()
+    finally:
+        for one in (role, late):
+            one.kill()
+            one.wait()
+
+
+ROLE = """
+import sys
+from multiprocessing import shared_memory
+from forgeasync.faults.run_mark import name_shared_memory
+
+name_shared_memory()
+file = open("/dev/shm/" + shared_memory._make_filename()[1:], "x")
+print("made", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_a_process_that_only_has_the_same_id_is_none_of_the_run(
@@ -172,3 +242,28 @@ def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     process = psutil.Process(os.getppid())
     with pytest.raises(NotEnded, match=rf"processes {process.pid} of a run that is over do not end within"):
         end_all(lambda: [process])
+
+
+def test_latest_of_a_run_without_a_checkpoint_begins_anew_and_keeps_what_there_was(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path).model_copy(update={"run_dir": str(tmp_path / "run")})
+    run_dir = RunDir(path=tmp_path / "run")
+    assert resume_or_begin_anew(config, LATEST) == (LATEST, []), "no run was there: it is refused later"
+    run_dir.path.mkdir()
+    run_dir.claim()
+    release_claims()
+    run_dir.metrics.write_text('{"step": 1}\n')
+    run_dir.ledger.write_text("{}\n")
+    take_over(config)
+    assert resume_or_begin_anew(config, "elsewhere/step-00000001") == ("elsewhere/step-00000001", [])
+    (run_dir.checkpoints / "final").mkdir(parents=True)
+    assert resume_or_begin_anew(config, LATEST) == (LATEST, []), "a trained model is no reason to begin anew"
+    (run_dir.checkpoints / "final").rmdir()
+    resume, (line,) = resume_or_begin_anew(config, LATEST)
+    assert resume is None and line == (
+        "there is no checkpoint yet: the run begins anew; moved to metrics.cut-1.jsonl, ledger.cut-1.jsonl"
+    )
+    assert not run_dir.ledger.exists() and not run_dir.has_trained
+    assert (run_dir.path / "ledger.cut-1.jsonl").read_text() == "{}\n"
+    (run_dir.checkpoints / "step-00000001").mkdir()
+    (run_dir.checkpoints / "step-00000001" / "run.json").write_text("{}")
+    assert resume_or_begin_anew(config, LATEST) == (LATEST, [])

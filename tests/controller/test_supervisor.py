@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from forgeasync.controller.supervisor import has_ended, newest_step
+from forgeasync.controller.supervisor_beat import STALL_S
 from forgeasync.launch.restart_policy import MAX_STARTS_WITHOUT_STEP
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.run_lock import RunInUse, RunLock
@@ -25,6 +26,7 @@ WAIT_S = 120.0
 RUN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
+from forgeasync.controller.supervisor_beat import start_beating
 from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.observability.run_dir import RunDir, release_claims
 
@@ -65,6 +67,8 @@ for what in plan[number].split("+"):
     elif what == "log":
         with run_dir.run_log.open("a") as file:
             file.write("2030-01-01 00:00:00 failed: OSError: no luck\\n")
+    elif what == "beat":
+        start_beating()
     elif what == "wait":
         def stop(number, frame):
             print("told", signal.Signals(number).name, flush=True)
@@ -89,7 +93,11 @@ from forgeasync.controller.supervisor import Supervisor
 from forgeasync.observability.run_dir import RunDir
 run_dir = RunDir(path=Path(sys.argv[1]))
 supervisor = Supervisor(
-    [sys.executable, *sys.argv[3:]], run_dir, run_dir.checkpoints, resume=sys.argv[2] or None
+    [sys.executable, *sys.argv[3:]],
+    run_dir,
+    run_dir.checkpoints,
+    resume=sys.argv[2] or None,
+    controller_s=1.5,
 )
 heavy = [name for name in ("torch", "vllm", "monarch", "transformers") if name in sys.modules]
 assert not heavy, heavy
@@ -159,7 +167,7 @@ def test_a_run_that_is_killed_comes_back_until_it_is_done(tmp_path: Path) -> Non
         for why in whys
         for event, words in (("detected", why), ("recovered", "came back"))
     ]
-    assert "there is no checkpoint yet: moved to metrics.cut-1.jsonl" in err
+    assert "there is no checkpoint yet: the run begins anew; moved to metrics.cut-1.jsonl" in err
     assert has_ended(run_dir) and newest_step(run_dir.metrics) == 3
 
 
@@ -274,6 +282,57 @@ def test_a_folder_that_another_run_has_taken_meanwhile_is_left_alone(tmp_path: P
             f"gives up: {folder} is the folder of another run" in err and f"process {os.getpid()} on" in err
         )
     assert not run_dir.faults.exists(), "the other one writes there"
+
+
+def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # The second start gives no sign of life at all, as while a program is loaded.
+    with supervised(folder, "beat+step1+checkpoint+SIGSTOP", "wait") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(3.0)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 143, err
+    silence = "has given no sign of life for timeouts.controller_s = 1.5 s"
+    assert events(folder) == [("detected", "controller", silence), ("recovered", "controller", "came back")]
+    assert f"the run {silence}: killing it" in err and "with --resume latest" in err
+
+
+def test_a_supervisor_that_stood_still_holds_nothing_against_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with supervised(folder, "beat+wait") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        child = psutil.Process(process.pid).children()[0]
+        for one in (process, child):
+            one.send_signal(signal.SIGSTOP)
+        time.sleep(STALL_S + 1.0)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.7)
+        child.send_signal(signal.SIGCONT)
+        time.sleep(2.0)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == 143
+    assert not (folder / "faults.jsonl").exists()
+
+
+def test_a_run_goes_on_without_its_supervisor_and_the_next_one_finds_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with supervised(folder, "beat+wait", "exit0") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        (child,) = (one for one in psutil.Process(process.pid).children() if "run.py" in str(one.cmdline()))
+        process.kill()
+        process.wait()
+        with supervised(folder, "beat+wait", "exit0") as second:
+            _, err = second.communicate(timeout=WAIT_S)
+            assert second.returncode == 2, err
+        assert f"process {child.pid} on " in err
+        # It writes into the pipe of the supervisor that is gone.
+        time.sleep(2.5)
+        assert child.status() == psutil.STATUS_SLEEPING
+        child.terminate()
+        child.wait(WAIT_S)
+    assert not (folder / "faults.jsonl").exists()
 
 
 @pytest.mark.parametrize(

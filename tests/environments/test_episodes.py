@@ -5,8 +5,8 @@ import dataclasses
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from forgeasync.actors import group_episodes
-from forgeasync.actors.environment import EpisodeRequest
+from forgeasync.actors.episode_turns import EpisodeRequest
 from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
 from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_sampling import HeldOutRollout, SampledGroup
 from forgeasync.actors.group_scoring import Unscored
-from forgeasync.actors.replica import ReplicaLost
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.buffer.starvation import NothingTrains
 from forgeasync.config.episodes import Ending, EndingPolicy, EndingsSection, EpisodesSection
@@ -665,6 +664,9 @@ class ScriptedPool:
         self._script = script
         self.requests: list[EpisodeRequest] = []
 
+    def forget_moves(self, group_id: int) -> None:
+        pass
+
     async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
         self.requests.append(request)
         await asyncio.sleep(0)
@@ -675,20 +677,16 @@ R = TypeVar("R")
 
 
 class PinnedReplica:
-    """A generator that is lost while so many of its episodes run."""
+    """A generator that is never lost."""
 
-    rank, number, actor = 7, 70, None
+    rank, number, actor, name = 7, 70, None, "generator 7"
 
-    def __init__(self, lost_after: int | None) -> None:
-        self._lost_after = lost_after
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+        self.groups: set[int] = set()
 
     async def while_there(self, call: Callable[[], Awaitable[R]]) -> R:
-        answer = await call()
-        if self._lost_after is not None:
-            self._lost_after -= 1
-            if self._lost_after < 0:
-                raise ReplicaLost("generator 7 is gone")
-        return answer
+        return await call()
 
 
 class PinningRouter:
@@ -702,12 +700,13 @@ class PinningRouter:
         self.usages: list[float] = []
         """Of the KV cache, in the order in which they are asked for."""
 
-        self.lost_after: list[int | None] = []
-        """After how many episodes each generator that is handed out is lost; then none is."""
-
     @asynccontextmanager
     async def pinned(self, num_samples: int) -> AsyncIterator[PinnedReplica]:
-        yield PinnedReplica(self.lost_after.pop(0) if self.lost_after else None)
+        yield PinnedReplica()
+
+    @contextmanager
+    def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
+        yield lambda: False
 
     async def kv_usage(self, replica: PinnedReplica) -> float:
         return self.usages.pop(0)
@@ -729,11 +728,9 @@ def sample_group(
     script: Mapping[int, Sequence[EpisodeOutcome | CancelledGroup]],
     *,
     keeps_texts: bool = True,
-    lost_after: Sequence[int] = (),
     **endings: EndingPolicy,
 ) -> tuple[SampledGroup | RefusedGroup | CancelledGroup, ScriptedPool, PinningRouter]:
     pool, router = ScriptedPool(script), PinningRouter()
-    router.lost_after += lost_after
     groups = GroupEpisodes(
         pool,
         router,
@@ -818,23 +815,6 @@ def test_a_group_that_is_given_up_meanwhile_is_dropped() -> None:
     done = outcome_of(Ending.COMPLETED, 1.0)
     answer, _, router = sample_group({0: [done], 1: [CancelledGroup()]})
     assert isinstance(answer, CancelledGroup) and router.dropped_groups == [(7, 5)]
-
-
-def test_a_group_whose_generator_is_lost_runs_again_with_another() -> None:
-    done = [outcome_of(Ending.COMPLETED, 1.0)] * 20
-    answer, pool, router = sample_group({0: done, 1: done}, lost_after=[1, 0])
-    assert isinstance(answer, SampledGroup) and len(answer.rollouts) == 2
-    # Attempts of another generator have other numbers: files of the same name would be in their way.
-    stored = [(one.episode.index, one.episode.attempt) for one in router.stored]
-    assert stored == [(0, 6), (1, 6)]
-    assert {one.task for one in pool.requests} == {TASK} and {one.seed for one in pool.requests} == {3}
-
-
-def test_a_group_that_loses_all_its_generators_is_given_up() -> None:
-    done = [outcome_of(Ending.COMPLETED, 1.0)] * 20
-    answer, _, router = sample_group({0: done, 1: done}, lost_after=[0, 0, 0])
-    assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
-    assert answer.problem == "group 5: generator 7 is gone, as 2 before it" and not router.stored
 
 
 def test_a_group_waits_while_the_cache_of_its_generator_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,45 @@ def test_a_killed_host_ends_the_run_and_is_named(start: Callable[..., Run], tmp_
     assert "host trainer-1" in last and "lost" in last, err
 
 
+@pytest.mark.timeout(1500)
+def test_a_supervised_run_goes_on_after_a_trainer_host_is_lost(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Snapshots are gone with the host; the next start has a new one and goes on from the checkpoint."""
+    run_dir = tmp_path / "run"
+    run = start(
+        f"run_dir={run_dir}",
+        NEVER_ENDING,
+        "--supervise",
+        "launcher.hosts={trainer: 1, generators: 1}",
+        "checkpoint.every_steps=2",
+        "max_off_policy_steps=1",
+    )
+
+    def newest() -> int:
+        file = run_dir / "metrics.jsonl"
+        return int(read_lines(file)[-1]["step"]) if file.exists() and file.read_text() else 0
+
+    faults = run_dir / "faults.jsonl"
+
+    def events() -> list[tuple[object, object]]:
+        return [(one["event"], one["role"]) for one in read_lines(faults)] if faults.exists() else []
+
+    run.wait(lambda: newest() >= 5)
+    run.host("trainer_0").send_signal(signal.SIGKILL)
+    run.wait(lambda: ("recovered", "host") in events())
+    run.wait(lambda: newest() >= 7)
+    run.process.send_signal(signal.SIGTERM)
+    code, err = run.finish()
+    assert code == 143, err
+    assert events().count(("detected", "host")) == 1
+    lost = next(one for one in read_lines(faults) if one["role"] == "host")
+    assert lost["who"].startswith("host trainer-0") and "is lost: " in lost["what"]
+    assert "with --resume latest" in err
+    (resumed,) = [line for line in read_lines(run_dir / "ledger.jsonl") if line["event"] == "resumed"]
+    assert resumed["step"] >= 2, "from a checkpoint"
+
+
 def test_hosts_end_themselves_when_the_controller_was_killed(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.run import TimeoutSection
 from forgeasync.faults.fault_log import FaultLog
 from forgeasync.faults.replica_states import ReplicaState
-from forgeasync.generator.reports import EngineStats, SwapReport
+from forgeasync.generator.reports import DecodeSteps, EngineStats, SwapReport
 from forgeasync.launch.hosts import LocalHost
 from forgeasync.observability.procs_file import ProcsFile
 from forgeasync.rollouts.rollout import StoredRollout
@@ -56,6 +56,9 @@ class ScriptedGenerator:
         self.continued: dict[int, bytes | None] = {}
         """What groups were continued from."""
         self.joined: list[tuple[HostShare, bool]] = []
+        self.num_beats = 0
+        self.step_s: float | None = None
+        """What its steps take; None: it makes none."""
         self.beat = Endpoint(self._beat)
         self.stats = Endpoint(self._beat)
         self.sample_group = Endpoint(self._sample_group)
@@ -76,7 +79,15 @@ class ScriptedGenerator:
 
     async def _beat(self) -> EngineStats:
         await self._answering("beat")
-        return EngineStats(num_generated_tokens=10, busy_s=1.0)
+        self.num_beats += 1
+        return EngineStats(num_generated_tokens=10, busy_s=1.0, decode_steps=self.decode_steps())
+
+    def decode_steps(self) -> dict[int, DecodeSteps]:
+        """As if it had made a hundred steps since the heartbeat before."""
+        if self.step_s is None:
+            return {}
+        num_steps = 100 * self.num_beats
+        return {4: DecodeSteps(num_steps=num_steps, took_s=num_steps * self.step_s)}
 
     async def _sample_group(
         self,

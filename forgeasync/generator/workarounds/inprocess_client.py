@@ -15,6 +15,7 @@ for ever on it. Commands that come after the thread's end fail with ``EngineDead
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
@@ -33,6 +34,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.request import RequestStatus
+
+from forgeasync.generator.step_times import StepTimes
 
 R = TypeVar("R")
 
@@ -101,6 +104,7 @@ class InProcessAsyncClient(EngineCoreClient):
         self._stopping = False
         self._stands_still = False
         self.resources = _Resources()
+        self.step_times = StepTimes()
         # Built in the thread that steps it: vLLM's GPU runner keeps the CUDA stream of the thread that warms
         # it up, and would go on with another one here.
         built: Future[EngineCore] = Future()
@@ -139,7 +143,10 @@ class InProcessAsyncClient(EngineCoreClient):
             self._commands.get().refuse()
 
     def _step(self) -> None:
+        start_s = time.perf_counter()
         outputs, model_executed = self._core.step_fn()
+        step_s = time.perf_counter() - start_s
+        self.step_times.stepped(outputs.get(0) if outputs else None, self._core.scheduler.running, step_s)
         self._core.post_step(model_executed=model_executed)
         if outputs and 0 in outputs:
             if self._observer is not None:

@@ -1,0 +1,396 @@
+"""Groups of episodes whose generators are lost: scripted generators under the real worker's turns and the
+real collecting loop's groups."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.actors.episode_turns import EpisodeRequest, EpisodeTurns, GroupMove, KnownLosses
+from forgeasync.actors.generator import CancelledGroup, EndedEpisode, RefusedGroup
+from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.group_sampling import SampledGroup
+from forgeasync.actors.replica import LiveReplica, ReplicaLost
+from forgeasync.buffer.decisions import DropReason
+from forgeasync.config.episodes import Ending, EpisodesSection
+from forgeasync.config.generator import SamplingSection
+from forgeasync.environments.agent import TurnRequest
+from forgeasync.environments.environment import EpisodeInterrupted
+from forgeasync.environments.episodes import AgentRole
+from forgeasync.launch.hosts import LocalHost
+from forgeasync.rollouts.in_flight_log import InFlightRead
+from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome
+from forgeasync.rollouts.rollout import FinishReason, StoredRollout
+from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.waiting import Monitor
+from tests.support.buffer_world import make_task
+from tests.support.loops import Endpoint
+from tests.support.rollouts import make_stored_rollout
+
+NUM_TURNS, TURN_TOKENS, SIZE, GROUP = 3, 3, 3, 5
+ALL_TOKENS = NUM_TURNS * TURN_TOKENS * SIZE
+DEADLINE_S = 20.0
+
+Turns = dict[EpisodeId, list[list[int]]]
+"""By episode the tokens of its turns; each token is the number of the generator that sampled it."""
+
+
+def encoded(turns: Turns) -> bytes:
+    return json.dumps([[dataclasses.asdict(one), tokens] for one, tokens in turns.items()]).encode()
+
+
+def decoded(data: bytes) -> Turns:
+    return {EpisodeId(**one): tokens for one, tokens in json.loads(data)}
+
+
+class Generator:
+    """Samples a token at a time, as many as it is allowed to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.turns: Turns = {}
+        self.num_sampled = 0
+        self.may_sample = asyncio.Semaphore(0)
+        self.asked: list[tuple[int, int | None, bool]] = []
+        self.is_dropped = asyncio.Event()
+        self.continue_episode = Endpoint(self._continue_episode)
+
+    async def _continue_episode(
+        self,
+        episode: EpisodeId,
+        after: int | None,
+        given_ids: np.ndarray,
+        sampling: SamplingSection,
+        max_tokens: int,
+        seed: int | None,
+        repeated: bool,
+    ) -> SampledTurn | CancelledGroup:
+        self.asked.append((episode.index, after, repeated))
+        turns = self.turns.setdefault(episode, [])
+        number = 0 if after is None else after + 1
+        assert number <= len(turns), "the turn before it is here"
+        if number == len(turns):
+            turns.append([])
+        else:
+            assert repeated, "a turn is sampled once"
+        while len(turns[number]) < TURN_TOKENS:
+            allowed = asyncio.ensure_future(self.may_sample.acquire())
+            dropped = asyncio.ensure_future(self.is_dropped.wait())
+            await asyncio.wait([allowed, dropped], return_when=asyncio.FIRST_COMPLETED)
+            dropped.cancel()
+            if self.is_dropped.is_set():
+                return CancelledGroup()
+            turns[number].append(self.number)
+            self.num_sampled += 1
+        return SampledTurn(
+            turn=number,
+            ids_T=np.asarray(turns[number], np.int32),
+            text="",
+            finish_reason=FinishReason.STOP,
+            first_version=0,
+            version=0,
+        )
+
+
+class Workers:
+    """Runs episodes as a worker does."""
+
+    def __init__(self) -> None:
+        self.losses = Monitor(KnownLosses())
+        self.num_running = 0
+        self.seen: dict[EpisodeId, list[int]] = {}
+        """The tokens of each attempt that has ended with all its turns."""
+
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+        running = asyncio.ensure_future(self._run(request))
+        # What has begun in a worker goes on there when nobody waits for it any more.
+        return await asyncio.shield(running)
+
+    async def _run(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
+        turns, seen, after = EpisodeTurns(request, self.losses, limit_s=DEADLINE_S), [], None
+        self.num_running += 1
+        ending, score = Ending.COMPLETED, Score(value=1.0, is_correct=True)
+        try:
+            for _ in range(NUM_TURNS):
+                asked = TurnRequest(after=after, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
+                if (turn := await turns(request.episode, asked)) is None:
+                    return CancelledGroup()
+                after, seen = turn.turn, [*seen, *turn.ids_T.tolist()]
+            self.seen[request.episode] = seen
+        except EpisodeInterrupted:
+            ending, score = Ending.INFRASTRUCTURE, None
+        finally:
+            self.num_running -= 1
+        agent = AgentOutcome(score=score, num_turns=NUM_TURNS, num_rewritten=0, num_faulty_calls=0)
+        return EpisodeOutcome(
+            ending=ending, agents=(agent,), episode_s=1.0, sampling_s=1.0, attempt=request.episode.attempt
+        )
+
+    def move_group(self, move: GroupMove) -> None:
+        self.losses.change(lambda losses: losses.move([move]))
+
+    def forget_moves(self, group_id: int) -> None:
+        pass
+
+
+class World:
+    """Generators, one after the other, each of which takes the place of the one before."""
+
+    def __init__(self) -> None:
+        self.workers = Workers()
+        self.generators: list[Generator] = []
+        self.replicas: list[LiveReplica] = []
+        self.is_cancelled = False
+        self.failure: Exception | None = None
+        self.dies_on_restoring: set[int] = set()
+        self.dies_on_storing: set[int] = set()
+        self.stored: list[EpisodeId] = []
+        self.dropped: list[int] = []
+        self.next()
+
+    def next(self) -> None:
+        number = len(self.generators)
+        self.generators.append(Generator(number))
+
+        async def stop() -> None:
+            pass
+
+        self.replicas.append(
+            LiveReplica(
+                number=number,
+                rank=0,
+                actor=self.generators[-1],  # type: ignore[arg-type]
+                pid=0,
+                host=LocalHost("host-0", []),
+                stop=stop,
+                give_up=lambda replica, what: None,
+                beat_since_s=0.0,
+            )
+        )
+
+    def lose(self, number: int, *, left: Callable[[Turns], Turns | None] = lambda turns: turns) -> None:
+        replica, turns = self.replicas[number], left(self.generators[number].turns)
+        assert GROUP in replica.groups
+        self.next()
+        replica.gone.set()
+        self.workers.losses.change(lambda losses: losses.lose([number]))
+        groups = {} if turns is None or not turns else {GROUP: encoded(turns)}
+        replica.left.set_result(InFlightRead(groups=groups))
+
+    @asynccontextmanager
+    async def pinned(self, num_samples: int) -> AsyncIterator[LiveReplica]:
+        yield self.replicas[-1]
+
+    @contextmanager
+    def cancellable(self, group_id: int) -> Iterator[Callable[[], bool]]:
+        yield lambda: self.is_cancelled
+
+    async def kv_usage(self, replica: LiveReplica) -> float:
+        return 0.0
+
+    async def restore_episodes(
+        self, replica: LiveReplica, group_id: int, data: bytes
+    ) -> Mapping[EpisodeId, frozenset[int]]:
+        if replica.number in self.dies_on_restoring:
+            self.lose(replica.number, left=lambda turns: None)
+            raise ReplicaLost("it died")
+        turns = self.generators[replica.number].turns = decoded(data)
+        return {
+            episode: frozenset(number for number, one in enumerate(tokens) if len(one) == TURN_TOKENS)
+            for episode, tokens in turns.items()
+        }
+
+    async def store_episodes(
+        self, replica: LiveReplica, group_id: int, ended: Sequence[EndedEpisode]
+    ) -> tuple[StoredRollout, ...]:
+        if replica.number in self.dies_on_storing:
+            self.lose(replica.number)
+            raise ReplicaLost("it died")
+        self.stored = [one.episode for one in ended]
+        turns = self.generators[replica.number].turns
+        for one in self.stored:
+            assert [token for turn in turns[one] for token in turn] == self.workers.seen[one]
+        return tuple(make_stored_rollout((0, 0, 7)) for _ in ended)
+
+    async def drop_episode(self, replica: LiveReplica, episode: EpisodeId) -> None:
+        self.generators[replica.number].turns.pop(episode, None)
+
+    async def drop_episodes(self, replica: LiveReplica, group_id: int) -> None:
+        self.dropped.append(replica.number)
+        self.generators[replica.number].is_dropped.set()
+
+    async def sample(self) -> SampledGroup | RefusedGroup | CancelledGroup:
+        groups = GroupEpisodes(
+            self.workers,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            roles=(AgentRole(name="agent", is_trainable=True),),
+            group_size=SIZE,
+            sampling=SamplingSection(max_response_tokens=9),
+            section=EpisodesSection(max_attempts=1),
+            max_lost_per_group=4,
+        )
+        try:
+            return await groups.sample(GROUP, make_task(0), seed=3)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_reached():
+                assert self.failure is None, self.failure
+                await asyncio.sleep(0)
+
+    async def sampled(self, number: int, num_tokens: int) -> None:
+        """Let a generator that has the group sample so many tokens, or to the end."""
+        generator = self.generators[number]
+        await self.until(lambda: bool(generator.asked))
+        for _ in range(num_tokens):
+            generator.may_sample.release()
+        end = self.num_tokens + num_tokens
+        await self.until(lambda: self.num_tokens >= min(end, ALL_TOKENS))
+        # Answers arrive, and turns after them are asked for.
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def let_go(self, number: int) -> None:
+        for _ in range(2 * ALL_TOKENS):
+            self.generators[number].may_sample.release()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(generator.num_sampled for generator in self.generators)
+
+    @property
+    def attempts(self) -> list[tuple[int, int]]:
+        return sorted((one.index, one.attempt) for one in self.stored)
+
+
+def run(scenario: Callable[[World], "asyncio.Future[None]"]) -> World:
+    async def go() -> World:
+        world = World()
+        await scenario(world)
+        await world.until(lambda: world.workers.num_running == 0)
+        return world
+
+    return asyncio.run(asyncio.wait_for(go(), 2 * DEADLINE_S))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=3))
+def test_every_token_is_sampled_once_however_often_generators_are_lost(before: list[int]) -> None:
+    async def scenario(world: World) -> None:
+        sampling = asyncio.create_task(world.sample())
+        for number, num_tokens in enumerate(before):
+            await world.sampled(number, num_tokens)
+            if sampling.done():
+                break
+            world.lose(number)
+        else:
+            await world.sampled(len(before), ALL_TOKENS)
+        assert isinstance(await sampling, SampledGroup)
+
+    world = run(scenario)
+    assert world.num_tokens == ALL_TOKENS
+    assert world.attempts == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_only_what_was_under_way_is_asked_for_as_repeated() -> None:
+    async def scenario(world: World) -> None:
+        sampling = asyncio.create_task(world.sample())
+        await world.sampled(0, 4)
+        world.lose(0)
+        await world.sampled(1, ALL_TOKENS)
+        await sampling
+
+    world = run(scenario)
+    assert all(not repeated for _, _, repeated in world.generators[0].asked)
+    first_three, later = world.generators[1].asked[:SIZE], world.generators[1].asked[SIZE:]
+    assert {index for index, _, _ in first_three} == {0, 1, 2} and all(one[2] for one in first_three)
+    assert later and not any(repeated for _, _, repeated in later)
+
+
+def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_attempts() -> None:
+    async def scenario(world: World) -> None:
+        sampling = asyncio.create_task(world.sample())
+        await world.sampled(0, 2 * TURN_TOKENS * SIZE)
+        assert all(len(turns) == 3 for turns in world.generators[0].turns.values())
+        # The log has the first two episodes, and of the second one a turn less than was seen.
+        first, second, _ = sorted(world.generators[0].turns, key=lambda one: one.index)
+        turns = world.generators[0].turns
+        world.lose(0, left=lambda _: {first: turns[first], second: [turns[second][0], turns[second][1][:1]]})
+        world.let_go(1)
+        assert isinstance(await sampling, SampledGroup)
+
+    # There is one attempt only: the interrupted ones do not count.
+    assert run(scenario).attempts == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_an_episode_that_had_ended_runs_again_if_nothing_is_left_of_it() -> None:
+    async def scenario(world: World) -> None:
+        world.dies_on_storing.add(0)
+        lose = world.lose
+        world.lose = lambda number: lose(number, left=lambda turns: None)  # type: ignore[method-assign]
+        sampling = asyncio.create_task(world.sample())
+        await world.sampled(0, ALL_TOKENS)
+        await world.until(lambda: len(world.generators) == 2)
+        world.let_go(1)
+        assert isinstance(await sampling, SampledGroup)
+
+    assert run(scenario).attempts == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_group_is_stored_by_another_generator_if_its_own_dies_over_it() -> None:
+    async def scenario(world: World) -> None:
+        world.dies_on_storing.add(0)
+        sampling = asyncio.create_task(world.sample())
+        await world.sampled(0, ALL_TOKENS)
+        assert isinstance(await sampling, SampledGroup)
+
+    world = run(scenario)
+    assert world.num_tokens == ALL_TOKENS and world.attempts == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_what_the_first_one_left_outlives_one_that_dies_taking_it_over() -> None:
+    async def scenario(world: World) -> None:
+        world.dies_on_restoring.add(1)
+        sampling = asyncio.create_task(world.sample())
+        await world.sampled(0, 5)
+        world.lose(0)
+        await world.until(lambda: len(world.generators) == 3)
+        await world.sampled(2, ALL_TOKENS)
+        assert isinstance(await sampling, SampledGroup)
+
+    world = run(scenario)
+    assert world.num_tokens == ALL_TOKENS and not world.generators[1].num_sampled
+
+
+def test_a_group_that_loses_all_its_generators_is_given_up_and_its_episodes_end() -> None:
+    async def scenario(world: World) -> None:
+        sampling = asyncio.create_task(world.sample())
+        for number in range(4):
+            await world.sampled(number, 1)
+            world.lose(number)
+        answer = await sampling
+        assert isinstance(answer, RefusedGroup) and answer.reason is DropReason.LOST
+        assert answer.problem == "group 5: generator 0 (process 0) is gone, as 3 before it"
+
+    assert not run(scenario).stored
+
+
+def test_a_group_that_is_given_up_between_two_generators_is_dropped_by_the_second() -> None:
+    async def scenario(world: World) -> None:
+        sampling = asyncio.create_task(world.sample())
+        await world.sampled(0, 5)
+        world.is_cancelled = True
+        world.lose(0)
+        assert isinstance(await sampling, CancelledGroup)
+
+    world = run(scenario)
+    assert world.dropped == [1] and not world.stored
