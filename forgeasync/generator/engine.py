@@ -42,6 +42,7 @@ from forgeasync.generator.interruption import (
 )
 from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
 from forgeasync.generator.sequence import SequenceReader, TurnEnd, part_seed
+from forgeasync.generator.token_scores import read_scores, scoring_params
 from forgeasync.generator.turns import EngineEpisode, EngineTurn, check_continued
 from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
@@ -55,6 +56,7 @@ from forgeasync.generator.workarounds.served_adapters import (
 from forgeasync.rollouts.in_flight import LoggedTurn
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.rollout import FinishReason, Rollout
+from forgeasync.rollouts.teacher_record import TeacherRecord
 
 R = TypeVar("R")
 
@@ -109,10 +111,12 @@ class GeneratorEngine:
         weights: WeightsSection,
         adapters: AdapterSetup | None = None,
         in_flight: Path | None = None,
+        num_scored_ids: int = 0,
     ) -> "GeneratorEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
 
         What named groups have in flight is logged in the folder ``in_flight``, which is made.
+        ``num_scored_ids`` is the most that ``score_tokens`` is asked for.
         """
         is_cpu = current_platform.is_cpu()
         if generator.batch_invariant:
@@ -127,6 +131,7 @@ class GeneratorEngine:
             records=records,
             adapters=adapters,
             is_cpu=is_cpu,
+            num_scored_ids=num_scored_ids,
         )
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if is_cpu:
@@ -325,6 +330,21 @@ class GeneratorEngine:
                 last = output
         assert last is not None and last.finished and len(last.outputs) == 1
         return last.outputs[0]
+
+    async def score_tokens(self, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
+        """What the model says of tokens that were sampled elsewhere, behind the first ``num_prompt``.
+
+        Raises:
+            RecordError: the engine's answer is not about these tokens.
+        """
+        with self._busy():
+            async with self._gate.inside():
+                last = None
+                params, request_id = scoring_params(num_ids), f"s{next(self._request_ids)}"
+                async for output in self._llm.generate(tokens_input(ids_S.tolist()), params, request_id):
+                    last = output
+            assert last is not None and last.finished
+            return read_scores(last, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
     async def cancel(self, group_ids: Sequence[int]) -> None:
         """Give up groups between two steps; those that have ended meanwhile are not touched."""
