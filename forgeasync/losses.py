@@ -92,5 +92,5 @@ def _require_same_shape(student: torch.Tensor, teacher: torch.Tensor, *, num_dim
     if student.shape != teacher.shape or student.ndim != num_dimensions:
         shape = "[T]" if num_dimensions == 1 else "[T, K]"
         raise ValueError(
-            f"student {list(student.shape)} and teacher {list(teacher.shape)} must have the same shape {shape}"
+            f"student {list(student.shape)} and teacher {list(teacher.shape)} must both be {shape}"
         )

@@ -49,7 +49,8 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
 def _has_own_code(algorithm: AlgorithmSection) -> bool:
     estimators = [] if algorithm.kl is None else [algorithm.kl.estimator]
     one_each = (algorithm.objective, algorithm.aggregation, algorithm.advantage)
-    parts = (*one_each, *algorithm.corrections, *algorithm.filters, *estimators)
+    of_terms = [term.aggregation for term in algorithm.terms]
+    parts = (*one_each, *algorithm.corrections, *algorithm.filters, *estimators, *of_terms)
     return any(isinstance(part, PythonCode) for part in parts)
 
 

@@ -39,6 +39,7 @@ def check_own_code(algorithm: AlgorithmSection) -> Iterator[Problem]:
         ("objective", algorithm.objective),
         *((f"corrections.{index}", one) for index, one in enumerate(algorithm.corrections)),
         ("aggregation", algorithm.aggregation),
+        *((f"terms.{index}.aggregation", one.aggregation) for index, one in enumerate(algorithm.terms)),
         ("kl.estimator", None if algorithm.kl is None else algorithm.kl.estimator),
         ("advantage", algorithm.advantage),
         *((f"filters.{index}", one) for index, one in enumerate(algorithm.filters)),

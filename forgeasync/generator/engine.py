@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
@@ -42,7 +42,6 @@ from forgeasync.generator.interruption import (
 )
 from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
 from forgeasync.generator.sequence import SequenceReader, TurnEnd, part_seed
-from forgeasync.generator.token_scores import read_scores, scoring_params
 from forgeasync.generator.turns import EngineEpisode, EngineTurn, check_continued
 from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
@@ -56,7 +55,6 @@ from forgeasync.generator.workarounds.served_adapters import (
 from forgeasync.rollouts.in_flight import LoggedTurn
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.rollout import FinishReason, Rollout
-from forgeasync.rollouts.teacher_record import TeacherRecord
 
 R = TypeVar("R")
 
@@ -116,7 +114,7 @@ class GeneratorEngine:
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
 
         What named groups have in flight is logged in the folder ``in_flight``, which is made.
-        ``num_scored_ids`` is the most that ``score_tokens`` is asked for.
+        ``num_scored_ids`` is the most that ``forgeasync.generator.token_scores`` asks for.
         """
         is_cpu = current_platform.is_cpu()
         if generator.batch_invariant:
@@ -258,7 +256,7 @@ class GeneratorEngine:
             GroupCancelled: ``cancel`` was called with the group's number, or ``cancel_episode``.
         """
         episode = turn.episode
-        with self._busy():
+        with self.busy():
             turn.stop = sampling.stop
             self.log_turn(turn, group_key)
             self.resume_turn(turn, group, max_tokens=max_tokens)
@@ -288,7 +286,7 @@ class GeneratorEngine:
                         **({} if turn.log_key is None else {TURN_ARGUMENT: turn.log_key}),
                     },
                 )
-                part = await self._run_request(turn.trajectory.token_ids, params)
+                part = (await self.run_request(turn.trajectory.token_ids, params)).outputs[0]
                 if group.is_cancelled or episode.is_cancelled:
                     raise GroupCancelled
                 group.num_tokens += len(part.token_ids)
@@ -320,7 +318,8 @@ class GeneratorEngine:
         if self._recorder is not None and turn.log_key is not None:
             self._recorder.end_turn(turn.ended(turn.log_key))
 
-    async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
+    async def run_request(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
+        """Make one request with one output, between two updates that do not admit any."""
         async with self._gate.inside():
             last = None
             prompt = tokens_input(prompt_ids)
@@ -329,22 +328,7 @@ class GeneratorEngine:
             async for output in self._llm.generate(prompt, params, request_id, lora_request=lora_request):
                 last = output
         assert last is not None and last.finished and len(last.outputs) == 1
-        return last.outputs[0]
-
-    async def score_tokens(self, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
-        """What the model says of tokens that were sampled elsewhere, behind the first ``num_prompt``.
-
-        Raises:
-            RecordError: the engine's answer is not about these tokens.
-        """
-        with self._busy():
-            async with self._gate.inside():
-                last = None
-                params, request_id = scoring_params(num_ids), f"s{next(self._request_ids)}"
-                async for output in self._llm.generate(tokens_input(ids_S.tolist()), params, request_id):
-                    last = output
-            assert last is not None and last.finished
-            return read_scores(last, ids_S, num_prompt=num_prompt, num_ids=num_ids)
+        return last
 
     async def cancel(self, group_ids: Sequence[int]) -> None:
         """Give up groups between two steps; those that have ended meanwhile are not touched."""
@@ -397,7 +381,8 @@ class GeneratorEngine:
         self._llm.shutdown()
 
     @contextmanager
-    def _busy(self) -> Iterator[None]:
+    def busy(self) -> Iterator[None]:
+        """While it lasts, the engine counts as having something to do."""
         if self._num_in_flight == 0:
             self._busy_since_s = time.perf_counter()
         self._num_in_flight += 1

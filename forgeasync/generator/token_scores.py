@@ -7,6 +7,8 @@ weights of its own request.
 Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -15,6 +17,22 @@ from vllm.sampling_params import RequestOutputKind
 
 from forgeasync.rollouts.routing import RecordError
 from forgeasync.rollouts.teacher_record import TeacherRecord
+
+if TYPE_CHECKING:
+    from forgeasync.generator.engine import GeneratorEngine
+
+
+async def score_tokens(
+    engine: "GeneratorEngine", ids_S: np.ndarray, *, num_prompt: int, num_ids: int
+) -> TeacherRecord:
+    """What an engine's model says of tokens that were sampled elsewhere, behind the first ``num_prompt``.
+
+    Raises:
+        RecordError: the engine's answer is not about these tokens.
+    """
+    with engine.busy():
+        output = await engine.run_request(ids_S.tolist(), scoring_params(num_ids))
+    return read_scores(output, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
 
 def scoring_params(num_ids: int) -> SamplingParams:
@@ -56,6 +74,4 @@ def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, nu
             f"the engine scored token {token_ids_TK[place, 0]} at position {num_prompt + place}; must be "
             f"token {ids_S[num_prompt + place]}"
         )
-    return TeacherRecord(
-        logprobs_T=logprobs_TK[:, 0], ids_TK=token_ids_TK[:, 1:], topk_TK=logprobs_TK[:, 1:]
-    )
+    return TeacherRecord(logprobs_T=logprobs_TK[:, 0], ids_TK=token_ids_TK[:, 1:], topk_TK=logprobs_TK[:, 1:])

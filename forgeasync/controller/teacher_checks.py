@@ -1,0 +1,48 @@
+"""Checks on the folders of teachers, before anything starts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import model_folder, read_model_facts
+from forgeasync.schema.problems import ConfigError, Problem
+
+
+def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
+    own = _vocabulary(model_folder(config.model.path))
+    for name, section in config.teachers.items():
+        field = f"teachers.{name}.model_path"
+        try:
+            teacher = read_model_facts(section.model_path)
+        except ConfigError as error:
+            for problem in error.problems:
+                yield Problem(field=field, value=section.model_path, remedy=problem.remedy)
+            continue
+        if _vocabulary(model_folder(section.model_path)) != own:
+            remedy = (
+                f"has another tokenizer than model.path = {config.model.path!r}; must have the same: teachers "
+                "are asked about the policy's own tokens"
+            )
+            yield Problem(field=field, value=section.model_path, remedy=remedy)
+        num_ids = config.algorithm.num_teacher_ids
+        if num_ids > teacher.vocab_size:
+            yield Problem(
+                field="algorithm.terms",
+                value=num_ids,
+                remedy=f"top_k must be at most {teacher.vocab_size}, the vocabulary of teacher {name}",
+            )
+        needed = config.model.max_context_length + 1
+        if needed > teacher.max_position_embeddings:
+            remedy = (
+                f"reads {teacher.max_position_embeddings} tokens; must read model.max_context_length + 1 = "
+                f"{needed}: one more than it is asked about"
+            )
+            yield Problem(field=field, value=section.model_path, remedy=remedy)
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)
