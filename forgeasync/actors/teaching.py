@@ -9,6 +9,7 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
@@ -95,6 +96,7 @@ class Teaching:
         if not self.by_source:
             return {}
         return {
+            "teacher/version": min(one.pool.table.state.served for one in self.by_source.values()),
             "teacher/num_retried": self._num_retried,
             "teacher/num_failed": self._num_failed,
             "teacher/num_tokens": self._num_tokens,
@@ -105,5 +107,5 @@ class Teaching:
 async def _teach(
     replica: LiveReplica, rollouts: Sequence[StoredRollout]
 ) -> tuple[StoredRollout, ...] | Untaught:
-    assert isinstance(replica.actor, TeacherActor)
-    return await replica.actor.teach.call_one(rollouts)
+    # Monarch's handle of an actor is of no class of ours.
+    return await cast(TeacherActor, replica.actor).teach.call_one(rollouts)
