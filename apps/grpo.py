@@ -89,7 +89,7 @@ class GrpoRun:
         self.trainer = roles.trainer
         self.generators = roles.generators
         self.scorer = roles.scorer
-        self.groups, self.teaching = roles.groups, roles.teaching
+        self.groups = roles.groups
         self.buffer = roles.buffer
         self.faults = roles.faults
         self.recorder = recorder
@@ -314,14 +314,7 @@ class GrpoRun:
     def counters(self) -> dict[str, float]:
         """Return what the loops have counted so far, by metric name."""
         counted = [self.filtering, self.scorer, self.payloads, self.serving.ledger, self.generators]
-        counted += [
-            self.evaluations,
-            self.faults,
-            self.storage,
-            self.trainer,
-            self.endings.keeper,
-            self.teaching,
-        ]
+        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.endings]
         if isinstance(self.groups, GroupEpisodes):
             counted.append(self.groups)
         return {name: value for one in counted for name, value in one.metrics().items()}

@@ -18,8 +18,7 @@ from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.group_payload import Arrays
 from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
 from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.routing import RecordError
-from forgeasync.rollouts.teacher_record import TeacherRecord, check_teacher_record
+from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord, check_teacher_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class TeacherActor(GeneratorActor):
                     for branch, response in zip(branches, responses, strict=True)
                 )
             )
-        except RecordError as error:
+        except WrongTeacherRecord as error:
             return Untaught(problem=str(error))
         payloads = [
             *(arrays for _, arrays in prompts.values()),

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from forgeasync.actors.generator_pool import GeneratorPool
@@ -63,22 +63,21 @@ class Teaching:
     async def _attempts(
         self, teacher: Teacher, group_id: int, rollouts: tuple[StoredRollout, ...]
     ) -> tuple[StoredRollout, ...] | Untaught:
-        problem = ""
+        answer = Untaught(problem="no attempt")
         for attempt in range(teacher.section.max_attempts):
             self._num_retried += attempt > 0
             try:
-                answer = await self._attempt(teacher, group_id, rollouts)
+                found = await self._attempt(teacher, group_id, rollouts)
             except (ReplicaLost, DeadlineExceeded) as error:
-                problem = str(error)
-                continue
-            if not isinstance(answer, Untaught):
+                found = Untaught(problem=str(error))
+            if not isinstance(found, Untaught):
                 self._num_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
-                return answer
-            problem = answer.problem
+                return found
+            answer = replace(found, problem=f"teacher {teacher.name}, group {group_id}: {found.problem}")
             if answer.is_full:
                 break
         self._num_failed += 1
-        return Untaught(problem=f"teacher {teacher.name}, group {group_id}: {problem}")
+        return answer
 
     async def _attempt(
         self, teacher: Teacher, group_id: int, rollouts: tuple[StoredRollout, ...]

@@ -67,6 +67,10 @@ class GroupEndings:
             tell=recorder.console.message,
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Return what is counted of kept groups and of teachers, under their names in metrics.jsonl."""
+        return self.keeper.metrics() | self._teaching.metrics()
+
     async def taught(self, group: Group) -> Group | None:
         """Have the teacher of a sampled group's source look at it, if the run has teachers.
 

@@ -24,8 +24,8 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
             continue
         if _vocabulary(model_folder(section.model_path)) != own:
             remedy = (
-                f"has another tokenizer than model.path = {config.model.path!r}; must have the same: teachers "
-                "are asked about the policy's own tokens"
+                f"has another tokenizer than model.path = {config.model.path!r}; must have the same: a "
+                "teacher is asked about the policy's own tokens"
             )
             yield Problem(field=field, value=section.model_path, remedy=remedy)
         num_ids = config.algorithm.num_teacher_ids

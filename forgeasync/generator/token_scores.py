@@ -15,8 +15,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from forgeasync.rollouts.routing import RecordError
-from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
 
 if TYPE_CHECKING:
     from forgeasync.generator.engine import GeneratorEngine
@@ -28,7 +27,7 @@ async def score_tokens(
     """What an engine's model says of tokens that were sampled elsewhere, behind the first ``num_prompt``.
 
     Raises:
-        RecordError: the engine's answer is not about these tokens.
+        WrongTeacherRecord: the engine's answer is not about these tokens.
     """
     with engine.busy():
         output = await engine.run_request(ids_S.tolist(), scoring_params(num_ids))
@@ -52,17 +51,19 @@ def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, nu
     """The record of the tokens behind the first ``num_prompt``.
 
     Raises:
-        RecordError: the engine has answered about other tokens, or not about all of them.
+        WrongTeacherRecord: the engine has answered about other tokens, or not about all of them.
     """
     found = output.prompt_logprobs
     assert isinstance(found, FlatLogprobs), "as it was asked for"
     if len(found) != len(ids_S):
-        raise RecordError(f"the engine scored {len(found)} positions; must be {len(ids_S)}")
+        raise WrongTeacherRecord(f"the engine scored {len(found)} positions; must be {len(ids_S)}")
     starts_T = np.asarray(found.start_indices[num_prompt:], np.int64)
     widths_T = np.asarray(found.end_indices[num_prompt:], np.int64) - starts_T
     if (widths_T != 1 + num_ids).any():
         place = num_prompt + int((widths_T != 1 + num_ids).argmax())
-        raise RecordError(f"the engine scored other than {num_ids} ids and the token at position {place}")
+        raise WrongTeacherRecord(
+            f"the engine scored other than {num_ids} ids and the token at position {place}"
+        )
     # The token itself comes first, then the likeliest ids in their order.
     places_TK = starts_T[:, None] + np.arange(1 + num_ids)
     token_ids_TK = np.asarray(found.token_ids, np.int32)[places_TK]
@@ -70,7 +71,7 @@ def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, nu
     is_other_T = token_ids_TK[:, 0] != ids_S[num_prompt:]
     if is_other_T.any():
         place = int(is_other_T.argmax())
-        raise RecordError(
+        raise WrongTeacherRecord(
             f"the engine scored token {token_ids_TK[place, 0]} at position {num_prompt + place}; must be "
             f"token {ids_S[num_prompt + place]}"
         )

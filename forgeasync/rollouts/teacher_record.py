@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.rollouts.routing import RecordError
+
+class WrongTeacherRecord(ValueError):
+    """A teacher's answer is not about the tokens that it was asked about, or has no numbers for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +84,26 @@ def check_teacher_record(
     """Check what a teacher has answered about a response of ``num_tokens`` tokens.
 
     Raises:
-        RecordError: a number is missing or not finite, or an id is not of the vocabulary.
+        WrongTeacherRecord: a number is missing or not finite, or an id is not of the vocabulary.
     """
     where = f"teacher {teacher}"
     if record.logprobs_T.shape != (num_tokens,):
-        raise RecordError(
+        raise WrongTeacherRecord(
             f"{where} gave log-probabilities of {len(record.logprobs_T)} tokens; must be {num_tokens}"
         )
     for name, array in (("ids", record.ids_TK), ("log-probabilities of ids", record.topk_TK)):
         if array.shape != (num_tokens, num_ids):
-            raise RecordError(f"{where} gave {name} {list(array.shape)}; must be {[num_tokens, num_ids]}")
+            raise WrongTeacherRecord(
+                f"{where} gave {name} {list(array.shape)}; must be {[num_tokens, num_ids]}"
+            )
     for name, values in (("a token", record.logprobs_T), ("a likely id", record.topk_TK)):
         # Rounding can take a log-probability a little above 0.
         is_wrong = ~np.isfinite(values) | (values > 1e-3)
         if is_wrong.any():
             place = int(np.argwhere(is_wrong)[0][0])
-            raise RecordError(
+            raise WrongTeacherRecord(
                 f"{where} gave the log-probability {values[is_wrong].flat[0]} of {name} at position {place}; "
                 "must be finite and at most 0"
             )
     if num_tokens and num_ids and not 0 <= record.ids_TK.min() <= record.ids_TK.max() < vocab_size:
-        raise RecordError(f"{where} gave an id outside of the vocabulary of {vocab_size}")
+        raise WrongTeacherRecord(f"{where} gave an id outside of the vocabulary of {vocab_size}")

@@ -49,7 +49,7 @@ def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: 
     """At temperature 0.7 with kept sets: the first step is made under the teacher's very weights."""
     run_dir = tmp_path / "run"
     process = start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, app="apps.distill")
-    code, out, err = finish(process)
+    code, _, err = finish(process)
     assert code == 0, err
     _, first, second = read_lines(run_dir / "metrics.jsonl")
     assert first["teacher/gap_abs_mean"] < 1e-4 and abs(first["loss"]) < 1e-4
@@ -93,6 +93,6 @@ def test_what_cannot_work_is_said_before_anything_starts(
     config_file: Path, tmp_path: Path, override: str, said: str
 ) -> None:
     run_dir = tmp_path / "run"
-    code, out, err = run_here(tmp_path, "--config", str(config_file), f"run_dir={run_dir}", override)
+    code, _, err = run_here(tmp_path, "--config", str(config_file), f"run_dir={run_dir}", override)
     assert code == 2 and said in err, err
     assert not run_dir.exists()
