@@ -66,7 +66,7 @@ def test_the_sampled_term_is_a_policy_gradient_with_minus_the_gap_as_advantage()
 
 
 def test_gaps_are_capped_and_counted() -> None:
-    logits_TV, row = make_row()
+    _, row = make_row()
     assert row.teacher is not None
     far = dataclasses.replace(row.teacher, logprobs_T=row.teacher.logprobs_T - 100.0)
     row = dataclasses.replace(row, teacher=far)
@@ -78,7 +78,7 @@ def test_gaps_are_capped_and_counted() -> None:
 
 
 def test_a_term_leaves_the_gradients_of_the_others_as_they_are_to_the_last_bit() -> None:
-    """Each with a denominator of its own: taking all others' weights to nothing gives the bits of one alone."""
+    """Each has a denominator of its own."""
     parts = {
         "rl": {"objective": {"kind": "ppo_clip"}, "terms": []},
         "sampled": {"objective": {"kind": "none"}, "terms": [SAMPLED]},

@@ -58,7 +58,7 @@ def spoiled(array: np.ndarray, value: float) -> np.ndarray:
     ("wrong", "said"),
     [
         (changed(logprobs_T=record(3).logprobs_T), "of 3 tokens; must be 4"),
-        (changed(ids_TK=record(4, 3).ids_TK), r"gave ids \[4, 3\]; must be \[4, 2\]"),
+        (changed(ids_TK=record(4, 3).ids_TK), r"ids \[4, 3\]; must be \[4, 2\]"),
         (changed(topk_TK=record(3).topk_TK), r"log-probabilities of ids \[3, 2\]; must be \[4, 2\]"),
         (changed(logprobs_T=spoiled(record().logprobs_T, np.nan)), "nan of a token at position 1"),
         (changed(logprobs_T=spoiled(record().logprobs_T, -np.inf)), "-inf of a token at position 1"),
