@@ -1,7 +1,10 @@
 """Starts the teachers of a run: a pool of engines for each, on the controller's machine."""
 
 import asyncio
+import functools
 from pathlib import Path
+
+import numpy as np
 
 from forgeasync.actors.generator import GeneratorSetup
 from forgeasync.actors.generator_pool import GeneratorPool
@@ -16,14 +19,19 @@ from forgeasync.config.run import RunConfig
 from forgeasync.faults.fault_log import Role
 from forgeasync.launch.jobs import HostRole
 from forgeasync.models.config_file import model_folder, read_model_facts
+from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.records import Records
+from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.teacher_prompt import teacher_prompt
 from forgeasync.waiting import deadline
 
 
-async def start_teachers(procs: Procs, config: RunConfig, facts: ModelFacts) -> Teaching:
+async def start_teachers(
+    procs: Procs, config: RunConfig, facts: ModelFacts, prompts: PromptEncoder
+) -> Teaching:
     """Start the engines of all teachers, after the generators: they share their folders of payloads.
 
-    ``facts`` are the policy's.
+    ``facts`` and ``prompts`` are the policy's.
     """
     if not config.teachers:
         return Teaching()
@@ -37,7 +45,7 @@ async def start_teachers(procs: Procs, config: RunConfig, facts: ModelFacts) -> 
         num_places += section.engine.num_engines
     async with asyncio.TaskGroup() as starting:
         started = [
-            starting.create_task(_start_teacher(procs, config, facts, name, first_place))
+            starting.create_task(_start_teacher(procs, config, facts, prompts, name, first_place))
             for name, first_place in first_places.items()
         ]
     teachers = {one.result().name: one.result() for one in started}
@@ -53,7 +61,12 @@ async def start_teachers(procs: Procs, config: RunConfig, facts: ModelFacts) -> 
 
 
 async def _start_teacher(
-    procs: Procs, config: RunConfig, facts: ModelFacts, name: str, first_place: int
+    procs: Procs,
+    config: RunConfig,
+    facts: ModelFacts,
+    prompts: PromptEncoder,
+    name: str,
+    first_place: int,
 ) -> Teacher:
     section = config.teachers[name]
     folder = model_folder(section.model_path).resolve()
@@ -65,7 +78,7 @@ async def _start_teacher(
         facts=read_model_facts(section.model_path),
         section=engine,
         # vLLM samples one token behind those that it is asked about.
-        max_context_length=config.model.max_context_length + 1,
+        max_context_length=section.max_context_length or config.model.max_context_length + 1,
         seed=config.seed,
         records=Records(routing=False, kept_tokens=False, num_dense_layers=0),
         weights=config.weights,
@@ -110,5 +123,10 @@ async def _start_teacher(
         name=name,
         section=section,
         pool=pool,
+        prompt_of=None if section.prompt is None else functools.partial(_prompt_of, section.prompt, prompts),
         room=asyncio.Semaphore(engine.num_replicas * groups_at_once),
     )
+
+
+def _prompt_of(template: str, prompts: PromptEncoder, task: Task) -> np.ndarray:
+    return prompts.encode(teacher_prompt(template, task))

@@ -18,7 +18,7 @@ from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.group_payload import Arrays
 from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
 from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord, check_teacher_record
+from forgeasync.rollouts.teacher_record import TeacherRecord, check_teacher_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,13 @@ class TeacherActor(GeneratorActor):
         self._reader = PayloadReader(self._host_id)
 
     @concurrent_endpoint
-    async def teach(self, rollouts: Sequence[StoredRollout]) -> tuple[StoredRollout, ...] | Untaught:
-        """The rollouts of a group, with new references: to a file that has the teacher's record too."""
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+    ) -> tuple[StoredRollout, ...] | Untaught:
+        """The rollouts of a group, with new references: to a file that has the teacher's record too.
+
+        ``prompt_ids_P`` is what the teacher reads before each response; None: what the policy read.
+        """
         branches = [branch for rollout in rollouts for branch in rollout.branches]
         prompts: dict[str, tuple[int, Arrays]] = {}
         for branch in branches:
@@ -60,11 +65,15 @@ class TeacherActor(GeneratorActor):
         try:
             records = await asyncio.gather(
                 *(
-                    self._score(prompts[branch.prompt.payload_id][1]["ids"], response["ids"])
+                    self._score(
+                        prompts[branch.prompt.payload_id][1]["ids"] if prompt_ids_P is None else prompt_ids_P,
+                        response["ids"],
+                    )
                     for branch, response in zip(branches, responses, strict=True)
                 )
             )
-        except WrongTeacherRecord as error:
+        except ValueError as error:
+            # WrongTeacherRecord, or vLLM refuses the tokens: too many, or not of its vocabulary.
             return Untaught(problem=str(error))
         payloads = [
             *(arrays for _, arrays in prompts.values()),

@@ -7,15 +7,18 @@ finished. A teacher's engines that are lost are replaced; their groups go to ano
 import asyncio
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
+
+import numpy as np
 
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
 from forgeasync.actors.teacher import TeacherActor, Untaught
 from forgeasync.config.teachers import TeacherSection
 from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.task import Task
 from forgeasync.waiting import DeadlineExceeded, deadline
 
 
@@ -26,6 +29,8 @@ class Teacher:
     name: str
     section: TeacherSection
     pool: GeneratorPool
+    prompt_of: Callable[[Task], np.ndarray] | None = None
+    """Tokens that it reads before a response instead of the policy's prompt; None: the policy's prompt."""
     room: asyncio.Semaphore
     """Groups beyond it wait here, where waiting does not count against their deadline."""
 
@@ -44,7 +49,7 @@ class Teaching:
     _busy_s: float = 0.0
 
     async def teach(
-        self, group_id: int, source: str, rollouts: tuple[StoredRollout, ...]
+        self, group_id: int, task: Task, rollouts: tuple[StoredRollout, ...]
     ) -> tuple[StoredRollout, ...] | Untaught:
         """The rollouts of a group with references to a file of their own, which has their teacher's record.
 
@@ -52,22 +57,27 @@ class Teaching:
         """
         if not self.by_source:
             return rollouts
-        teacher = self.by_source[source]
+        teacher = self.by_source[task.source]
+        prompt_ids_P = None if teacher.prompt_of is None else teacher.prompt_of(task)
         async with teacher.room:
             start_s = time.perf_counter()
             try:
-                return await self._attempts(teacher, group_id, rollouts)
+                return await self._attempts(teacher, group_id, rollouts, prompt_ids_P)
             finally:
                 self._busy_s += time.perf_counter() - start_s
 
     async def _attempts(
-        self, teacher: Teacher, group_id: int, rollouts: tuple[StoredRollout, ...]
+        self,
+        teacher: Teacher,
+        group_id: int,
+        rollouts: tuple[StoredRollout, ...],
+        prompt_ids_P: np.ndarray | None,
     ) -> tuple[StoredRollout, ...] | Untaught:
         answer = Untaught(problem="no attempt")
         for attempt in range(teacher.section.max_attempts):
             self._num_retried += attempt > 0
             try:
-                found = await self._attempt(teacher, group_id, rollouts)
+                found = await self._attempt(teacher, group_id, rollouts, prompt_ids_P)
             except (ReplicaLost, DeadlineExceeded) as error:
                 found = Untaught(problem=str(error))
             if not isinstance(found, Untaught):
@@ -80,13 +90,17 @@ class Teaching:
         return answer
 
     async def _attempt(
-        self, teacher: Teacher, group_id: int, rollouts: tuple[StoredRollout, ...]
+        self,
+        teacher: Teacher,
+        group_id: int,
+        rollouts: tuple[StoredRollout, ...],
+        prompt_ids_P: np.ndarray | None,
     ) -> tuple[StoredRollout, ...] | Untaught:
         replica = await teacher.pool.assigned(len(rollouts))
         call = f"teacher {teacher.name} looking at group {group_id}"
         try:
             async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
-                return await replica.while_there(functools.partial(_teach, replica, rollouts))
+                return await replica.while_there(functools.partial(_teach, replica, rollouts, prompt_ids_P))
         finally:
             teacher.pool.table.change(lambda table: table.ended(replica.number, len(rollouts)))
 
@@ -104,7 +118,7 @@ class Teaching:
 
 
 async def _teach(
-    replica: LiveReplica, rollouts: Sequence[StoredRollout]
+    replica: LiveReplica, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
 ) -> tuple[StoredRollout, ...] | Untaught:
     # Monarch's handle of an actor is of no class of ours.
-    return await cast(TeacherActor, replica.actor).teach.call_one(rollouts)
+    return await cast(TeacherActor, replica.actor).teach.call_one(rollouts, prompt_ids_P)

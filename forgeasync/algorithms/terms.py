@@ -16,11 +16,13 @@ Shape suffixes: T trained tokens of a row, K ids of each token.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from forgeasync.algorithms.aggregation import AnyAggregation, TokenMean
+from forgeasync.algorithms.kl import K3, AnyKlEstimator
 from forgeasync.algorithms.row_tokens import RowTokens, TeacherTokens
 from forgeasync.losses import sampled_reverse_kl, topk_kl
 from forgeasync.schema.section import Factor, Section
@@ -142,4 +144,24 @@ class CrossEntropy(Term):
         return losses_T, {"loss/cross_entropy": row.masked(losses_T.detach()).sum()}
 
 
-AnyTerm = Annotated[SampledReverseKl | TopkKl | CrossEntropy, Field(discriminator="kind")]
+class RefKl(Term):
+    """A KL penalty towards a teacher, by an estimator of ``algorithm.kl``; 1 times its estimate.
+
+    It takes the reference out of the trainer's procs: with the policy's own first weights as the teacher, and
+    sampling at temperature 1 that cuts nothing, it is the penalty ``algorithm.kl`` with ``where: loss``.
+    Otherwise it differs in looking at the full vocabulary at temperature 1.
+    """
+
+    kind: Literal["ref_kl"] = "ref_kl"
+    estimator: AnyKlEstimator = K3()
+
+    def __call__(
+        self, row: RowTokens, weights_T: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        own_T = _own(row)
+        seen = replace(row, logprobs_T=own_T, ref_logprobs_T=_teacher(row).logprobs_T)
+        losses_T = self.estimator(seen)
+        return losses_T, {f"teacher/{self.estimator.kind}": row.masked(losses_T.detach()).sum()}
+
+
+AnyTerm = Annotated[SampledReverseKl | TopkKl | RefKl | CrossEntropy, Field(discriminator="kind")]

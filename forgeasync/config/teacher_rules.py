@@ -25,6 +25,10 @@ def check_teachers(config: RunConfig) -> Iterator[Problem]:
     if teachers and not isinstance(config.launcher, LocalLauncher):
         remedy = "must be 'local' with teachers: they run on the controller's machine"
         yield Problem(field="launcher.kind", value=config.launcher.kind, remedy=remedy)
+    for name, teacher in teachers.items():
+        if teacher.prompt is not None and config.environment is not None:
+            remedy = "must be null with an environment, whose conversations have no single prompt"
+            yield Problem(field=f"teachers.{name}.prompt", value=teacher.prompt, remedy=remedy)
     yield from _check_sources(config)
 
 

@@ -76,7 +76,7 @@ class GroupEndings:
 
         None: it could not, and the group was given up.
         """
-        answer = await self._teaching.teach(group.group_id, group.task.source, group.rollouts)
+        answer = await self._teaching.teach(group.group_id, group.task, group.rollouts)
         if isinstance(answer, Untaught):
             reason = DropReason.OVERSIZED if answer.is_full else DropReason.UNSCORED
             await self.drop(group, reason, answer.problem)

@@ -115,7 +115,7 @@ async def start_roles(
             role.add_done_callback(partial(_tell_ready, console, name))
     if config.teachers:
         console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
-    teaching = await start_teachers(fleet, config, prepared.facts)
+    teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
     for words in await connect_weights(fleet, config, trainer.result(), generators.result()):

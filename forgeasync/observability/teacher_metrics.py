@@ -27,6 +27,11 @@ TEACHERS = Topic(
             when="losses with the term `topk_kl`",
         ),
         Metric(
+            key="teacher/<estimator>",
+            meaning="Mean estimate, in nats, of the KL divergence from the teacher, such as `teacher/k3`.",
+            when="losses with the term `ref_kl`",
+        ),
+        Metric(
             key="loss/cross_entropy",
             meaning="Mean of the term `cross_entropy` over all trained tokens, without its weight.",
             when="losses with this term",

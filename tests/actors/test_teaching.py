@@ -11,9 +11,11 @@ from forgeasync.actors.replica import ReplicaLost
 from forgeasync.actors.teacher import Untaught
 from forgeasync.actors.teaching import Teacher, Teaching
 from forgeasync.config.teachers import TeacherSection
+from forgeasync.rollouts.task import Task
 
 ROLLOUTS = (SimpleNamespace(num_response_tokens=3), SimpleNamespace(num_response_tokens=4))
 NEW = ("new",)
+TASK = Task(task_id="t", prompt="1+1", answer="2", source_index=0, source="sums")
 
 
 @dataclass
@@ -69,8 +71,8 @@ def teaching(engines: Engines, *, max_attempts: int = 3, room: int = 2, limit_s:
     return Teaching({"sums": teacher}, limit_s)
 
 
-def teach(one: Teaching, source: str = "sums") -> object:
-    return asyncio.run(one.teach(4, source, ROLLOUTS))  # type: ignore[arg-type]
+def teach(one: Teaching) -> object:
+    return asyncio.run(one.teach(4, TASK, ROLLOUTS))  # type: ignore[arg-type]
 
 
 def test_without_teachers_a_group_comes_back_as_it_is() -> None:
@@ -115,7 +117,7 @@ def test_groups_beyond_the_room_wait() -> None:
         engines = Engines([NEW] * 6)
         one = teaching(engines, room=2)
         engines.hold = asyncio.Event()
-        waiting = (one.teach(number, "sums", ROLLOUTS) for number in range(6))  # type: ignore[arg-type]
+        waiting = (one.teach(number, TASK, ROLLOUTS) for number in range(6))  # type: ignore[arg-type]
         groups = [asyncio.create_task(each) for each in waiting]
         for _ in range(20):
             await asyncio.sleep(0)

@@ -142,3 +142,22 @@ def test_a_row_without_tokens_adds_nothing() -> None:
     loss = section(terms=terms)
     result = loss(row, total=1.0, term_totals=(1.0, 1.0, 1.0))
     assert float(result.loss) == 0.0 and result.loss.requires_grad
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_reference_as_a_teacher_is_the_penalty_of_the_run(estimator: str) -> None:
+    """Where nothing is cut and the temperature is 1: value and gradient."""
+    found = []
+    for as_term in (True, False):
+        logits_TV, row = make_row()
+        assert row.full_logprobs_T is not None and row.teacher is not None
+        row = dataclasses.replace(row, logprobs_T=row.full_logprobs_T, ref_logprobs_T=row.teacher.logprobs_T)
+        if as_term:
+            terms = [{"kind": "ref_kl", "estimator": estimator, "weight": 0.3}]
+            loss = section(objective={"kind": "reinforce"}, terms=terms)
+        else:
+            penalty = {"estimator": estimator, "coefficient": 0.3, "where": "loss"}
+            loss = section(objective={"kind": "reinforce"}, kl=penalty)
+        result = loss(row, **totals(loss, row))
+        found.append((result.loss, torch.autograd.grad(result.loss, logits_TV)[0]))
+    torch.testing.assert_close(found[0], found[1])

@@ -63,6 +63,21 @@ def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: 
 
 
 @pytest.mark.exhaustive
+def test_a_teacher_that_reads_a_hint_sees_the_same_response(config_file: Path, tmp_path: Path) -> None:
+    """A template that adds nothing changes nothing; one that does, does."""
+    gaps = []
+    for template in ("$prompt", "$answer$prompt"):
+        run_dir = tmp_path / f"run-{len(gaps)}"
+        hint = ("teachers.own.max_context_length=160", f"teachers.own.prompt={template}")
+        shorter = "model.max_context_length=150"
+        process = start(config_file, f"run_dir={run_dir}", "max_steps=1", shorter, *hint, app="apps.distill")
+        code, _, err = finish(process)
+        assert code == 0, err
+        gaps.append(read_lines(run_dir / "metrics.jsonl")[-1]["teacher/gap_abs_mean"])
+    assert gaps[0] < 1e-4 < 1e-3 < gaps[1]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_teacher_that_is_killed_is_replaced_and_no_group_is_lost(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -86,6 +101,7 @@ def test_a_teacher_that_is_killed_is_replaced_and_no_group_is_lost(config_file: 
         ("teachers.own.sources=[other]", "is no source of data"),
         ("teachers.own.model_path=/nowhere", "teachers.own.model_path"),
         ("model.max_context_length=160", "model.max_context_length + 1 = 161"),
+        ("teachers.own.prompt=$hint", "has $hint, which task"),
         ("algorithm.terms=[{kind: topk_kl, top_k: 500}]", "the vocabulary of teacher own"),
     ],
 )
