@@ -82,7 +82,7 @@ def test_a_teacher_that_reads_a_hint_sees_the_same_response(config_file: Path, t
 def test_a_teacher_that_is_killed_is_replaced_and_no_group_is_lost(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(config_file, f"run_dir={run_dir}", "max_steps=30", app="apps.grpo")
-    wait_for_step(process, run_dir, 2)
+    wait_for_step(run_dir, process)
     listed = json.loads((run_dir / "procs.json").read_text())["procs"]
     (teacher,) = [one for one in listed if one["role"].startswith("teacher")]
     os.kill(teacher["pid"], signal.SIGKILL)
