@@ -27,6 +27,7 @@ from forgeasync.rehearsal.data_rule import rehearse_data
 from forgeasync.rehearsal.draft import Change, Draft
 from forgeasync.rehearsal.fit import GIB, Capacity, Part, largest_part
 from forgeasync.rehearsal.model_rule import small_facts
+from forgeasync.schema.problems import ConfigError, Problem
 
 NUM_STEPS = 3
 
