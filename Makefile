@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 # Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test test-fast test-all setup setup-gpu model lint mutants docs
+.PHONY: demo demo-agent demo-distill test test-fast test-all setup setup-gpu model lint mutants docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed
@@ -52,6 +52,14 @@ demo: setup models/tiny_moe
 
 models/tiny_tool_moe: | setup
 	$(BIN)/python -m apps.warmup --config configs/agent_tool_cpu.yaml
+
+# The teacher of configs/distill_cpu.yaml: the same shape, taught by worked examples alone.
+models/tiny_teacher: | setup
+	$(BIN)/python -m apps.warmup --config configs/tiny_moe_cpu.yaml model.path=$@ model.max_context_length=168 \
+		warmup.direct_share=0.0 warmup.guesses_per_step=null
+
+demo-distill: setup models/tiny_moe models/tiny_teacher
+	$(BIN)/python -m apps.distill --config configs/distill_cpu.yaml
 
 demo-agent: setup models/tiny_tool_moe
 	$(BIN)/python -m apps.grpo --config configs/agent_tool_cpu.yaml

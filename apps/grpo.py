@@ -115,6 +115,7 @@ class GrpoRun:
             prepared,
             generators=self.generators,
             buffer=self.buffer,
+            teaching=roles.teaching,
             payloads=self.payloads,
             recorder=recorder,
             files=files,
@@ -179,13 +180,15 @@ class GrpoRun:
 
     async def keep(self, start: Start, sampled: SampledGroup) -> None:
         """Put a sampled group into the buffer, for the scoring loop unless an environment has scored it."""
-        group = Group(
+        untaught = Group(
             group_id=start.group_id,
             draw_id=start.draw_id,
             task=start.task,
             rollouts=sampled.rollouts,
             durations_ms=sampled.durations_ms,
         )
+        if (group := await self.endings.taught(untaught)) is None:
+            return
         if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
             problem = (
                 f"group {group.group_id} takes {group.num_payload_bytes:,} bytes, more than its reservation "
@@ -311,7 +314,7 @@ class GrpoRun:
     def counters(self) -> dict[str, float]:
         """Return what the loops have counted so far, by metric name."""
         counted = [self.filtering, self.scorer, self.payloads, self.serving.ledger, self.generators]
-        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.endings.keeper]
+        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.endings]
         if isinstance(self.groups, GroupEpisodes):
             counted.append(self.groups)
         return {name: value for one in counted for name, value in one.metrics().items()}

@@ -1,4 +1,5 @@
 # The public names, by the module that defines them. docs/api.md says what each of them is; a test compares.
+from . import losses as losses
 from .algorithms.advantages import Advantage as Advantage
 from .algorithms.advantages import DrGrpo as DrGrpo
 from .algorithms.advantages import GroupPassAtK as GroupPassAtK

@@ -73,6 +73,8 @@ class GeneratorSetup:
     weights: WeightsSection
     lora: LoraSection | None
     payload_capacity_bytes: int
+    num_scored_ids: int = 0
+    """Ids that a teacher is asked for at each token."""
 
 
 class GeneratorActor(Actor):
@@ -130,6 +132,7 @@ class GeneratorActor(Actor):
             weights=setup.weights,
             adapters=adapters,
             in_flight=self._in_flight if setup.section.keep_in_flight else None,
+            num_scored_ids=setup.num_scored_ids,
         )
         self._episodes = EngineEpisodes(self._engine)
         return os.getpid()

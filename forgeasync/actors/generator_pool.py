@@ -54,13 +54,19 @@ class GeneratorPool:
         *,
         faults: FaultLog,
         listing: ProcsFile,
+        role: Role = Role.GENERATOR,
+        title: str = "generator",
     ) -> None:
-        """``hosts`` says for every rank where it is; the last ``section.num_spares`` begin as spares."""
+        """``hosts`` says for every rank where it is; the last ``section.num_spares`` begin as spares.
+
+        ``title`` is what they are called in messages.
+        """
         self._spawn = spawn
         self._section = section
         self._hosts = list(hosts)
         self._faults = faults
         self._listing = listing
+        self._role, self._title = role, title
         self.table = Monitor(ReplicaTable())
         """States of the generators; loops wait for them."""
         self.connect: ConnectReplica | None = None
@@ -159,8 +165,8 @@ class GeneratorPool:
         self.table.change(lambda table: table.lose(replica.number, what))
         self._losses.count(replica)
         self._health.forget(replica)
-        self._listing.remove("generator", replica.rank)
-        fault = self._faults.detected(Role.GENERATOR, replica.name, what)
+        self._listing.remove(self._title, replica.rank)
+        fault = self._faults.detected(self._role, replica.name, what)
         replica.gone.set()
         promoted = None
         if is_wanted and not is_spare:
@@ -205,7 +211,7 @@ class GeneratorPool:
         """Kill a process and wait until it has given everything back, its GPUs among it."""
         host, pid = self._pids[number]
         await host.kill(pid)
-        proc = Proc(role="generator", rank=number, pid=pid, host=host)
+        proc = Proc(role=self._role.value, rank=number, pid=pid, host=host)
         end_s = time.monotonic() + END_S
         while not await proc.has_ended() and time.monotonic() < end_s:
             await asyncio.sleep(0.05)
@@ -231,7 +237,7 @@ class GeneratorPool:
                 raise
             self._count_failed_start(rank, error)
             if self._failure is None:
-                logger.warning("generator %d cannot be started; trying again", rank, exc_info=error)
+                logger.warning("%s %d cannot be started; trying again", self._title, rank, exc_info=error)
                 self._in_background(self._starting, self._start_replica(rank, is_spare=is_spare))
             return
         self._replicas[number] = LiveReplica(
@@ -242,10 +248,12 @@ class GeneratorPool:
             host=spawned.host,
             stop=spawned.stop,
             in_flight=spawned.in_flight,
+            role=self._role,
+            title=self._title,
             give_up=self.lose,
             beat_since_s=time.monotonic(),
         )
-        self._listing.put("generator", rank, pid=spawned.pid, host=spawned.host.id)
+        self._listing.put(self._title, rank, pid=spawned.pid, host=spawned.host.id)
         self.table.change(lambda table: table.ready(number))
         self.look_for_healed()
         self._tell_followers()
@@ -254,7 +262,7 @@ class GeneratorPool:
         self._num_failed_starts += 1
         if self._num_failed_starts >= self._section.max_restarts:
             self._failure = GeneratorsFail(
-                f"generator {rank}: {self._num_failed_starts} engines in a row did not come to sample "
+                f"{self._title} {rank}: {self._num_failed_starts} engines in a row did not come to sample "
                 f"(generator.max_restarts = {self._section.max_restarts}); the last one: {error}"
             )
             self._failure.__cause__ = error
@@ -296,7 +304,7 @@ class GeneratorPool:
         self.table.change(lambda table: table.remove(number))
         self._losses.count(replica)
         self._health.forget(replica)
-        self._listing.remove("generator", replica.rank)
+        self._listing.remove(self._title, replica.rank)
         replica.gone.set()
         self._tell_followers()
         await self._replace(replica, is_wanted=False, is_spare=False)

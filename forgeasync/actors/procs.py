@@ -45,6 +45,8 @@ SCORER = "scorer"
 """Begins the names of actors of scorers."""
 GENERATOR = "generator-"
 """Begins the names of procs and actors of generators."""
+TEACHER = "teacher-"
+"""Begins the names of procs and actors of teachers."""
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class Procs:
     """What has failed, and what came back."""
     listing: ProcsFile = field(default_factory=ProcsFile)
     """Which process fills which role."""
-    owned: set[str] = field(default_factory=lambda: {ENVIRONMENT_WORKER, SCORER, GENERATOR})
+    owned: set[str] = field(default_factory=lambda: {ENVIRONMENT_WORKER, SCORER, GENERATOR, TEACHER})
     """Beginnings of the names of actors whose deaths are no news here: whoever looks after them sees them
     first, and replaces them."""
     payload_folders: list[Path] = field(default_factory=list)
@@ -70,6 +72,7 @@ class Procs:
     environment: EnvironmentPool | None = None
     scorer: WatchedScorers | None = None
     generators: GeneratorPool | None = None
+    teachers: list[GeneratorPool] = field(default_factory=list)
     buffer: BufferWatch | None = None
     _failure: asyncio.Future[None] = field(init=False)
     _watching: asyncio.Task[None] | None = None
@@ -145,6 +148,7 @@ class Procs:
             watching.append(asyncio.create_task(self._fail_with(self.scorer.watch())))
         if self.generators is not None:
             watching.append(asyncio.create_task(self._fail_with(self.generators.watch())))
+        watching += [asyncio.create_task(self._fail_with(one.watch())) for one in self.teachers]
         if self.buffer is not None:
             watching.append(asyncio.create_task(self._fail_with(self.buffer.watch())))
         try:
@@ -237,7 +241,7 @@ class Procs:
                 # Keep polling until now: a host that is not polled shuts itself down.
                 ending.callback(self._watching.cancel)
             ending.push_async_callback(_stop_all, self._own_meshes)
-            for watched in (self.generators, self.environment, self.scorer, self.buffer):
+            for watched in (*self.teachers, self.generators, self.environment, self.scorer, self.buffer):
                 if watched is not None:
                     ending.push_async_callback(watched.close)
             for close in self.closing:

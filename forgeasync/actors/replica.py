@@ -11,6 +11,7 @@ from monarch.actor import ActorError
 
 from forgeasync.actors.deaths import Proc
 from forgeasync.actors.generator import GeneratorActor
+from forgeasync.faults.fault_log import Role
 from forgeasync.generator.reports import EngineStats
 from forgeasync.launch.hosts import Host
 from forgeasync.rollouts.in_flight_log import InFlightRead
@@ -57,6 +58,9 @@ class LiveReplica:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     """What it had of its groups, some time after it was lost."""
+    role: Role = Role.GENERATOR
+    title: str = "generator"
+    """What it is called in messages."""
     give_up: "Callable[[LiveReplica, str], None]"
     """Have it killed and replaced; the words say what is wrong with it, as the rest of a sentence."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,10 +72,10 @@ class LiveReplica:
 
     @property
     def name(self) -> str:
-        return f"generator {self.rank} (process {self.pid})"
+        return f"{self.title} {self.rank} (process {self.pid})"
 
     def proc(self) -> Proc:
-        return Proc(role="generator", rank=self.rank, pid=self.pid, host=self.host)
+        return Proc(role=self.role.value, rank=self.rank, pid=self.pid, host=self.host)
 
     async def while_there(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call to this generator, and wait for its answer or its end.

@@ -67,7 +67,7 @@ async def start_generators(
             async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
                 pid = await actor.pid.call_one()
                 setting_up = actor.setup.call_one(setup, host.id, folder_of[host.id])
-                await _while_running(host, pid, setting_up)
+                await while_running(host, pid, setting_up)
                 in_flight = await actor.in_flight.call_one()
         except BaseException:
             if pid:
@@ -90,7 +90,7 @@ async def start_generators(
     return GeneratorRouter(pool, config.timeouts, max_lost_per_group=section.max_lost_per_group)
 
 
-async def _while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
+async def while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
     """Wait for an answer of a process that no pool looks after yet.
 
     Raises:

@@ -1,9 +1,10 @@
 """The loss of a batch: an objective per token, weighted by corrections, plus a penalty, aggregated.
 
     loss = aggregate(objective(A') * product(corrections) + [coefficient * kl, where it is in the loss])
+           + sum over terms of weight * aggregate_of_the_term(term)
 
 A' is the advantage, less the penalty to go where the penalty is in the reward. The batch comes in rows: the
-losses of all rows of all data-parallel ranks, each given the batch's count, add up to the batch's loss.
+losses of all rows of all data-parallel ranks, each given the batch's counts, add up to the batch's loss.
 
 Shape suffix: T trained tokens (targets) of a row.
 """
@@ -11,6 +12,7 @@ Shape suffix: T trained tokens (targets) of a row.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from forgeasync.algorithms.corrections import AnyCorrection, product
 from forgeasync.algorithms.kl import KlPenalty, KlPlace, penalty_to_go
 from forgeasync.algorithms.objectives import AnyObjective, PpoClip
 from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.algorithms.terms import AnyTerm
 from forgeasync.schema.section import Section
 
 if TYPE_CHECKING:
@@ -46,6 +49,9 @@ class Loss(Section):
     """How the losses of tokens become the loss of a batch."""
     kl: KlPenalty | None = None
     """KL penalty; with it the trainer also holds the model that the run starts from. null: none."""
+    terms: tuple[AnyTerm, ...] = ()
+    """Further components, each with a weight and a denominator of its own: divergences from a teacher
+    (``teachers``), cross-entropy."""
 
     @property
     def needs_reference(self) -> bool:
@@ -57,14 +63,38 @@ class Loss(Section):
         """Whether rows need ``proximal_logprobs_T`` if a batch has several optimizer steps."""
         return self.objective.needs_proximal
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether rows need ``teacher``."""
+        return any(term.needs_teacher for term in self.terms)
+
+    @property
+    def num_teacher_ids(self) -> int:
+        """Ids that a teacher is asked for at each token, besides the sampled one."""
+        return max((term.num_ids for term in self.terms), default=0)
+
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
     ) -> torch.Tensor:
         """Compute what a row adds to the count of its batch."""
         return self.aggregation.count(mask_T, sequence_ids_T, sample_weights_T)
 
-    def __call__(self, row: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
+    def term_counts(
+        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Compute what a row adds to the count of each term."""
+        return [term.aggregation.count(mask_T, sequence_ids_T, sample_weights_T) for term in self.terms]
+
+    def __call__(
+        self,
+        row: RowTokens,
+        *,
+        total: torch.Tensor | float,
+        term_totals: Sequence[torch.Tensor | float] = (),
+    ) -> RowLoss:
         """Compute a row's share of the loss of a batch whose ``count`` is ``total``.
+
+        ``term_totals`` are the batch's ``term_counts``, in the order of the terms.
 
         Raises:
             ValueError: the user's own code returned something that it must not.
@@ -97,4 +127,22 @@ class Loss(Section):
             weights_T=row.sample_weights_T,
             total=total,
         )
+        for term, term_total in zip(self.terms, term_totals, strict=True):
+            values_T, term_sums = term(row, weights_T)
+            sums |= term_sums
+            loss = loss + term.weight * term.aggregation(
+                values_T=values_T,
+                mask_T=row.mask_T,
+                sequence_ids_T=row.sequence_ids_T,
+                weights_T=row.sample_weights_T,
+                total=term_total,
+            )
+        if row.teacher is not None:
+            sums |= _gap_sums(row)
         return RowLoss(loss=loss, sums=sums, weights_T=weights_T)
+
+
+def _gap_sums(row: RowTokens) -> dict[str, torch.Tensor]:
+    assert row.teacher is not None and row.full_logprobs_T is not None
+    gap_T = row.masked(row.full_logprobs_T.detach() - row.teacher.logprobs_T)
+    return {"teacher/gap_mean": gap_T.sum(), "teacher/gap_abs_mean": gap_T.abs().sum()}

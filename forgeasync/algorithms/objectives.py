@@ -248,8 +248,26 @@ class PythonObjective(PythonCode, Objective):
         return check_losses(build_code(self, ("row",))(row), like_T=row.logprobs_T)
 
 
+class NoObjective(Objective):
+    """No loss of its own: rewards train nothing, and only ``algorithm.terms`` do."""
+
+    kind: Literal["none"] = "none"
+
+    def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return row.logprobs_T * 0.0, {}
+
+
 AnyObjective = Annotated[
-    PpoClip | Cispo | Gspo | Reinforce | DecoupledPpo | Topr | Kimi15 | Supervised | PythonObjective,
+    PpoClip
+    | Cispo
+    | Gspo
+    | Reinforce
+    | DecoupledPpo
+    | Topr
+    | Kimi15
+    | Supervised
+    | NoObjective
+    | PythonObjective,
     Field(discriminator="kind"),
     OWN_INSTANCE,
 ]

@@ -4,7 +4,7 @@ Modules of this package call methods of tensors and import torch only for type c
 consists of their classes, and importing torch would cost seconds in every process that reads it, such as
 scoring workers.
 
-Shape suffix: T trained tokens (targets) of a row.
+Shape suffixes: T trained tokens (targets) of a row, K ids of each token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
 if TYPE_CHECKING:
     import torch
 
@@ -31,6 +29,22 @@ def capped(log_ratio_T: torch.Tensor) -> torch.Tensor:
     """
     excess_T = (log_ratio_T.detach() - MAX_LOG_RATIO).clamp(min=0.0)
     return log_ratio_T - excess_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTokens:
+    """What a teacher says of the tokens of a row, and the student of the same ids.
+
+    All are float32, over the full vocabulary at temperature 1. K is the largest number of ids that a term of
+    the loss looks at, and may be 0.
+    """
+
+    logprobs_T: torch.Tensor
+    """The teacher's, of the sampled tokens."""
+    topk_TK: torch.Tensor
+    """The teacher's, of its K most likely ids, the likeliest first."""
+    student_topk_TK: torch.Tensor
+    """The student's, of these ids, with gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +75,11 @@ class RowTokens:
     proximal_logprobs_T: torch.Tensor | None = None
     """float32, under the policy at the start of the batch; None if that is the current policy, or if the
     objective does not need it (``Objective.needs_proximal``)."""
+    full_logprobs_T: torch.Tensor | None = None
+    """float32, under the current policy over the full vocabulary at temperature 1, with gradients; None if
+    the loss has no terms."""
+    teacher: TeacherTokens | None = None
+    """None if no term of the loss needs a teacher."""
 
     def masked(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values, and 0 without a gradient where ``mask_T`` is False."""

@@ -19,6 +19,7 @@ from forgeasync.algorithms.filters import (
 )
 from forgeasync.algorithms.kl import K1, KlPlace, UnbiasedK3
 from forgeasync.algorithms.objectives import Gspo, Supervised
+from forgeasync.algorithms.terms import RefKl
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.run import RunConfig, is_served, longest_response
 from forgeasync.schema.problems import Problem
@@ -49,7 +50,9 @@ def check_algorithm(config: RunConfig) -> Iterator[Problem]:
 def _has_own_code(algorithm: AlgorithmSection) -> bool:
     estimators = [] if algorithm.kl is None else [algorithm.kl.estimator]
     one_each = (algorithm.objective, algorithm.aggregation, algorithm.advantage)
-    parts = (*one_each, *algorithm.corrections, *algorithm.filters, *estimators)
+    of_terms = [term.aggregation for term in algorithm.terms]
+    estimators += [term.estimator for term in algorithm.terms if isinstance(term, RefKl)]
+    parts = (*one_each, *algorithm.corrections, *algorithm.filters, *estimators, *of_terms)
     return any(isinstance(part, PythonCode) for part in parts)
 
 

@@ -22,6 +22,7 @@ from forgeasync.config.launch_rules import (
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host
 from forgeasync.config.run import RunConfig, WarmupSection
 from forgeasync.config.serving_rules import check_serving
+from forgeasync.config.teacher_rules import check_teachers
 from forgeasync.config.trainer import ROW_ALIGNMENT, OnBadStep, OptimizerSection
 from forgeasync.config.weights import Interruption, KvAfterSwap
 from forgeasync.schema.problems import Problem
@@ -74,9 +75,11 @@ def check_interruption(config: RunConfig) -> Iterator[Problem]:
 
 
 def num_gpus_needed(config: RunConfig) -> int:
-    """Count the GPUs of trainer and generators; without GPUs, it is the number of their CPU processes."""
+    """Count the GPUs of trainer, generators and teachers; without GPUs, the number of their CPU processes."""
     generator = config.generator
-    return config.trainer.parallel.num_procs + generator.num_engines * generator.tensor_parallel
+    engines = [generator, *(teacher.engine for teacher in config.teachers.values())]
+    num_engine_gpus = sum(one.num_engines * one.tensor_parallel for one in engines)
+    return config.trainer.parallel.num_procs + num_engine_gpus
 
 
 def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
@@ -350,6 +353,7 @@ _CONFIG_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _check_bad_steps,
     check_launcher,
     check_scorer,
+    check_teachers,
     check_data,
     check_built_in,
     check_episodes,

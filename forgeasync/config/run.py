@@ -17,6 +17,7 @@ from forgeasync.config.model import LoraSection, ModelSection
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.sandbox import Bubblewrap, SandboxSection
 from forgeasync.config.serving import ServedSource, ServingSection
+from forgeasync.config.teachers import TeacherSection
 from forgeasync.config.trainer import OptimizerSection, RoutingReplay, TrainerSection
 from forgeasync.config.weights import WeightsSection
 from forgeasync.schema.section import Count, CountOrZero, Seconds, Section, Seed
@@ -179,6 +180,8 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     scorer: ScorerSection = ScorerSection()
+    teachers: dict[AgentName, TeacherSection] = Field(default_factory=dict)
+    """Teachers by name, for terms of the loss that need one."""
     environment: EnvironmentSection | None = None
     """Multi-turn environment, which scores its own episodes: one that comes with the package, or a class of
     your own that is derived from ``Environment``, or an async function (task, agent). null: one prompt and

@@ -20,6 +20,7 @@ from forgeasync.algorithms.kl import PythonKlEstimator
 from forgeasync.algorithms.objectives import PythonObjective
 from forgeasync.algorithms.own_results import WrongResult, shown
 from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.algorithms.terms import RefKl
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.schema.problems import Problem
 from forgeasync.schema.python_code import PythonCode, build_code
@@ -39,6 +40,12 @@ def check_own_code(algorithm: AlgorithmSection) -> Iterator[Problem]:
         ("objective", algorithm.objective),
         *((f"corrections.{index}", one) for index, one in enumerate(algorithm.corrections)),
         ("aggregation", algorithm.aggregation),
+        *((f"terms.{index}.aggregation", one.aggregation) for index, one in enumerate(algorithm.terms)),
+        *(
+            (f"terms.{index}.estimator", one.estimator)
+            for index, one in enumerate(algorithm.terms)
+            if isinstance(one, RefKl)
+        ),
         ("kl.estimator", None if algorithm.kl is None else algorithm.kl.estimator),
         ("advantage", algorithm.advantage),
         *((f"filters.{index}", one) for index, one in enumerate(algorithm.filters)),
@@ -49,7 +56,7 @@ def check_own_code(algorithm: AlgorithmSection) -> Iterator[Problem]:
                 part,
                 f"algorithm.{name}",
                 group_size=algorithm.group_size,
-                has_reference=algorithm.kl is not None,
+                has_reference=algorithm.kl is not None or name.startswith("terms."),
             )
 
 

@@ -55,6 +55,7 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
     bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
     for field, value, is_set in (
         ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
+        ("teachers", sorted(config.teachers), bool(config.teachers)),
         ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
         ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
         ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
@@ -111,6 +112,8 @@ class Fleet:
             ActorDied: a proc has died; within an exception group where the body was running.
         """
         raise_if_any(_unused(config))
+        if loss is not None and loss.needs_teacher:
+            raise ValueError("loss: its terms need a teacher, which a Fleet does not have; use apps.distill")
         prepared = prepare(config)
         config = prepared.config
         folder = default_run_dir(config.name, datetime.now()) if config.run_dir is None else config.run_dir

@@ -4,10 +4,13 @@ Also what a group that was scored goes through before: the filters have left som
 it, and it is kept on the disk.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.teacher import Untaught
+from forgeasync.actors.teaching import Teaching
 from forgeasync.algorithms.group_facts import Filtered
 from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.buffer.events import Update
@@ -42,6 +45,7 @@ class GroupEndings:
         *,
         generators: GeneratorRouter,
         buffer: BufferActor,
+        teaching: Teaching,
         payloads: AsyncPayloadBudget,
         recorder: RunRecorder,
         files: RunFiles,
@@ -52,6 +56,7 @@ class GroupEndings:
         self._resumed = prepared.resumed
         self._generators = generators
         self._buffer = buffer
+        self._teaching = teaching
         self._payloads = payloads
         self._recorder = recorder
         self.keeper = GroupKeeper(
@@ -61,6 +66,25 @@ class GroupEndings:
             generators=generators,
             tell=recorder.console.message,
         )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is counted of kept groups and of teachers, under their names in metrics.jsonl."""
+        return self.keeper.metrics() | self._teaching.metrics()
+
+    async def taught(self, group: Group) -> Group | None:
+        """Have the teacher of a sampled group's source look at it, if the run has teachers.
+
+        None: it could not, and the group was given up.
+        """
+        answer = await self._teaching.teach(group.group_id, group.task, group.rollouts)
+        if isinstance(answer, Untaught):
+            reason = DropReason.OVERSIZED if answer.is_full else DropReason.UNSCORED
+            await self.drop(group, reason, answer.problem)
+            return None
+        if answer is group.rollouts:
+            return group
+        await self._generators.free_payloads(group.rollouts)
+        return dataclasses.replace(group, rollouts=answer)
 
     async def complete(self, group: Group, filtered: Filtered, scores: Sequence[Score]) -> None:
         """Complete a group that the filters have left something of; ``scores`` are those of all rollouts."""

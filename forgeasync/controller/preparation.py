@@ -25,6 +25,7 @@ from forgeasync.controller.resume import (
     planned_export,
     planned_folder,
 )
+from forgeasync.controller.teacher_checks import check_teacher_models, check_teacher_prompts
 from forgeasync.environments.build import check_environment
 from forgeasync.environments.sources import build_source, digest_of, look_at_data
 from forgeasync.launch.prerequisites import check_prerequisites
@@ -237,7 +238,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     )
     sets = named_sets(config.evaluation)
     folder = model_folder(config.model.path)
-    raise_if_any(check_checkpoint_shapes(folder, facts))
+    raise_if_any([*check_checkpoint_shapes(folder, facts), *check_teacher_models(config, facts)])
     prompts = load_prompts(config, folder, facts)
     try:
         source = build_source(config.data, seed=config.seed, sets=sets)
@@ -250,6 +251,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         raise
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
+    raise_if_any(check_teacher_prompts(config, prompts, source.train))
     if resumed is not None:
         raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(source.train)))
     of_sources = (source.train, *source.sets.values())

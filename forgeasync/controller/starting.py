@@ -18,7 +18,9 @@ from forgeasync.actors.start_buffer import start_buffer
 from forgeasync.actors.start_environment import start_environment
 from forgeasync.actors.start_generators import connect_weights, start_generators
 from forgeasync.actors.start_scorer import start_scorer
+from forgeasync.actors.start_teachers import start_teachers
 from forgeasync.actors.start_trainer import start_trainer
+from forgeasync.actors.teaching import Teaching
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.buffer import AgeOf
 from forgeasync.config.run import RunConfig, is_served
@@ -42,6 +44,7 @@ class Roles:
     scorer: GroupScoring
     buffer: BufferActor
     groups: GroupSampler
+    teaching: Teaching
     faults: FaultLog
     """What has failed so far, and what came back."""
 
@@ -112,6 +115,9 @@ async def start_roles(
             *([("environment", environment)] if has_environment else []),
         ):
             role.add_done_callback(partial(_tell_ready, console, name))
+    if config.teachers:
+        console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
+    teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
     for words in await connect_weights(fleet, config, trainer.result(), generators.result()):
@@ -136,6 +142,7 @@ async def start_roles(
         scorer=scorer.result(),
         buffer=buffer.result(),
         groups=groups,
+        teaching=teaching,
         faults=fleet.faults,
     )
 

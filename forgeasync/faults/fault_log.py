@@ -27,6 +27,7 @@ class Role(StrEnum):
     TRAINER = "trainer"
     GENERATOR = "generator"
     SCORER = "scorer"
+    TEACHER = "teacher"
     ENVIRONMENT = "environment"
     BUFFER = "buffer"
     HOST = "host"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
@@ -110,10 +110,12 @@ class GeneratorEngine:
         weights: WeightsSection,
         adapters: AdapterSetup | None = None,
         in_flight: Path | None = None,
+        num_scored_ids: int = 0,
     ) -> "GeneratorEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
 
         What named groups have in flight is logged in the folder ``in_flight``, which is made.
+        ``num_scored_ids`` is the most that ``forgeasync.generator.token_scores`` asks for.
         """
         is_cpu = current_platform.is_cpu()
         name_rendezvous()
@@ -129,6 +131,7 @@ class GeneratorEngine:
             records=records,
             adapters=adapters,
             is_cpu=is_cpu,
+            num_scored_ids=num_scored_ids,
         )
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if is_cpu:
@@ -259,7 +262,7 @@ class GeneratorEngine:
             GroupCancelled: ``cancel`` was called with the group's number, or ``cancel_episode``.
         """
         episode = turn.episode
-        with self._busy():
+        with self.busy():
             turn.stop = sampling.stop
             self.log_turn(turn, group_key)
             self.resume_turn(turn, group, max_tokens=max_tokens)
@@ -289,7 +292,7 @@ class GeneratorEngine:
                         **({} if turn.log_key is None else {TURN_ARGUMENT: turn.log_key}),
                     },
                 )
-                part = await self._run_request(turn.trajectory.token_ids, params)
+                part = (await self.run_request(turn.trajectory.token_ids, params)).outputs[0]
                 if group.is_cancelled or episode.is_cancelled:
                     raise GroupCancelled
                 group.num_tokens += len(part.token_ids)
@@ -321,7 +324,8 @@ class GeneratorEngine:
         if self._recorder is not None and turn.log_key is not None:
             self._recorder.end_turn(turn.ended(turn.log_key))
 
-    async def _run_request(self, prompt_ids: list[int], params: SamplingParams) -> CompletionOutput:
+    async def run_request(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
+        """Make one request with one output, between two updates that do not admit any."""
         async with self._gate.inside():
             last = None
             prompt = tokens_input(prompt_ids)
@@ -330,7 +334,7 @@ class GeneratorEngine:
             async for output in self._llm.generate(prompt, params, request_id, lora_request=lora_request):
                 last = output
         assert last is not None and last.finished and len(last.outputs) == 1
-        return last.outputs[0]
+        return last
 
     async def cancel(self, group_ids: Sequence[int]) -> None:
         """Give up groups between two steps; those that have ended meanwhile are not touched."""
@@ -389,7 +393,8 @@ class GeneratorEngine:
         self._llm.shutdown()
 
     @contextmanager
-    def _busy(self) -> Iterator[None]:
+    def busy(self) -> Iterator[None]:
+        """While it lasts, the engine counts as having something to do."""
         if self._num_in_flight == 0:
             self._busy_since_s = time.perf_counter()
         self._num_in_flight += 1

@@ -22,6 +22,7 @@ def engine_args(
     records: Records,
     adapters: AdapterSetup | None,
     is_cpu: bool,
+    num_scored_ids: int = 0,
 ) -> AsyncEngineArgs:
     """Return vLLM's arguments for an engine of the CPU build or of another."""
     return AsyncEngineArgs(
@@ -38,6 +39,7 @@ def engine_args(
         enforce_eager=not generator.compile,
         # The distribution really drawn from: after temperature, top-k, top-p and min-p.
         logprobs_mode="processed_logprobs",
+        max_logprobs=num_scored_ids,
         # Step outputs then belong to the weights of that very step, which makes version labels exact.
         async_scheduling=False,
         seed=seed,

@@ -200,7 +200,7 @@ class LocalHosts:
         """With an id of its own the trainer reads nothing from shared memory, as on another machine."""
         self._folders: list[Path] = []
         self._meshes: list[ProcMesh] = []
-        self._ids = {HostRole.TRAINER: trainer_id, HostRole.GENERATORS: LOCAL_HOST_ID}
+        self._ids = {role: LOCAL_HOST_ID for role in HostRole} | {HostRole.TRAINER: trainer_id}
         self._gpus = GpuAllocator(torch.cuda.device_count())
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
         """GPUs of each proc of the roles that were spawned."""

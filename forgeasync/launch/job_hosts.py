@@ -25,7 +25,7 @@ from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.gpu_facts import GpuFacts
 from forgeasync.launch.host_limits import HostLimits
 from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
-from forgeasync.launch.jobs import HostRole, build_job, mesh_name
+from forgeasync.launch.jobs import JOB_ROLES, HostRole, build_job, mesh_name
 from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.launch.submission import LaunchFailed, Submission
 from forgeasync.rollouts.in_flight_log import InFlightRead
@@ -137,7 +137,7 @@ class JobHosts:
         self._is_open = False
         self._meshes: dict[HostRole, HostMesh] = {}
         self._hosts: dict[HostRole, list[JobHost]] = {}
-        self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in HostRole}
+        self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in JOB_ROLES}
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
         """GPUs of each proc of one host, for the roles that were spawned; all hosts of a role are alike."""
 
@@ -155,7 +155,7 @@ class JobHosts:
         state = await self._submission.start(tell)
         call = "waiting for the agents of all hosts"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
-            for role in HostRole:
+            for role in JOB_ROLES:
                 self._meshes[role] = state._hosts[mesh_name(self._launcher, self._run_name, role)]
                 self._hosts[role] = self._start_agents(role, self._meshes[role])
             answers = asyncio.gather(*(self._greet(host) for host in self._all))

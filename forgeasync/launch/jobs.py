@@ -33,6 +33,12 @@ class HostRole(StrEnum):
 
     TRAINER = "trainer"
     GENERATORS = "generators"
+    TEACHERS = "teachers"
+    """On the controller's machine only."""
+
+
+JOB_ROLES = (HostRole.TRAINER, HostRole.GENERATORS)
+"""Roles that jobs have hosts for."""
 
 
 def mesh_name(launcher: RemoteLauncher, run_name: str, role: HostRole) -> str:

@@ -71,13 +71,23 @@ def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """Return the bytes reserved for the recorded arrays of one group in the payload store.
 
     Longest prompt and response in every rollout, no prompt record shared, kept sets of top_k. Only sets with
-    ties can take more: CPU engines keep all logits that tie at rank top_k.
+    ties can take more: CPU engines keep all logits that tie at rank top_k. A teacher writes the group once
+    more, with what it says of it, before the first file is freed.
     """
     context, response = config.model.max_context_length, longest_response(config)
     per_token = 4 + routing_bytes_per_token(config, facts)
     per_response_token = 4 + kept_bytes_per_token(config, facts) + sampled_mark_bytes_per_token(config)
     rollout = context * per_token + response * per_response_token + 2 * PAYLOAD_OVERHEAD_BYTES
+    if config.algorithm.needs_teacher:
+        rollout = 2 * rollout + response * teacher_bytes_per_token(config) + PAYLOAD_OVERHEAD_BYTES
     return config.algorithm.group_size * rollout
+
+
+def teacher_bytes_per_token(config: RunConfig) -> int:
+    """Return the bytes of a payload that hold what a teacher says of one response token; 0 without one."""
+    if not config.algorithm.needs_teacher:
+        return 0
+    return 4 + config.algorithm.num_teacher_ids * (4 + 4)
 
 
 def sampled_mark_bytes_per_token(config: RunConfig) -> int:

@@ -11,9 +11,10 @@ from forgeasync.observability.fault_metrics import FAULTS
 from forgeasync.observability.metric import Metric, Reporter, as_markdown
 from forgeasync.observability.operation_metrics import OPERATION_TOPICS
 from forgeasync.observability.serving_metrics import SERVING
+from forgeasync.observability.teacher_metrics import TEACHERS
 from forgeasync.observability.training_metrics import TRAINING_TOPICS
 
-TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, FAULTS, BAD_STEPS)
+TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, TEACHERS, FAULTS, BAD_STEPS)
 
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
 
@@ -37,8 +38,8 @@ the evaluation, `time/eval_s`, `time/elapsed_s` (0) and the metrics under `metri
 Code of your own (an objective, a correction) may report further names; they are not listed here.
 
 This page is generated from `forgeasync/observability/training_metrics.py`, `operation_metrics.py`,
-`episode_metrics.py`, `serving_metrics.py`, `fault_metrics.py` and `bad_step_metrics.py` by
-`make docs`.
+`episode_metrics.py`, `serving_metrics.py`, `teacher_metrics.py`, `fault_metrics.py` and `bad_step_metrics.py`
+by `make docs`.
 """
 
 

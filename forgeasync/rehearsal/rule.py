@@ -27,6 +27,7 @@ from forgeasync.rehearsal.data_rule import rehearse_data
 from forgeasync.rehearsal.draft import Change, Draft
 from forgeasync.rehearsal.fit import GIB, Capacity, Part, largest_part
 from forgeasync.rehearsal.model_rule import small_facts
+from forgeasync.schema.problems import ConfigError, Problem
 
 NUM_STEPS = 3
 
@@ -87,8 +88,11 @@ def rehearsed(config: RunConfig, facts: ModelFacts, stage: Stage) -> Rehearsal:
     """Return the rehearsal of a config that has no problems.
 
     Raises:
-        ConfigError: the machine is too small for the parallel degrees.
+        ConfigError: the machine is too small for the parallel degrees, or the run has teachers.
     """
+    if config.teachers:
+        remedy = "must be left out of a rehearsal, with the terms that need them: it has no small teachers"
+        raise ConfigError([Problem(field="teachers", value=sorted(config.teachers), remedy=remedy)])
     draft = Draft(config)
     draft.set("run_dir", str(stage.folder), "a folder of its own: nothing of the run's is overwritten")
     draft.set("checkpoint.folder", None, "in the rehearsal's own folder", None)

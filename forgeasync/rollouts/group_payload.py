@@ -16,6 +16,7 @@ import numpy as np
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.rollout import Rollout
 from forgeasync.rollouts.routing import RoutedExperts, concatenate
+from forgeasync.rollouts.teacher_record import TeacherRecord, teacher_record
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -43,6 +44,8 @@ class TokenTrace:
     routed_experts: RoutedExperts | None
     kept_tokens: KeptTokens | None
     is_sampled_T: np.ndarray | None = None
+    teacher: TeacherRecord | None = None
+    """None where no teacher has seen it."""
 
 
 def encode_group(rollouts: Sequence[Rollout]) -> GroupPayload:
@@ -84,6 +87,7 @@ def decode_rollout(prompt: Arrays, response: Arrays) -> TokenTrace:
         routed_experts=concatenate(records) if records else None,
         kept_tokens=_kept(response),
         is_sampled_T=response.get("is_sampled"),
+        teacher=teacher_record(response),
     )
 
 

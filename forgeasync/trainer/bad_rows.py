@@ -12,8 +12,8 @@ from forgeasync.trainer.packing import PackedRow
 def write_rows(folder: Path, rows: Sequence[PackedRow], *, rank: int, reason: str) -> None:
     """Write ``rank-<rank>.npz``, to be read with ``numpy.load``.
 
-    It holds ``reason``, every array of each ``PackedRow`` as ``row<i>.<name>``, and the kept sets as
-    ``row<i>.kept_offsets`` and ``row<i>.kept_ids``.
+    It holds ``reason``, every array of each ``PackedRow`` as ``row<i>.<name>``, the kept sets as
+    ``row<i>.kept_offsets`` and ``row<i>.kept_ids``, and what a teacher gave as ``row<i>.teacher_<name>``.
 
     Raises:
         OSError: the disk is full or fails.
@@ -26,5 +26,7 @@ def write_rows(folder: Path, rows: Sequence[PackedRow], *, rank: int, reason: st
                 arrays[f"row{index}.{field.name}"] = value
         arrays[f"row{index}.kept_offsets"] = row.kept_tokens.offsets
         arrays[f"row{index}.kept_ids"] = row.kept_tokens.ids_N
+        if row.teacher is not None:
+            arrays |= {f"row{index}.{name}": array for name, array in row.teacher.arrays().items()}
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / f"rank-{rank}.npz", allow_pickle=False, **arrays)

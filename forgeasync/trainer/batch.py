@@ -117,6 +117,7 @@ def training_sequence(
         expert_ids_SMK=expert_ids_SMK,
         kept_tokens=trace.kept_tokens if keep_sampling_mask else None,
         is_sampled_T=trace.is_sampled_T,
+        teacher=trace.teacher,
     )
 
 

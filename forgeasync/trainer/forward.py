@@ -6,6 +6,7 @@ layers, K top-k.
 
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
@@ -69,8 +70,14 @@ class RowForward:
         """Float32 [T], over the row's kept sets, with gradients; call it inside of ``replay``."""
         return self.predictions(row, with_entropies=False).logprobs_T
 
-    def predictions(self, row: PackedRow, *, with_entropies: bool = True) -> Predictions:
-        """Log-probabilities and entropies of a row's targets; call it inside of ``replay``."""
+    def predictions(
+        self, row: PackedRow, *, with_entropies: bool = True, asked_ids_TK: np.ndarray | None = None
+    ) -> Predictions:
+        """Log-probabilities and entropies of a row's targets; call it inside of ``replay``.
+
+        ``asked_ids_TK``: int64, for each target the ids whose log-probabilities over the full vocabulary at
+        temperature 1 are asked for.
+        """
         mine = self.own_part(row)
         positions_L = torch.from_numpy(row.positions_L[mine])
         hidden_BLD = self._model(
@@ -88,6 +95,9 @@ class RowForward:
             token_ids_T=torch.from_numpy(row.target_ids_L[mine][positions_T]).to(DEVICE_TYPE),
             kept_offsets=torch.from_numpy(kept.offsets).to(DEVICE_TYPE),
             kept_ids=torch.from_numpy(kept.ids_N).to(DEVICE_TYPE),
+            asked_ids_TK=None
+            if asked_ids_TK is None
+            else torch.from_numpy(asked_ids_TK[first : first + len(positions_T)]).to(DEVICE_TYPE),
         )
         hidden_TD = hidden_BLD[0, torch.from_numpy(positions_T).to(DEVICE_TYPE)]
         found = self._model.lm_head(hidden_TD, targets, self._temperature, with_entropies)
@@ -97,11 +107,14 @@ class RowForward:
             return found
         # Objectives look at whole sequences: every rank of the row goes on with all of its targets.
         around = (first, row.num_targets - first - len(positions_T))
-        logprobs_T, entropies_T = (
-            None if part is None else SumRanks.apply(F.pad(part, around), self._context_group)
-            for part in found
+        return Predictions(
+            *(
+                None
+                if part is None
+                else SumRanks.apply(F.pad(part, (0, 0) * (part.ndim - 1) + around), self._context_group)
+                for part in found
+            )
         )
-        return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T)
 
     def _reshard(self) -> None:
         """Free what FSDP2 keeps gathered (root, last norm and head) for a backward pass that does not come.

@@ -1,6 +1,6 @@
 """The output layer: from hidden states to log-probabilities of given tokens, never to a row of logits.
 
-Shape suffixes: T tokens, D model dim, V vocabulary.
+Shape suffixes: T tokens, K ids of each token, D model dim, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.models.common import Linear
 
+from forgeasync.trainer.full_logprobs import chunked_full_logprobs
 from forgeasync.trainer.logprobs import Predictions, chunked_predictions
 
 
@@ -18,6 +19,8 @@ class Targets:
     token_ids_T: torch.Tensor
     kept_offsets: torch.Tensor
     kept_ids: torch.Tensor
+    asked_ids_TK: torch.Tensor | None = None
+    """int64: ids whose log-probabilities over the full vocabulary are asked for."""
 
 
 class LogprobHead(Linear):
@@ -33,8 +36,8 @@ class LogprobHead(Linear):
     def forward(
         self, hidden_TD: torch.Tensor, targets: Targets, temperature: float, with_entropies: bool
     ) -> Predictions:
-        """Float32 [T] each; ``with_entropies`` False: log-probabilities alone."""
-        return chunked_predictions(
+        """Float32 [T] each; ``with_entropies`` False: no entropies."""
+        found = chunked_predictions(
             hidden_TD,
             self.weight,
             targets.token_ids_T,
@@ -43,3 +46,6 @@ class LogprobHead(Linear):
             temperature,
             with_entropies=with_entropies,
         )
+        if targets.asked_ids_TK is None:
+            return found
+        return found._replace(asked_TK=chunked_full_logprobs(hidden_TD, self.weight, targets.asked_ids_TK))

@@ -29,6 +29,9 @@ class Predictions(NamedTuple):
     entropies_T: torch.Tensor | None
     """Entropies of the distributions that the tokens were drawn from, in nats: the same dtype, without
     gradients; None where nobody asked."""
+    asked_TK: torch.Tensor | None = None
+    """Log-probabilities of the ids that were asked for, over the full vocabulary at temperature 1, at least
+    float32, differentiable; None where nobody asked."""
 
 
 def kept_logprobs(

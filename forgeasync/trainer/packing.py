@@ -16,6 +16,8 @@ import numpy as np
 from forgeasync.config.trainer import ROW_ALIGNMENT
 from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.rollouts.teacher_record import concatenate as concatenate_records
 
 NO_SEQUENCE = -1
 """Sequence id of padding."""
@@ -43,6 +45,7 @@ class TrainingSequence:
     expert_ids_SMK: np.ndarray | None = None
     kept_tokens: KeptTokens | None = None
     is_sampled_T: np.ndarray | None = None
+    teacher: TeacherRecord | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +56,8 @@ class TrainingSequence:
 class PackedRow:
     """Sequences laid end to end; ``positions_L`` restart at 0 with each of them.
 
-    ``kept_tokens`` has one set per target, in the order of the row.
+    ``kept_tokens`` has one set per target, in the order of the row; so has ``teacher``, None where no teacher
+    has seen the row or nothing is in it.
     """
 
     token_ids_L: np.ndarray
@@ -67,6 +71,7 @@ class PackedRow:
     sequence_ids_L: np.ndarray
     expert_ids_LMK: np.ndarray | None
     kept_tokens: KeptTokens
+    teacher: TeacherRecord | None = None
 
     @property
     def num_targets(self) -> int:
@@ -90,6 +95,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         sequence_ids_L=np.full(length, NO_SEQUENCE, np.int64),
         expert_ids_LMK=_empty_routing(sequences, length),
         kept_tokens=concatenate([_kept_of_targets(sequence) for sequence in sequences]),
+        teacher=_teacher_of_targets(sequences),
     )
     start = 0
     for index, sequence in enumerate(sequences):
@@ -128,6 +134,12 @@ def _kept_of_targets(sequence: TrainingSequence) -> KeptTokens:
     if sequence.kept_tokens is None:
         return all_kept(int(is_target_T.sum()))
     return sequence.kept_tokens.take(is_target_T)
+
+
+def _teacher_of_targets(sequences: Sequence[TrainingSequence]) -> TeacherRecord | None:
+    records = [one.teacher.take(_is_target(one)) for one in sequences if one.teacher is not None]
+    assert len(records) in (0, len(sequences)), "a teacher sees all rollouts of a run or none"
+    return concatenate_records(records) if records else None
 
 
 def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.ndarray | None:

@@ -41,7 +41,8 @@ from forgeasync.trainer.snapshots import Snapshots, snapshot_bytes
 from forgeasync.trainer.step_judge import StepJudge
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from forgeasync.trainer.step_sums import Probe, StepSums
-from forgeasync.trainer.trained_targets import count_targets, trained_mask
+from forgeasync.trainer.teacher_rows import asked_ids, full_logprobs, teacher_tokens
+from forgeasync.trainer.trained_targets import TargetCounts, count_targets, trained_mask
 from forgeasync.trainer.trainer_state import TrainerState
 from forgeasync.weights.layout import NamedWeight
 
@@ -179,9 +180,9 @@ class PolicyTrainer:
         """One optimizer step, unless it is bad; the batch has ``first_row`` rows before."""
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
         masks = [trained_mask(row, self._max_token_age) for row in rows]
-        total, num_trained, num_targets = count_targets(self._loss, rows, masks, mesh=self._loss_mesh)
+        counts = count_targets(self._loss, rows, masks, mesh=self._loss_mesh)
         problems = [
-            self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], total, sums)
+            self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], counts, sums)
             for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
         ]
         # Before clipping: a norm that is nan makes every gradient nan.
@@ -195,10 +196,10 @@ class PolicyTrainer:
                 ep_enabled=self._parallel_dims.ep_enabled,
             )
         )
-        metrics = sums.metrics(num_trained, mesh=self._loss_mesh)
+        metrics = sums.metrics(counts.num_trained, mesh=self._loss_mesh)
         metrics["grad_norm"] = grad_norm
         if self._max_token_age is not None:
-            metrics["off_policy/rejected_token_share"] = 1.0 - num_trained / max(1, num_targets)
+            metrics["off_policy/rejected_token_share"] = 1.0 - counts.num_trained / max(1, counts.num_targets)
         # Before a collective: no rank begins its next snapshot while another one has only older ones.
         if self._snapshots is not None:
             self._waited_s += self._snapshots.until_written()
@@ -219,7 +220,7 @@ class PolicyTrainer:
             self._router_bias.discard()
         self._optimizer.zero_grad()
         return MinibatchResult(
-            num_targets=num_trained,
+            num_targets=counts.num_trained,
             num_padding_tokens=sums.num_padding_tokens,
             metrics=metrics,
             bad=bad,
@@ -231,7 +232,7 @@ class PolicyTrainer:
         row: PackedRow,
         mask_T: torch.Tensor,
         proximal_logprobs_T: torch.Tensor | None,
-        total: float,
+        counts: TargetCounts,
         sums: StepSums,
     ) -> str | None:
         """A row's share of the gradients; what is wrong with its loss, if that is not finite."""
@@ -243,7 +244,7 @@ class PolicyTrainer:
         ref_logprobs_T = None if self._reference is None else self._reference(row)
         # The backward pass recomputes checkpointed layers: it has to find the same experts there.
         with self._forward.replay(row):
-            predictions = self._forward.predictions(row)
+            predictions = self._forward.predictions(row, asked_ids_TK=asked_ids(row, self._loss))
             tokens = RowTokens(
                 logprobs_T=predictions.logprobs_T,
                 behavior_logprobs_T=behavior_T,
@@ -254,8 +255,10 @@ class PolicyTrainer:
                 sample_weights_T=targets(row.sample_weights_L),
                 ref_logprobs_T=ref_logprobs_T,
                 proximal_logprobs_T=proximal_logprobs_T,
+                full_logprobs_T=full_logprobs(predictions),
+                teacher=teacher_tokens(row, predictions, self._loss),
             )
-            result = self._loss(tokens, total=total)
+            result = self._loss(tokens, total=counts.total, term_totals=counts.term_totals)
             if row.expert_ids_LMK is not None:
                 sums.add_routing([router.replay_counts for router in self._forward.routers])
             if self._router_bias is not None:

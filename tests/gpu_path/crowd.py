@@ -19,7 +19,7 @@ from tests.support.engines import CONTEXT, RECORDS
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.core import EngineCore
 
     from forgeasync.generator.engine import GeneratorEngine
@@ -117,13 +117,13 @@ def _replay(engine: "GeneratorEngine", one: Round) -> None:
     for number, rollout in enumerate(one.drawn):
         seed, sample = divmod(number, one.num_samples)
         traces[part_seed(seed, sample=sample, part=0)] = rollout.response_ids_T.tolist()
-    run_request = type(engine)._run_request
+    run_request = type(engine).run_request
 
-    async def run(prompt_ids: list[int], params: "SamplingParams") -> "CompletionOutput":
+    async def run(prompt_ids: list[int], params: "SamplingParams") -> "RequestOutput":
         params.trace_decode_token_ids = traces.get(params.seed)
         return await run_request(engine, prompt_ids, params)
 
-    engine._run_request = run
+    engine.run_request = run
 
 
 def _watch(core: "EngineCore", happened: Happened) -> None:

@@ -79,8 +79,15 @@ def minimal(tmp_path: Path, *overrides: str) -> RunConfig:
     return load_config(file, overrides)
 
 
-REHEARSED = [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem != "serve_cpu"]
-"""People do not come to a rehearsal: tests/environments/served/test_refusals.py."""
+REFUSED = {"serve_cpu", "distill_cpu"}
+"""People do not come to a rehearsal (tests/environments/served/test_refusals.py), nor do teachers."""
+
+REHEARSED = [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem not in REFUSED]
+
+
+def test_teachers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"teachers.*must be left out of a rehearsal"):
+        rehearsed(load_config(CONFIGS / "distill_cpu.yaml"), FACTS, stage())
 
 
 @pytest.mark.parametrize("overlay", [None, "slurm", "process"])
@@ -131,7 +138,11 @@ def _listed(text: object, found: dict[str, object], path: str = "") -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem != "distill_cpu"],
+    ids=lambda file: file.stem,
+)
 def test_nothing_is_changed_in_silence(file: Path) -> None:
     config = load_config([file, SLURM], ["generator.num_replicas=4"])
     whole = needed_bytes(config, largest_part(config, None), on_gpus=False)

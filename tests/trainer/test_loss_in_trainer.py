@@ -213,7 +213,7 @@ def _by_hand(folder: Path, sequences: list[TrainingSequence]) -> tuple[Step, Ste
     lengths = [len(sequence.response_ids_T) for sequence in sequences]
     weights = torch.tensor([one.weight for one in sequences]).repeat_interleave(torch.tensor(lengths))
     with trainer._forward.replay(row):
-        logprobs, entropies = trainer._forward.predictions(row)
+        logprobs, entropies, _ = trainer._forward.predictions(row)
         loss = -(weights * advantages * logprobs)[mask].sum() / weights[mask].sum()
         loss.backward()
     own = {name: whole(p.grad) for name, p in trainer.model.named_parameters()}

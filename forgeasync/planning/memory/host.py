@@ -15,6 +15,7 @@ from forgeasync.models.sizes import (
     published_weight_bytes,
     routing_bytes_per_token,
     sampled_mark_bytes_per_token,
+    teacher_bytes_per_token,
 )
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine, MemoryItem
 from forgeasync.planning.memory.parameters import (
@@ -198,5 +199,6 @@ def group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
     # int32 ids; of responses float32 log-probabilities too.
     of_prompt = prompt * (4 + routing) + PAYLOAD_HEADER_BYTES
     marks = sampled_mark_bytes_per_token(config)
-    of_response = response * (4 + 4 + routing + kept + marks) + PAYLOAD_HEADER_BYTES
+    of_teacher = teacher_bytes_per_token(config)
+    of_response = response * (4 + 4 + routing + kept + marks + of_teacher) + PAYLOAD_HEADER_BYTES
     return of_prompt + config.algorithm.group_size * of_response

@@ -1,0 +1,55 @@
+"""Rules on teachers and on the terms of the loss that need them."""
+
+from collections.abc import Iterator
+
+from forgeasync.algorithms.objectives import NoObjective
+from forgeasync.config.data import named_sources
+from forgeasync.config.launcher import LocalLauncher
+from forgeasync.config.run import RunConfig
+from forgeasync.schema.problems import Problem
+
+
+def check_teachers(config: RunConfig) -> Iterator[Problem]:
+    """Find terms without teachers, teachers without terms, and sources without exactly one teacher."""
+    algorithm, teachers = config.algorithm, config.teachers
+    if isinstance(algorithm.objective, NoObjective) and not algorithm.terms:
+        remedy = "leaves nothing to train on: algorithm.terms is empty. List a term, or use another objective"
+        yield Problem(field="algorithm.objective.kind", value="none", remedy=remedy)
+    if algorithm.needs_teacher and not teachers:
+        kinds = ", ".join(term.kind for term in algorithm.terms if term.needs_teacher)
+        remedy = f"algorithm.terms has {kinds}, which needs one; must have at least one teacher"
+        yield Problem(field="teachers", value={}, remedy=remedy)
+    if teachers and not algorithm.needs_teacher:
+        remedy = "no term of algorithm.terms uses them; list sampled_reverse_kl or topk_kl, or leave them out"
+        yield Problem(field="teachers", value=sorted(teachers), remedy=remedy)
+    if teachers and not isinstance(config.launcher, LocalLauncher):
+        remedy = "must be 'local' with teachers: they run on the controller's machine"
+        yield Problem(field="launcher.kind", value=config.launcher.kind, remedy=remedy)
+    for name, teacher in teachers.items():
+        if teacher.prompt is not None and config.environment is not None:
+            remedy = "must be null with an environment, whose conversations have no single prompt"
+            yield Problem(field=f"teachers.{name}.prompt", value=teacher.prompt, remedy=remedy)
+    yield from _check_sources(config)
+
+
+def _check_sources(config: RunConfig) -> Iterator[Problem]:
+    known = [source.name for source in named_sources(config.data)]
+    teachers_of: dict[str, list[str]] = {name: [] for name in known}
+    for teacher, section in config.teachers.items():
+        for name in section.sources or known:
+            if name not in teachers_of:
+                yield Problem(
+                    field=f"teachers.{teacher}.sources",
+                    value=name,
+                    remedy=f"is no source of data; must be of {', '.join(map(repr, known))}",
+                )
+            else:
+                teachers_of[name].append(teacher)
+    for name, teachers in teachers_of.items():
+        if config.teachers and len(teachers) != 1:
+            found = " and ".join(teachers) or "no teacher"
+            yield Problem(
+                field="teachers",
+                value=sorted(config.teachers),
+                remedy=f"source {name!r} has {found}; must have exactly one (teachers.<name>.sources)",
+            )

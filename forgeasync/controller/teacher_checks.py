@@ -1,0 +1,86 @@
+"""Checks on the folders of teachers, before anything starts."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import model_folder, read_model_facts
+from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.teacher_prompt import teacher_prompt
+from forgeasync.schema.problems import ConfigError, Problem
+
+
+def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
+    own = _vocabulary(model_folder(config.model.path))
+    for name, section in config.teachers.items():
+        field = f"teachers.{name}.model_path"
+        try:
+            teacher = read_model_facts(section.model_path)
+        except ConfigError as error:
+            for problem in error.problems:
+                yield Problem(field=field, value=section.model_path, remedy=problem.remedy)
+            continue
+        if _vocabulary(model_folder(section.model_path)) != own:
+            remedy = (
+                f"has another tokenizer than model.path = {config.model.path!r}; must have the same: a "
+                "teacher is asked about the policy's own tokens"
+            )
+            yield Problem(field=field, value=section.model_path, remedy=remedy)
+        num_ids = config.algorithm.num_teacher_ids
+        if num_ids > teacher.vocab_size:
+            yield Problem(
+                field="algorithm.terms",
+                value=num_ids,
+                remedy=f"top_k must be at most {teacher.vocab_size}, the vocabulary of teacher {name}",
+            )
+        needed = section.max_context_length or config.model.max_context_length + 1
+        if needed > teacher.max_position_embeddings:
+            what = f"teachers.{name}.max_context_length"
+            if section.max_context_length is None:
+                what = "model.max_context_length + 1"
+            remedy = (
+                f"reads {teacher.max_position_embeddings} tokens; must read {what} = {needed}: one more than "
+                "it is asked about"
+            )
+            yield Problem(field=field, value=section.model_path, remedy=remedy)
+
+
+def check_teacher_prompts(
+    config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task]
+) -> Iterator[Problem]:
+    """Find teachers' prompts that cannot be filled in, or leave no room for a response: one for each teacher.
+
+    ``tasks`` are those that train.
+    """
+    for name, section in config.teachers.items():
+        if section.prompt is None:
+            continue
+        field = f"teachers.{name}.prompt"
+        limit = (section.max_context_length or config.model.max_context_length + 1) - 1
+        limit -= config.sampling.max_response_tokens
+        for task in tasks:
+            if section.sources and task.source not in section.sources:
+                continue
+            try:
+                num_tokens = len(prompts.encode(teacher_prompt(section.prompt, task)))
+            except ValueError as error:
+                yield Problem(field=field, value=section.prompt, remedy=str(error))
+                break
+            if num_tokens > limit:
+                yield Problem(
+                    field=f"teachers.{name}.max_context_length",
+                    value=section.max_context_length,
+                    remedy=f"the prompt of task {task.task_id} has {num_tokens} tokens; must leave room for "
+                    f"sampling.max_response_tokens = {config.sampling.max_response_tokens} and one more: at "
+                    f"least {num_tokens + config.sampling.max_response_tokens + 1}",
+                )
+                break
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)

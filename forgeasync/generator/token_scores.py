@@ -1,0 +1,78 @@
+"""Log-probabilities that an engine gives to tokens that somebody else has sampled.
+
+They are over the full vocabulary at temperature 1: vLLM's prompt log-probabilities know no temperature and no
+kept sets. A request for them never reads from the prefix cache, so that every position is computed under the
+weights of its own request.
+
+Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
+
+if TYPE_CHECKING:
+    from forgeasync.generator.engine import GeneratorEngine
+
+
+async def score_tokens(
+    engine: "GeneratorEngine", ids_S: np.ndarray, *, num_prompt: int, num_ids: int
+) -> TeacherRecord:
+    """What an engine's model says of tokens that were sampled elsewhere, behind the first ``num_prompt``.
+
+    Raises:
+        WrongTeacherRecord: the engine's answer is not about these tokens.
+    """
+    with engine.busy():
+        output = await engine.run_request(ids_S.tolist(), scoring_params(num_ids))
+    return read_scores(output, ids_S, num_prompt=num_prompt, num_ids=num_ids)
+
+
+def scoring_params(num_ids: int) -> SamplingParams:
+    """Ask for the log-probability of every token and of the ``num_ids`` likeliest ids at its place."""
+    return SamplingParams(
+        # vLLM samples at least one token.
+        max_tokens=1,
+        temperature=1.0,
+        prompt_logprobs=num_ids,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
+    """The record of the tokens behind the first ``num_prompt``.
+
+    Raises:
+        WrongTeacherRecord: the engine has answered about other tokens, or not about all of them.
+    """
+    found = output.prompt_logprobs
+    assert isinstance(found, FlatLogprobs), "as it was asked for"
+    if len(found) != len(ids_S):
+        raise WrongTeacherRecord(f"the engine scored {len(found)} positions; must be {len(ids_S)}")
+    starts_T = np.asarray(found.start_indices[num_prompt:], np.int64)
+    widths_T = np.asarray(found.end_indices[num_prompt:], np.int64) - starts_T
+    if (widths_T != 1 + num_ids).any():
+        place = num_prompt + int((widths_T != 1 + num_ids).argmax())
+        raise WrongTeacherRecord(
+            f"the engine scored other than {num_ids} ids and the token at position {place}"
+        )
+    # The token itself comes first, then the likeliest ids in their order.
+    places_TK = starts_T[:, None] + np.arange(1 + num_ids)
+    token_ids_TK = np.asarray(found.token_ids, np.int32)[places_TK]
+    logprobs_TK = np.asarray(found.logprobs, np.float32)[places_TK]
+    is_other_T = token_ids_TK[:, 0] != ids_S[num_prompt:]
+    if is_other_T.any():
+        place = int(is_other_T.argmax())
+        raise WrongTeacherRecord(
+            f"the engine scored token {token_ids_TK[place, 0]} at position {num_prompt + place}; must be "
+            f"token {ids_S[num_prompt + place]}"
+        )
+    return TeacherRecord(logprobs_T=logprobs_TK[:, 0], ids_TK=token_ids_TK[:, 1:], topk_TK=logprobs_TK[:, 1:])

@@ -1,0 +1,96 @@
+"""How far a student's distribution is from a teacher's, token by token, in nats.
+
+Both are given as log-probabilities of the same ids under like distributions: for instance both over the full
+vocabulary at temperature 1. All functions are differentiable in the student; the teacher's gradient is not
+taken.
+
+Shape suffixes: T tokens, K ids of each token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+KlKind = Literal["forward", "reverse", "jsd"]
+
+
+def sampled_reverse_kl(student_T: torch.Tensor, teacher_T: torch.Tensor) -> torch.Tensor:
+    """log(student / teacher) of each sampled token: estimates KL(student || teacher), in nats [T].
+
+    Unbiased where the tokens were drawn from the student; negative for about half of them. Its own gradient
+    is that of the student's log-probability, whose expectation is 0: a loss takes the detached value as what
+    each token costs (``SampledReverseKl``). Source: k1 in Schulman, "Approximating KL Divergence", 2020.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    _require_same_shape(student_T, teacher_T, num_dimensions=1)
+    return student_T - teacher_T.detach()
+
+
+def topk_kl(
+    student_logprobs_TK: torch.Tensor,
+    teacher_logprobs_TK: torch.Tensor,
+    *,
+    kind: KlKind = "forward",
+    tail: bool = True,
+) -> torch.Tensor:
+    """The divergence of two distributions of which K ids are known, in nats [T], in the inputs' dtype.
+
+    ``forward`` is KL(teacher || student), ``reverse`` KL(student || teacher), ``jsd`` the Jensen-Shannon
+    divergence: half of both KLs towards the mean of the two. With ``tail`` all other ids count as one further
+    event, whose probability is what the K ids leave; the result is then a lower bound of the divergence over
+    the whole vocabulary (data processing inequality: Cover and Thomas, "Elements of Information Theory",
+    2006, theorem 2.8.1) and equals it where K is its size. Without ``tail`` only the K terms are summed,
+    which need not be positive.
+
+    A tail below the resolution of the dtype counts as that, without a gradient. An id of log-probability
+    -inf adds nothing where it is what the sum is weighted with, and infinity where only the other one has it.
+
+    Raises:
+        ValueError: the shapes differ, or ``kind`` is none of the three.
+    """
+    _require_same_shape(student_logprobs_TK, teacher_logprobs_TK, num_dimensions=2)
+    student_TK, teacher_TK = student_logprobs_TK, teacher_logprobs_TK.detach()
+    if tail:
+        student_TK, teacher_TK = _with_tail(student_TK), _with_tail(teacher_TK)
+    if kind == "forward":
+        return _terms(teacher_TK, student_TK).sum(-1)
+    if kind == "reverse":
+        return _terms(student_TK, teacher_TK).sum(-1)
+    if kind == "jsd":
+        # Where neither has anything the mean is not looked at; its gradient would be nan.
+        is_there_TK = (student_TK.detach() > -math.inf) | (teacher_TK > -math.inf)
+        mean_TK = student_TK.where(is_there_TK, 0.0).logaddexp(teacher_TK) - math.log(2.0)
+        return (_terms(student_TK, mean_TK) + _terms(teacher_TK, mean_TK)).sum(-1) / 2.0
+    raise ValueError(f"topk_kl: kind = {kind!r}; must be 'forward', 'reverse' or 'jsd'")
+
+
+def _terms(logp_TK: torch.Tensor, logq_TK: torch.Tensor) -> torch.Tensor:
+    """p log(p / q); 0 where p is 0, also in the gradient."""
+    is_there_TK = logp_TK.detach() > -math.inf
+    p_TK = logp_TK.where(is_there_TK, 0.0)
+    q_TK = logq_TK.where(is_there_TK, 0.0)
+    return (p_TK.exp() * (p_TK - q_TK)).where(is_there_TK, 0.0)
+
+
+def _with_tail(logprobs_TK: torch.Tensor) -> torch.Tensor:
+    """Append the log-probability of all other ids: [T, K + 1]."""
+    import torch
+
+    # What is left of 1 cannot be told from rounding below this.
+    least = torch.finfo(logprobs_TK.dtype).eps
+    left_T1 = -logprobs_TK.logsumexp(-1, keepdim=True).expm1()
+    return torch.cat([logprobs_TK, left_T1.clamp(min=least).log()], dim=-1)
+
+
+def _require_same_shape(student: torch.Tensor, teacher: torch.Tensor, *, num_dimensions: int) -> None:
+    if student.shape != teacher.shape or student.ndim != num_dimensions:
+        shape = "[T]" if num_dimensions == 1 else "[T, K]"
+        raise ValueError(
+            f"student {list(student.shape)} and teacher {list(teacher.shape)} must both be {shape}"
+        )

@@ -1,0 +1,62 @@
+"""Metrics of teachers and of the terms of a loss."""
+
+from forgeasync.observability.metric import Metric, Topic
+
+_TAUGHT = "runs with `teachers`"
+
+TEACHERS = Topic(
+    heading="Teachers and terms of the loss",
+    note="Gaps are log(policy / teacher) of the trained tokens, in nats, both over the full vocabulary at "
+    "temperature 1; see [teachers.md](teachers.md).",
+    metrics=(
+        Metric(
+            key="teacher/gap_mean",
+            meaning="Mean gap: estimates KL(policy || teacher) on tokens that the policy sampled.",
+            when=_TAUGHT,
+        ),
+        Metric(key="teacher/gap_abs_mean", meaning="Mean absolute gap.", when=_TAUGHT),
+        Metric(
+            key="teacher/capped_share",
+            meaning="Share of tokens whose gap was cut to `max_gap`.",
+            when="losses with the term `sampled_reverse_kl`",
+        ),
+        Metric(
+            key="teacher/<divergence>_kl",
+            meaning="Mean divergence from the teacher over its most likely tokens, such as "
+            "`teacher/forward_kl`, in nats.",
+            when="losses with the term `topk_kl`",
+        ),
+        Metric(
+            key="teacher/<estimator>",
+            meaning="Mean estimate, in nats, of the KL divergence from the teacher, such as `teacher/k3`.",
+            when="losses with the term `ref_kl`",
+        ),
+        Metric(
+            key="loss/cross_entropy",
+            meaning="Mean of the term `cross_entropy` over all trained tokens, without its weight.",
+            when="losses with this term",
+        ),
+        Metric(
+            key="teacher/version",
+            meaning="Oldest version of a teacher's weights; 0 is its folder's.",
+            when=_TAUGHT,
+        ),
+        Metric(key="teacher/num_tokens", meaning="Response tokens that teachers have seen.", when=_TAUGHT),
+        Metric(
+            key="teacher/busy_s",
+            meaning="Seconds that groups have been with teachers, added up over groups.",
+            when=_TAUGHT,
+        ),
+        Metric(
+            key="teacher/num_retried",
+            meaning="Attempts beyond a group's first: an engine was lost or late, or its answer was refused.",
+            when=_TAUGHT,
+        ),
+        Metric(
+            key="teacher/num_failed",
+            meaning="Groups given up after `teachers.<name>.max_attempts` attempts; they count in "
+            "`dropped/unscored`.",
+            when=_TAUGHT,
+        ),
+    ),
+)

@@ -1,0 +1,109 @@
+"""What a teacher says of the tokens of one response: its log-probabilities, token by token.
+
+They are over the teacher's full vocabulary at temperature 1, whatever the response was sampled with.
+
+Shape suffixes: T response tokens, K ids of each token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class WrongTeacherRecord(ValueError):
+    """A teacher's answer is not about the tokens that it was asked about, or has no numbers for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherRecord:
+    """Of tokens that nobody sampled, which are no targets, nothing may be read."""
+
+    logprobs_T: np.ndarray
+    """float32, of the tokens themselves."""
+    ids_TK: np.ndarray
+    """int32: the teacher's K most likely ids, the likeliest first; K may be 0."""
+    topk_TK: np.ndarray
+    """float32, of these ids."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The record as arrays of a payload; the inverse is ``teacher_record``."""
+        return {
+            "teacher_logprobs": self.logprobs_T,
+            "teacher_ids": self.ids_TK,
+            "teacher_topk": self.topk_TK,
+        }
+
+    def take(self, is_taken_T: np.ndarray) -> "TeacherRecord":
+        """The record of some of the tokens."""
+        return TeacherRecord(
+            logprobs_T=self.logprobs_T[is_taken_T],
+            ids_TK=self.ids_TK[is_taken_T],
+            topk_TK=self.topk_TK[is_taken_T],
+        )
+
+    def slice(self, start: int, end: int) -> "TeacherRecord":
+        """The record of tokens [start, end)."""
+        return TeacherRecord(
+            logprobs_T=self.logprobs_T[start:end],
+            ids_TK=self.ids_TK[start:end],
+            topk_TK=self.topk_TK[start:end],
+        )
+
+
+def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
+    """Read a record from the arrays of a payload; None where no teacher has seen the response."""
+    if "teacher_logprobs" not in arrays:
+        return None
+    return TeacherRecord(
+        logprobs_T=arrays["teacher_logprobs"], ids_TK=arrays["teacher_ids"], topk_TK=arrays["teacher_topk"]
+    )
+
+
+def no_teacher_tokens(num_ids: int) -> TeacherRecord:
+    """The record of no token at all."""
+    return TeacherRecord(
+        logprobs_T=np.empty(0, np.float32),
+        ids_TK=np.empty((0, num_ids), np.int32),
+        topk_TK=np.empty((0, num_ids), np.float32),
+    )
+
+
+def concatenate(records: Sequence[TeacherRecord]) -> TeacherRecord:
+    """The records of several responses, at least one, end to end."""
+    return TeacherRecord(
+        logprobs_T=np.concatenate([one.logprobs_T for one in records]),
+        ids_TK=np.concatenate([one.ids_TK for one in records]),
+        topk_TK=np.concatenate([one.topk_TK for one in records]),
+    )
+
+
+def check_teacher_record(
+    record: TeacherRecord, *, num_tokens: int, num_ids: int, vocab_size: int, teacher: str
+) -> None:
+    """Check what a teacher has answered about a response of ``num_tokens`` tokens.
+
+    Raises:
+        WrongTeacherRecord: a number is missing or not finite, or an id is not of the vocabulary.
+    """
+    where = f"teacher {teacher}"
+    if record.logprobs_T.shape != (num_tokens,):
+        raise WrongTeacherRecord(
+            f"{where} gave log-probabilities of {len(record.logprobs_T)} tokens; must be {num_tokens}"
+        )
+    for name, array in (("ids", record.ids_TK), ("log-probabilities of ids", record.topk_TK)):
+        if array.shape != (num_tokens, num_ids):
+            raise WrongTeacherRecord(
+                f"{where} gave {name} {list(array.shape)}; must be {[num_tokens, num_ids]}"
+            )
+    for name, values in (("a token", record.logprobs_T), ("a likely id", record.topk_TK)):
+        # Rounding can take a log-probability a little above 0.
+        is_wrong = ~np.isfinite(values) | (values > 1e-3)
+        if is_wrong.any():
+            place = int(np.argwhere(is_wrong)[0][0])
+            raise WrongTeacherRecord(
+                f"{where} gave the log-probability {values[is_wrong].flat[0]} of {name} at position {place}; "
+                "must be finite and at most 0"
+            )
+    if num_tokens and num_ids and not 0 <= record.ids_TK.min() <= record.ids_TK.max() < vocab_size:
+        raise WrongTeacherRecord(f"{where} gave an id outside of the vocabulary of {vocab_size}")

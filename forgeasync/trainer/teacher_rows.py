@@ -1,0 +1,53 @@
+"""What a loss with terms asks of a row: the student's own log-probabilities, beside those of a teacher.
+
+Shape suffixes: T targets of a row, K ids of each token.
+"""
+
+import numpy as np
+import torch
+
+from forgeasync.algorithms.loss import Loss
+from forgeasync.algorithms.row_tokens import TeacherTokens
+from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.rollouts.teacher_record import TeacherRecord, no_teacher_tokens
+from forgeasync.trainer.logprobs import Predictions
+from forgeasync.trainer.packing import PackedRow
+
+
+def asked_ids(row: PackedRow, loss: Loss) -> np.ndarray | None:
+    """The ids to ask the model for, int64 [T, 1 + K]: each target itself, then its teacher's likeliest ids.
+
+    None if the loss has no terms.
+    """
+    if not loss.terms:
+        return None
+    targets_T1 = row.target_ids_L[row.mask_L][:, None]
+    if not loss.needs_teacher:
+        return targets_T1
+    return np.concatenate([targets_T1, _record(row, loss).ids_TK.astype(np.int64)], axis=1)
+
+
+def full_logprobs(predictions: Predictions) -> torch.Tensor | None:
+    """The student's log-probabilities of the targets, over the full vocabulary at temperature 1 [T]."""
+    return None if predictions.asked_TK is None else predictions.asked_TK[:, 0]
+
+
+def teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> TeacherTokens | None:
+    """What the teacher says of the row's targets, and the student of the same ids."""
+    if not loss.needs_teacher:
+        return None
+    record = _record(row, loss)
+    assert predictions.asked_TK is not None
+    return TeacherTokens(
+        logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE),
+        topk_TK=torch.from_numpy(record.topk_TK).to(DEVICE_TYPE),
+        student_topk_TK=predictions.asked_TK[:, 1:],
+    )
+
+
+def _record(row: PackedRow, loss: Loss) -> TeacherRecord:
+    if row.teacher is None:
+        assert row.num_targets == 0, "groups of a run with a teacher are seen by it before they train"
+        return no_teacher_tokens(loss.num_teacher_ids)
+    assert row.teacher.ids_TK.shape[1] == loss.num_teacher_ids, "the teacher is asked for what terms need"
+    return row.teacher

@@ -1,0 +1,75 @@
+"""Rules on teachers and terms of the loss."""
+
+from pathlib import Path
+
+import pytest
+
+from forgeasync.algorithms.loss import Loss
+from forgeasync.config.launcher import ProcessLauncher
+from forgeasync.config.run import RunConfig
+from forgeasync.config.teacher_rules import check_teachers
+from forgeasync.config.teachers import TeacherSection
+from tests.support.runs import tiny_config
+
+TOPK = {"kind": "topk_kl", "top_k": 5}
+
+
+def config_of(
+    terms: tuple[dict[str, object], ...], teachers: dict[str, TeacherSection], **more: object
+) -> RunConfig:
+    config = tiny_config(Path("x"))
+    algorithm = type(config.algorithm).model_validate(config.algorithm.model_dump() | {"terms": terms} | more)
+    return config.model_copy(update={"algorithm": algorithm, "teachers": teachers})
+
+
+def said(config: RunConfig) -> list[str]:
+    return [f"{problem.field}: {problem.remedy}" for problem in check_teachers(config)]
+
+
+def test_a_teacher_for_every_source_is_no_problem() -> None:
+    teacher = TeacherSection(model_path="t")
+    assert not said(config_of((), {}))
+    assert not said(config_of((TOPK,), {"a": teacher}))
+    assert not said(config_of((TOPK,), {"a": TeacherSection(model_path="t", sources=("chain_sum",))}))
+    assert not said(config_of(({"kind": "cross_entropy"},), {}))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (config_of((TOPK,), {}), "teachers: algorithm.terms has topk_kl, which needs one"),
+        (
+            config_of((), {"a": TeacherSection(model_path="t")}),
+            "teachers: no term of algorithm.terms uses them",
+        ),
+        (
+            config_of((TOPK,), {"a": TeacherSection(model_path="t", sources=("sums",))}),
+            "teachers.a.sources: is no source of data; must be of 'chain_sum'",
+        ),
+        (
+            config_of((TOPK,), {name: TeacherSection(model_path="t") for name in "ab"}),
+            "teachers: source 'chain_sum' has a and b; must have exactly one",
+        ),
+        (
+            config_of((), {}, objective={"kind": "none"}),
+            "algorithm.objective.kind: leaves nothing to train on: algorithm.terms is empty",
+        ),
+        (
+            config_of((TOPK,), {"a": TeacherSection(model_path="t")}).model_copy(
+                update={"launcher": ProcessLauncher.model_construct(kind="process")}
+            ),
+            "launcher.kind: must be 'local' with teachers",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_said(config: RunConfig, expected: str) -> None:
+    assert any(one.startswith(expected) for one in said(config)), said(config)
+
+
+def test_the_teacher_is_asked_for_what_the_widest_term_needs() -> None:
+    loss = Loss.model_validate(
+        {"terms": [TOPK, {"kind": "topk_kl", "top_k": 9}, {"kind": "sampled_reverse_kl"}]}
+    )
+    assert loss.num_teacher_ids == 9 and loss.needs_teacher
+    assert Loss.model_validate({"terms": [{"kind": "sampled_reverse_kl"}]}).num_teacher_ids == 0
+    assert not Loss.model_validate({"terms": [{"kind": "cross_entropy"}]}).needs_teacher

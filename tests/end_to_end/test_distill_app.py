@@ -1,0 +1,114 @@
+"""apps.distill as a user runs it: a real teacher beside real generators and a real trainer."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.load import dump_config
+from forgeasync.config.teachers import TeacherSection
+from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start, wait_for_step
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+SAMPLING = ("sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=12")
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The teacher is the model that the run starts with."""
+    folder = tmp_path_factory.mktemp("distill")
+    model = write_random_model(folder / "model", scale=4.0)
+    config = tiny_config(model)
+    terms = (
+        {"kind": "sampled_reverse_kl"},
+        {"kind": "topk_kl", "divergence": "reverse", "top_k": 5},
+    )
+    algorithm = config.algorithm.model_dump() | {"objective": {"kind": "none"}, "terms": terms}
+    config = config.model_copy(
+        update={
+            # A teacher reads one token more than it is asked about.
+            "model": config.model.model_copy(update={"max_context_length": 159}),
+            "algorithm": type(config.algorithm).model_validate(algorithm),
+            "teachers": {
+                "own": TeacherSection(
+                    model_path=str(model),
+                    engine=config.generator.model_copy(update={"keep_in_flight": False}),
+                )
+            },
+        }
+    )
+    file = folder / "run.yaml"
+    file.write_text(dump_config(config))
+    return file
+
+
+def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: Path) -> None:
+    """At temperature 0.7 with kept sets: the first step is made under the teacher's very weights."""
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, app="apps.distill")
+    code, _, err = finish(process)
+    assert code == 0, err
+    _, first, second = read_lines(run_dir / "metrics.jsonl")
+    assert first["teacher/gap_abs_mean"] < 1e-4 and abs(first["loss"]) < 1e-4
+    assert first["teacher/reverse_kl"] < 1e-4
+    assert second["teacher/gap_abs_mean"] > 1e-3, "the policy has moved"
+    for line in (first, second):
+        assert line["teacher/num_failed"] == line["teacher/num_retried"] == line["teacher/version"] == 0
+        assert line["dropped/unscored"] == 0 and line["teacher/num_tokens"] > 0
+    assert second["payload/num_bytes_held"] == 0, "every payload was freed with its step"
+    check_ledger(run_dir)
+
+
+@pytest.mark.exhaustive
+def test_a_teacher_that_reads_a_hint_sees_the_same_response(config_file: Path, tmp_path: Path) -> None:
+    """A template that adds nothing changes nothing; one that does, does."""
+    gaps = []
+    for template in ("$prompt", "$answer$prompt"):
+        run_dir = tmp_path / f"run-{len(gaps)}"
+        hint = ("teachers.own.max_context_length=160", f"teachers.own.prompt={template}")
+        shorter = "model.max_context_length=150"
+        process = start(config_file, f"run_dir={run_dir}", "max_steps=1", shorter, *hint, app="apps.distill")
+        code, _, err = finish(process)
+        assert code == 0, err
+        gaps.append(read_lines(run_dir / "metrics.jsonl")[-1]["teacher/gap_abs_mean"])
+    assert gaps[0] < 1e-4 < 1e-3 < gaps[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_teacher_that_is_killed_is_replaced_and_no_group_is_lost(config_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(config_file, f"run_dir={run_dir}", "max_steps=30", app="apps.grpo")
+    wait_for_step(run_dir, process)
+    listed = json.loads((run_dir / "procs.json").read_text())["procs"]
+    (teacher,) = [one for one in listed if one["role"].startswith("teacher")]
+    os.kill(teacher["pid"], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    last = read_lines(run_dir / "metrics.jsonl")[-1]
+    assert last["faults/detected_teacher"] == last["faults/recovered_teacher"] == 1
+    assert last["dropped/unscored"] == 0
+    check_ledger(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.terms=[]", "algorithm.terms"),
+        ("teachers.own.sources=[other]", "is no source of data"),
+        ("teachers.own.model_path=/nowhere", "teachers.own.model_path"),
+        ("model.max_context_length=160", "model.max_context_length + 1 = 161"),
+        ("teachers.own.prompt=$hint", "has $hint, which task"),
+        ("algorithm.terms=[{kind: topk_kl, top_k: 500}]", "the vocabulary of teacher own"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(
+    config_file: Path, tmp_path: Path, override: str, said: str
+) -> None:
+    run_dir = tmp_path / "run"
+    code, _, err = run_here(tmp_path, "--config", str(config_file), f"run_dir={run_dir}", override)
+    assert code == 2 and said in err, err
+    assert not run_dir.exists()

@@ -1,0 +1,74 @@
+"""Records of teachers: there and back through a payload, parts of them, and what is refused."""
+
+import numpy as np
+import pytest
+
+from forgeasync.rollouts.teacher_record import (
+    TeacherRecord,
+    WrongTeacherRecord,
+    check_teacher_record,
+    concatenate,
+    no_teacher_tokens,
+    teacher_record,
+)
+
+
+def record(num_tokens: int = 4, num_ids: int = 2) -> TeacherRecord:
+    rng = np.random.default_rng(num_tokens)
+    return TeacherRecord(
+        logprobs_T=-rng.random(num_tokens).astype(np.float32),
+        ids_TK=rng.integers(0, 7, (num_tokens, num_ids)).astype(np.int32),
+        topk_TK=-rng.random((num_tokens, num_ids)).astype(np.float32),
+    )
+
+
+def same(one: TeacherRecord, other: TeacherRecord) -> bool:
+    return all(np.array_equal(array, other.arrays()[name]) for name, array in one.arrays().items())
+
+
+def test_a_record_comes_back_and_falls_into_parts() -> None:
+    whole = record(6)
+    found = teacher_record(whole.arrays())
+    assert found is not None and same(found, whole)
+    assert teacher_record({"ids": np.zeros(3)}) is None
+    assert same(concatenate([whole.slice(0, 2), whole.slice(2, 6)]), whole)
+    taken = whole.take(np.array([True, False, False, True, False, True]))
+    assert taken.ids_TK.tolist() == whole.ids_TK[[0, 3, 5]].tolist()
+    assert same(concatenate([no_teacher_tokens(2), whole]), whole)
+
+
+def check(one: TeacherRecord, *, num_tokens: int = 4, num_ids: int = 2) -> None:
+    check_teacher_record(one, num_tokens=num_tokens, num_ids=num_ids, vocab_size=7, teacher="t")
+
+
+def changed(**arrays: np.ndarray) -> TeacherRecord:
+    whole = record()
+    return TeacherRecord(
+        **{name: arrays.get(name, getattr(whole, name)) for name in ("logprobs_T", "ids_TK", "topk_TK")}
+    )
+
+
+def spoiled(array: np.ndarray, value: float) -> np.ndarray:
+    copy = array.copy()
+    copy.flat[1] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (changed(logprobs_T=record(3).logprobs_T), "of 3 tokens; must be 4"),
+        (changed(ids_TK=record(4, 3).ids_TK), r"ids \[4, 3\]; must be \[4, 2\]"),
+        (changed(topk_TK=record(3).topk_TK), r"log-probabilities of ids \[3, 2\]; must be \[4, 2\]"),
+        (changed(logprobs_T=spoiled(record().logprobs_T, np.nan)), "nan of a token at position 1"),
+        (changed(logprobs_T=spoiled(record().logprobs_T, -np.inf)), "-inf of a token at position 1"),
+        (changed(topk_TK=spoiled(record().topk_TK, 0.5)), "0.5 of a likely id at position 0"),
+        (changed(ids_TK=spoiled(record().ids_TK, 7)), "an id outside of the vocabulary of 7"),
+        (changed(ids_TK=spoiled(record().ids_TK, -1)), "an id outside of the vocabulary of 7"),
+    ],
+)
+def test_what_is_missing_or_no_log_probability_is_refused(wrong: TeacherRecord, said: str) -> None:
+    check(record())
+    check(no_teacher_tokens(2), num_tokens=0)
+    with pytest.raises(WrongTeacherRecord, match=f"teacher t gave .*{said}"):
+        check(wrong)

@@ -1,0 +1,232 @@
+"""Terms of the loss in the trainer: against transformers in float64, a loss written out, and over ranks."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forgeasync.algorithms.loss import Loss
+from forgeasync.config.trainer import ParallelSection
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
+from tests.support.models import write_random_model
+from tests.support.processes import run_ranks
+from tests.support.tokens import section
+from tests.support.trainers import make_sequences, whole
+from tests.trainer.test_loss_in_trainer import Step, make_trainer, step_gradients
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=4.0, num_experts=8, top_k=3)
+
+
+def full_logprobs(folder: Path, sequence: TrainingSequence, *, noise: float = 0.0) -> torch.Tensor:
+    """Log-probabilities over the whole vocabulary at every response token, float64 [T, V]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            generator = torch.Generator().manual_seed(parameter.numel())
+            parameter += noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        ids = np.concatenate([sequence.prompt_ids_P, sequence.response_ids_T]).astype(np.int64)
+        logits_SV = model(torch.from_numpy(ids)[None]).logits[0]
+    return logits_SV[len(sequence.prompt_ids_P) - 1 : -1].log_softmax(-1)
+
+
+def seen_by_teacher(folder: Path, *, noise: float, num_ids: int = K) -> list[TrainingSequence]:
+    """Sequences with kept sets, sampled at a temperature, that a teacher near the student has seen."""
+    seen = []
+    for number, sequence in enumerate(make_sequences(9, read_model_facts(str(folder)))):
+        logprobs_TV = full_logprobs(folder, sequence, noise=noise)
+        top = logprobs_TV.topk(num_ids)
+        ids_T = torch.from_numpy(sequence.response_ids_T.astype(np.int64))
+        record = TeacherRecord(
+            logprobs_T=logprobs_TV.gather(1, ids_T[:, None])[:, 0].float().numpy(),
+            ids_TK=top.indices.numpy().astype(np.int32),
+            topk_TK=top.values.float().numpy(),
+        )
+        # The model's own gate: transformers takes no records.
+        seen.append(
+            dataclasses.replace(sequence, expert_ids_SMK=None, teacher=record, weight=[1.0, 2.5][number % 2])
+        )
+    return seen
+
+
+SAMPLED = {"kind": "sampled_reverse_kl", "weight": 0.7}
+TERMS = {
+    "sampled": section(objective={"kind": "none"}, terms=[SAMPLED | {"weight": 1.0}]),
+    **{
+        kind: section(objective={"kind": "none"}, terms=[{"kind": "topk_kl", "divergence": kind, "top_k": K}])
+        for kind in ("forward", "reverse", "jsd")
+    },
+    "together": section(
+        objective={"kind": "reinforce"},
+        corrections=[{"kind": "truncated_is", "cap": 1.1, "level": "token"}],
+        terms=[
+            SAMPLED,
+            {"kind": "topk_kl", "divergence": "jsd", "top_k": 2, "weight": 0.3, "tail": False},
+            {
+                "kind": "cross_entropy",
+                "weight": 0.2,
+                "aggregation": {"kind": "sequence_mean_of_token_mean"},
+            },
+        ],
+    ),
+}
+
+
+def steps_of(
+    folder: Path, sequences: list[TrainingSequence], parallel: ParallelSection, tokens_per_row: int
+) -> dict[str, Step]:
+    trainer = make_trainer(folder, TERMS["together"], parallel=parallel)
+    rows = pack_rows(sequences, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
+    found = {}
+    for name, loss in TERMS.items():
+        # The record has as many ids as the config asks for.
+        width = loss.num_teacher_ids
+        trainer._loss = loss
+        cut = [
+            dataclasses.replace(
+                row,
+                teacher=row.teacher
+                and dataclasses.replace(
+                    row.teacher, ids_TK=row.teacher.ids_TK[:, :width], topk_TK=row.teacher.topk_TK[:, :width]
+                ),
+            )
+            for row in rows[trainer.data_rank]
+        ]
+        found[name] = step_gradients(trainer, cut)
+    return found
+
+
+def written_out(folder: Path, sequences: list[TrainingSequence]) -> dict[str, Step]:
+    """The losses of "sampled" and "together" from sums over tokens, in float64."""
+    trainer = make_trainer(folder, Loss())
+    row = pack_row(sequences)
+    assert row.teacher is not None
+    targets_T1 = row.target_ids_L[row.mask_L][:, None]
+    asked_TK = np.concatenate([targets_T1, row.teacher.ids_TK.astype(np.int64)], axis=1)
+    lengths = torch.tensor([len(one.response_ids_T) for one in sequences])
+    weights_T = torch.tensor([one.weight for one in sequences]).repeat_interleave(lengths).double()
+    advantages_T = torch.from_numpy(row.advantages_L[row.mask_L]).double()
+    behavior_T = torch.from_numpy(row.behavior_logprobs_L[row.mask_L]).double()
+    found = {}
+    for name in ("sampled", "together"):
+        predictions = trainer._forward.predictions(row, asked_ids_TK=asked_TK)
+        assert predictions.asked_TK is not None
+        logprobs_T, asked = predictions.logprobs_T.double(), predictions.asked_TK.double()
+        gap_T = (asked[:, 0] - torch.from_numpy(row.teacher.logprobs_T)).detach()
+        ratio_T = (logprobs_T.detach() - behavior_T).exp().clamp(max=1.1)
+        if name == "sampled":
+            loss = (weights_T * gap_T * logprobs_T).sum() / weights_T.sum()
+        else:
+            q_TK = torch.from_numpy(row.teacher.topk_TK[:, :2]).double().exp()
+            p_TK = asked[:, 1:3].exp()
+            m_TK = (p_TK + q_TK) / 2
+            jsd_T = (p_TK * (p_TK / m_TK).log() + q_TK * (q_TK / m_TK).log()).sum(-1) / 2
+            each_T = ratio_T * (0.7 * gap_T - advantages_T) * logprobs_T + 0.3 * jsd_T
+            loss = (weights_T * each_T).sum() / weights_T.sum()
+            better_T = -asked[:, 0] * (advantages_T > 0)
+            means = torch.stack([part.mean() for part in better_T.split(lengths.tolist())])
+            of_sequences = torch.tensor([one.weight for one in sequences], dtype=torch.float64)
+            loss = loss + 0.2 * (of_sequences * means).sum() / of_sequences.sum()
+        loss.backward()
+        gradients = {key: whole(one.grad) for key, one in trainer.model.named_parameters()}
+        trainer._optimizer.zero_grad()
+        metrics = {"loss": float(loss), "teacher/gap_abs_mean": float(gap_T.abs().mean())}
+        found[name] = (metrics, gradients)
+    return found
+
+
+def of_one_proc(
+    folder: Path, sequences: list[TrainingSequence]
+) -> tuple[dict[str, Step], dict[str, Step], torch.Tensor]:
+    trainer = make_trainer(folder, Loss())
+    row = pack_row(sequences)
+    every_id_TV = np.arange(read_model_facts(str(folder)).vocab_size)[None].repeat(row.num_targets, 0)
+    with torch.no_grad():
+        asked_TV = trainer._forward.predictions(row, asked_ids_TK=every_id_TV).asked_TK
+    assert asked_TV is not None
+    return steps_of(folder, sequences, ParallelSection(), 1024), written_out(folder, sequences), asked_TV
+
+
+@pytest.fixture(scope="module")
+def sequences(folder: Path) -> list[TrainingSequence]:
+    return seen_by_teacher(folder, noise=0.02)
+
+
+@pytest.fixture(scope="module")
+def one_proc(
+    folder: Path, sequences: list[TrainingSequence]
+) -> tuple[dict[str, Step], dict[str, Step], torch.Tensor]:
+    return run_ranks(1, of_one_proc, folder, sequences)[0]
+
+
+def assert_alike(found: Step, expected: Step, name: str) -> None:
+    metrics, gradients = found
+    for key in expected[0]:
+        if key.startswith(("loss", "teacher/", "objective/", "correction/", "grad_norm")):
+            assert metrics[key] == pytest.approx(expected[0][key], rel=1e-4, abs=1e-6), (name, key)
+    assert gradients.keys() == expected[1].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    assert largest > 1e-3
+    for parameter, gradient in expected[1].items():
+        torch.testing.assert_close(
+            gradients[parameter], gradient, atol=1e-5 * largest, rtol=2e-4, msg=f"{name} {parameter}"
+        )
+
+
+def test_the_students_side_is_the_whole_distribution_at_temperature_1(
+    folder: Path,
+    sequences: list[TrainingSequence],
+    one_proc: tuple[dict[str, Step], dict[str, Step], torch.Tensor],
+) -> None:
+    """Although rows have kept sets and the trainer a temperature of 0.8."""
+    expected_TV = torch.cat([full_logprobs(folder, one) for one in sequences])
+    torch.testing.assert_close(one_proc[2].double(), expected_TV, atol=2e-5, rtol=0)
+
+
+def test_steps_are_the_losses_written_out(
+    one_proc: tuple[dict[str, Step], dict[str, Step], torch.Tensor],
+) -> None:
+    steps, by_hand, _ = one_proc
+    assert by_hand["sampled"][0]["teacher/gap_abs_mean"] > 0.01
+    for name, expected in by_hand.items():
+        assert_alike(steps[name], expected, name)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "tokens_per_row"),
+    [
+        pytest.param(ParallelSection(num_procs=2, expert=2), 128, id="fsdp2-ep2"),
+        pytest.param(ParallelSection(num_procs=2, context=2), 256, id="cp2"),
+        pytest.param(ParallelSection(num_procs=2, tensor=2, sequence=False), 256, id="tp2"),
+    ],
+)
+def test_ranks_and_rows_add_up_to_one_big_batch(
+    folder: Path,
+    sequences: list[TrainingSequence],
+    one_proc: tuple[dict[str, Step], dict[str, Step], torch.Tensor],
+    parallel: ParallelSection,
+    tokens_per_row: int,
+) -> None:
+    for found in run_ranks(parallel.num_procs, steps_of, folder, sequences, parallel, tokens_per_row):
+        for name, step in found.items():
+            assert_alike(step, one_proc[0][name], name)
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing(folder: Path) -> None:
+    """At temperature 0.8, and with kept sets that cut most of the vocabulary."""
+    same = seen_by_teacher(folder, noise=0.0)
+    (found,) = run_ranks(1, steps_of, folder, same, ParallelSection(), 1024)
+    for name in ("sampled", "forward", "reverse", "jsd"):
+        metrics, gradients = found[name]
+        assert metrics["teacher/gap_abs_mean"] < 1e-5, name
+        assert abs(metrics["loss"]) < 1e-5, name
+        assert max(float(one.abs().max()) for one in gradients.values()) < 1e-4, name
