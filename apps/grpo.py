@@ -180,22 +180,15 @@ class GrpoRun:
 
     async def keep(self, start: Start, sampled: SampledGroup) -> None:
         """Put a sampled group into the buffer, for the scoring loop unless an environment has scored it."""
-        untaught = Group(
+        whole = Group(
             group_id=start.group_id,
             draw_id=start.draw_id,
             task=start.task,
             rollouts=sampled.rollouts,
             durations_ms=sampled.durations_ms,
         )
-        if (group := await self.endings.taught(untaught)) is None:
-            return
-        if not await self.payloads.settle(group.group_id, group.num_payload_bytes):
-            problem = (
-                f"group {group.group_id} takes {group.num_payload_bytes:,} bytes, more than its reservation "
-                "and the rest of the shared excess; must be less, or payload.capacity_gib larger"
-            )
-            self.scorer.forget(group.group_id)
-            await self.endings.drop(group, DropReason.OVERSIZED, problem)
+        if (group := await self.endings.settled(whole)) is None:
+            self.scorer.forget(start.group_id)
             return
         await self.buffer.finished.call_one(group)
         if sampled.scores is None:

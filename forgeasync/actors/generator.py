@@ -10,7 +10,6 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ import torch
 from monarch.actor import Actor, Port, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
+from forgeasync.actors.generator_setup import GeneratorSetup
 from forgeasync.actors.stored_groups import (
     CancelledGroup,
     EndedEpisode,
@@ -29,10 +29,7 @@ from forgeasync.actors.stored_groups import (
     sampled_response,
     store_group,
 )
-from forgeasync.config.generator import GeneratorSection, SamplingSection
-from forgeasync.config.model import LoraSection
-from forgeasync.config.model_facts import ModelFacts
-from forgeasync.config.weights import WeightsSection
+from forgeasync.config.generator import SamplingSection
 from forgeasync.environments.reward import response_of
 from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
 from forgeasync.models.checkpoint_shapes import expected_shapes
@@ -42,7 +39,7 @@ from forgeasync.rollouts.in_flight import ended_turns, group_turns
 from forgeasync.rollouts.payload_format import PayloadRef
 from forgeasync.rollouts.payload_remote import PayloadServer
 from forgeasync.rollouts.payload_store import PayloadWriter
-from forgeasync.rollouts.records import Records, check_rollout
+from forgeasync.rollouts.records import check_rollout
 from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
 from forgeasync.rollouts.routing import RecordError
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
@@ -58,23 +55,6 @@ if TYPE_CHECKING:
 ANSWER_S = 5.0
 """Seconds for the answer about a group to reach the controller. Until then the group's tokens stay logged: if
 this process dies, they are all that is left of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratorSetup:
-    """Everything that a generator is started with."""
-
-    model_path: Path
-    facts: ModelFacts
-    section: GeneratorSection
-    max_context_length: int
-    seed: int
-    records: Records
-    weights: WeightsSection
-    lora: LoraSection | None
-    payload_capacity_bytes: int
-    num_scored_ids: int = 0
-    """Ids that a teacher is asked for at each token."""
 
 
 class GeneratorActor(Actor):

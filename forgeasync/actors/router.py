@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from monarch.actor import Channel, Port, PortReceiver
 
+from forgeasync.actors.finished_responses import OnFinished, told_of_finished
 from forgeasync.actors.generator import (
     CancelledGroup,
     EndedEpisode,
-    FinishedResponse,
     GeneratorActor,
     RefusedGroup,
     SampledResponse,
@@ -30,7 +29,6 @@ from forgeasync.actors.weight_connections import WeightConnections
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.config.generator import SamplingSection
 from forgeasync.config.run import TimeoutSection
-from forgeasync.environments.reward import Response
 from forgeasync.generator.reports import EngineStats
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.trajectory import EpisodeId
@@ -47,16 +45,6 @@ MAX_LATE = 2
 
 CANCEL_S = 10.0
 """Time for a group to end on a generator that was told to give it up."""
-
-
-OnFinished = Callable[[int, Response], None]
-"""Is told of a response and of its place in its group."""
-
-
-async def _tell_finished(receiver: PortReceiver[FinishedResponse], on_finished: OnFinished) -> None:
-    while True:
-        one = await receiver.recv()
-        on_finished(one.index, one.response)
 
 
 class GroupGivenUp(RuntimeError):
@@ -96,12 +84,6 @@ class GeneratorRouter:
         ``timeouts.generate_s``, again and again is refused. ``on_finished`` gets every response that ends
         while others of the group go on; it comes again if its generator is lost.
         """
-        self._cancelled[group_id] = False
-        finished: Port[FinishedResponse] | None = None
-        telling = None
-        if on_finished is not None:
-            finished, receiver = Channel[FinishedResponse].open()
-            telling = asyncio.create_task(_tell_finished(receiver, on_finished))
 
         def call(
             replica: LiveReplica, continued: bytes | None
@@ -110,17 +92,14 @@ class GeneratorRouter:
                 group_id, prompt_ids_P, num_samples, sampling, seed, continued, finished
             )
 
-        try:
-            return await self._retried(f"sampling group {group_id}", num_samples, call, group_id=group_id)
-        except GroupGivenUp as given_up:
-            if self._cancelled[group_id]:
-                return CancelledGroup()
-            return RefusedGroup(problem=str(given_up), reason=given_up.reason)
-        finally:
-            del self._cancelled[group_id]
-            if telling is not None:
-                telling.cancel()
-                telling.add_done_callback(forget)
+        what = f"sampling group {group_id}"
+        with self.cancellable(group_id) as is_cancelled, told_of_finished(on_finished) as finished:
+            try:
+                return await self._retried(what, num_samples, call, group_id=group_id)
+            except GroupGivenUp as given_up:
+                if is_cancelled():
+                    return CancelledGroup()
+                return RefusedGroup(problem=str(given_up), reason=given_up.reason)
 
     async def respond(
         self,

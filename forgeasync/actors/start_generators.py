@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
+from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.generator_setup import GeneratorSetup
 from forgeasync.actors.procs import GENERATOR, Procs
 from forgeasync.actors.replica import ReplicaLost, SpawnedReplica
 from forgeasync.actors.replica_health import LOOK_S

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.actors.generator import GeneratorSetup
 from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.generator_setup import GeneratorSetup
 from forgeasync.actors.procs import TEACHER, Procs
 from forgeasync.actors.replica import SpawnedReplica
 from forgeasync.actors.start_generators import while_running

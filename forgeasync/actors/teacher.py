@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import concurrent_endpoint
 
-from forgeasync.actors.generator import GeneratorActor, GeneratorSetup
+from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.generator_setup import GeneratorSetup
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.group_payload import Arrays

@@ -71,11 +71,22 @@ class GroupEndings:
         """Return what is counted of kept groups and of teachers, under their names in metrics.jsonl."""
         return self.keeper.metrics() | self._teaching.metrics()
 
-    async def taught(self, group: Group) -> Group | None:
-        """Have the teacher of a sampled group's source look at it, if the run has teachers.
+    async def settled(self, group: Group) -> Group | None:
+        """Have a sampled group's teacher look at it, if the run has teachers, and let its arrays stay.
 
-        None: it could not, and the group was given up.
+        None: the teacher could not, or the arrays take too much memory; the group was given up.
         """
+        taught = await self._taught(group)
+        if taught is None or await self._payloads.settle(taught.group_id, taught.num_payload_bytes):
+            return taught
+        problem = (
+            f"group {taught.group_id} takes {taught.num_payload_bytes:,} bytes, more than its reservation "
+            "and the rest of the shared excess; must be less, or payload.capacity_gib larger"
+        )
+        await self.drop(taught, DropReason.OVERSIZED, problem)
+        return None
+
+    async def _taught(self, group: Group) -> Group | None:
         answer = await self._teaching.teach(group.group_id, group.task, group.rollouts)
         if isinstance(answer, Untaught):
             reason = DropReason.OVERSIZED if answer.is_full else DropReason.UNSCORED

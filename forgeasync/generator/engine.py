@@ -5,9 +5,7 @@ Plain asyncio, no Monarch: the generator actor is a thin shell around this class
 
 import asyncio
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +22,7 @@ from vllm.v1.engine.core import EngineCore
 
 from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.weights import WeightsSection
+from forgeasync.generator.busy_clock import BusyClock
 from forgeasync.generator.engine_args import engine_args
 from forgeasync.generator.in_flight_recorder import (
     PART_ARGUMENT,
@@ -94,9 +93,8 @@ class GeneratorEngine:
         self._request_ids = itertools.count()
         self._episode_numbers = itertools.count()
         self._num_generated_tokens = 0
-        self._num_in_flight = 0
-        self._busy_since_s = 0.0
-        self._busy_s = 0.0
+        self.busy = BusyClock()
+        """Runs while the engine has something to do."""
 
     @classmethod
     async def start(
@@ -262,7 +260,7 @@ class GeneratorEngine:
             GroupCancelled: ``cancel`` was called with the group's number, or ``cancel_episode``.
         """
         episode = turn.episode
-        with self.busy():
+        with self.busy.running():
             turn.stop = sampling.stop
             self.log_turn(turn, group_key)
             self.resume_turn(turn, group, max_tokens=max_tokens)
@@ -377,10 +375,9 @@ class GeneratorEngine:
             raise self._llm.dead_error
 
     def stats(self) -> EngineStats:
-        running_s = time.perf_counter() - self._busy_since_s if self._num_in_flight else 0.0
         return EngineStats(
             num_generated_tokens=self._num_generated_tokens,
-            busy_s=self._busy_s + running_s,
+            busy_s=self.busy.total_s,
             decode_steps=self._client.step_times.counts(),
             num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
         )
@@ -391,16 +388,3 @@ class GeneratorEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """While it lasts, the engine counts as having something to do."""
-        if self._num_in_flight == 0:
-            self._busy_since_s = time.perf_counter()
-        self._num_in_flight += 1
-        try:
-            yield
-        finally:
-            self._num_in_flight -= 1
-            if self._num_in_flight == 0:
-                self._busy_s += time.perf_counter() - self._busy_since_s

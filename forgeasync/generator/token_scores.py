@@ -29,7 +29,7 @@ async def score_tokens(
     Raises:
         WrongTeacherRecord: the engine's answer is not about these tokens.
     """
-    with engine.busy():
+    with engine.busy.running():
         output = await engine.run_request(ids_S.tolist(), scoring_params(num_ids))
     return read_scores(output, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 

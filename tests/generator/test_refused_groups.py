@@ -18,6 +18,7 @@ from forgeasync.actors.procs import Procs
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.actors.scorer_pool import ScorerPool
 from forgeasync.actors.start_buffer import start_buffer
+from forgeasync.actors.teaching import Teaching
 from forgeasync.algorithms.filters import DynamicSampling, ResampleOnCorrect
 from forgeasync.buffer.decisions import Batch, DropReason
 from forgeasync.buffer.events import Update
@@ -153,6 +154,7 @@ def make_roles(
         scorer=scoring,
         buffer=buffer,
         groups=groups,
+        teaching=Teaching(),
         faults=FaultLog(),
     )
 

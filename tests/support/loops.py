@@ -20,6 +20,7 @@ from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.actors.host_updates import SwappedReplica
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.actors.scorer_pool import ScorerPool
+from forgeasync.actors.teaching import Teaching
 from forgeasync.buffer.async_buffer import AsyncReplayBuffer
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, Committed
 from forgeasync.buffer.events import Update
@@ -600,6 +601,7 @@ def make_roles(
         scorer=scorer,
         buffer=buffer,
         groups=groups,
+        teaching=Teaching(),
         faults=FaultLog(),
     )
 

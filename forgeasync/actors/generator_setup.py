@@ -1,0 +1,27 @@
+"""What a generator, or a teacher's engine, is started with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forgeasync.config.generator import GeneratorSection
+from forgeasync.config.model import LoraSection
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.weights import WeightsSection
+from forgeasync.rollouts.records import Records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSetup:
+    """Everything that a generator is started with."""
+
+    model_path: Path
+    facts: ModelFacts
+    section: GeneratorSection
+    max_context_length: int
+    seed: int
+    records: Records
+    weights: WeightsSection
+    lora: LoraSection | None
+    payload_capacity_bytes: int
+    num_scored_ids: int = 0
+    """Ids that a teacher is asked for at each token."""
