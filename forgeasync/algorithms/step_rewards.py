@@ -7,12 +7,46 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from forgeasync.algorithms.advantages import normalized
 
 if TYPE_CHECKING:
     import torch
+
+
+class StepCredit(StrEnum):
+    """How the rewards of a response's steps become the advantages of its tokens."""
+
+    SUM_TO_GO = "sum_to_go"
+    """The step's own and all later rewards, normalized over all steps of the group, added up. Source: Shao et
+    al., "DeepSeekMath", 2024, section 4.1.3."""
+    MINIMUM = "minimum"
+    """The least of the step's own and all later rewards, normalized alike: a response is worth what its worst
+    step still to come is, and cannot make up for it by more steps. Source: Cheng et al., "Stop Summation:
+    Min-Form Credit Assignment Is All Process Reward Model Needs for Reasoning", 2025, equation 2."""
+    PER_STEP = "per_step"
+    """The sum of the step's own and all later rewards, normalized over the group's responses at the same
+    number of the step; a step that no other response has counts 0. Source of comparing steps with those of
+    the same position: Feng et al., "Group-in-Group Policy Optimization", 2025, section 4.3."""
+
+
+def step_advantages(step_rewards_G: Sequence[torch.Tensor], credit: StepCredit) -> list[torch.Tensor]:
+    """Compute the advantage of every step of each rollout of a group: float64 [J].
+
+    All are exactly 0 where all compared rewards are equal.
+    """
+    match credit:
+        case StepCredit.SUM_TO_GO:
+            return sums_of_later_steps(step_rewards_G)
+        case StepCredit.MINIMUM:
+            return [
+                values_J.flip(0).cummin(0).values.flip(0) if values_J.numel() else values_J
+                for values_J in _normalized_together(step_rewards_G)
+            ]
+        case StepCredit.PER_STEP:
+            return _normalized_by_place([_sums_to_go(rewards_J.double()) for rewards_J in step_rewards_G])
 
 
 def from_step_rewards(
@@ -55,14 +89,35 @@ def sums_of_later_steps(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Te
 
     Rewards are normalized over all steps of the group; the source is that of ``from_step_rewards``.
     """
+    return [_sums_to_go(values_J) for values_J in _normalized_together(step_rewards_G)]
+
+
+def _normalized_together(step_rewards_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The rewards, normalized over all steps of the group; float64."""
     import torch
 
     if sum(rewards_J.numel() for rewards_J in step_rewards_G) == 0:
         return [rewards_J.double() for rewards_J in step_rewards_G]
     # In float64: differences of sums over the whole response.
     whole_N = torch.cat([rewards_J.double() for rewards_J in step_rewards_G])
-    split = normalized(whole_N).split([rewards_J.numel() for rewards_J in step_rewards_G])
-    return [values_J.flip(0).cumsum(0).flip(0) for values_J in split]
+    return list(normalized(whole_N).split([rewards_J.numel() for rewards_J in step_rewards_G]))
+
+
+def _normalized_by_place(values_G: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values, normalized over the rollouts that have a step of the same number."""
+    import torch
+
+    found = [values_J.clone() for values_J in values_G]
+    for place in range(max((values_J.numel() for values_J in values_G), default=0)):
+        having = [index for index, values_J in enumerate(values_G) if values_J.numel() > place]
+        compared_N = normalized(torch.stack([values_G[index][place] for index in having]))
+        for index, value in zip(having, compared_N, strict=True):
+            found[index][place] = value
+    return found
+
+
+def _sums_to_go(values_J: torch.Tensor) -> torch.Tensor:
+    return values_J.flip(0).cumsum(0).flip(0)
 
 
 def _check_steps(index: int, rewards_J: torch.Tensor, ends_J: torch.Tensor, length: int) -> None:

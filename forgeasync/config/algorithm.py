@@ -11,6 +11,7 @@ from pydantic import model_validator
 from forgeasync.algorithms.advantages import AnyAdvantage, GroupPassAtK, Grpo
 from forgeasync.algorithms.filters import AnyFilter
 from forgeasync.algorithms.loss import Loss
+from forgeasync.algorithms.step_rewards import StepCredit
 from forgeasync.schema.section import Count
 
 
@@ -19,6 +20,8 @@ class AlgorithmSection(Loss):
 
     advantage: AnyAdvantage = Grpo()
     """How rewards become advantages. A kind without other keys can be given by its name alone."""
+    step_credit: StepCredit = StepCredit.SUM_TO_GO
+    """How rewards of steps (``Score.steps``) become advantages of tokens."""
     pass_at_k: Count | None = None
     """k of ``advantage: group_pass_at_k``; after reading, it is a key of that section and null here."""
     group_size: Count

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from forgeasync.algorithms.advantages import Grpo
-from forgeasync.algorithms.step_rewards import sums_of_later_steps
+from forgeasync.algorithms.step_rewards import step_advantages
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
@@ -116,8 +116,9 @@ def _of_steps(group: Group, algorithm: AlgorithmSection) -> list[tuple[Advantage
             f"{algorithm.advantage.kind!r} has no formula for; use 'grpo', or reward whole responses"
         )
     check_steps(group)
-    values = sums_of_later_steps(
-        [torch.tensor([step.value for step in steps], dtype=torch.float64) for steps in group.steps]
+    values = step_advantages(
+        [torch.tensor([step.value for step in steps], dtype=torch.float64) for steps in group.steps],
+        algorithm.step_credit,
     )
     return [
         (

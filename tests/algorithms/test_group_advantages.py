@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.algorithms.advantages import Advantage, GroupPassAtK, Grpo, ReinforcePlusPlus, Rloo
-from forgeasync.algorithms.step_rewards import from_step_rewards
+from forgeasync.algorithms.step_rewards import StepCredit, from_step_rewards, step_advantages
 
 groups = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 3.0]), min_size=2, max_size=8)
 
@@ -176,3 +176,47 @@ def test_steps_that_do_not_fit_are_refused(
         from_step_rewards(
             [torch.tensor(own) for own in rewards], [torch.tensor(own) for own in ends], lengths
         )
+
+
+def _rewards(*rows: tuple[float, ...]) -> list[torch.Tensor]:
+    return [torch.tensor(row, dtype=torch.float64) for row in rows]
+
+
+def test_the_minimum_of_what_is_still_to_come_by_hand() -> None:
+    """Rewards 1, 0, 1 and -2: mean 0, unbiased variance 2."""
+    first, second = step_advantages(_rewards((1.0, 0.0, 1.0), (-2.0,)), StepCredit.MINIMUM)
+    unit = 1 / math.sqrt(2.0)
+    assert first.tolist() == pytest.approx([0.0, 0.0, unit], rel=1e-5)
+    assert second.tolist() == pytest.approx([-2 * unit], rel=1e-5)
+
+
+def test_steps_are_compared_with_those_of_the_same_number_by_hand() -> None:
+    """Sums to go: (3, 1), (1, 0) and (2); first steps 3, 1, 2, second ones 1, 0."""
+    found = step_advantages(_rewards((2.0, 1.0), (1.0, 0.0), (2.0,)), StepCredit.PER_STEP)
+    half = math.sqrt(0.5)
+    assert found[0].tolist() == pytest.approx([1.0, half], rel=1e-5)
+    assert found[1].tolist() == pytest.approx([-1.0, -half], rel=1e-5)
+    assert found[2].tolist() == pytest.approx([0.0], abs=1e-9)
+    # A step that nobody else has says nothing, however high its reward.
+    alone, _ = step_advantages(_rewards((0.0, 100.0), (0.0,)), StepCredit.PER_STEP)
+    assert alone[1].item() == 0.0
+
+
+@pytest.mark.parametrize("credit", StepCredit)
+def test_nothing_to_compare_teaches_exactly_nothing(credit: StepCredit) -> None:
+    for rows in (((0.3, 0.3), (0.3,)), ((), ()), ((5.0,),), ()):
+        for values_J in step_advantages(_rewards(*rows), credit):
+            if credit is StepCredit.PER_STEP and rows == ((0.3, 0.3), (0.3,)):
+                # First steps are followed by one more step or by none.
+                continue
+            assert values_J.abs().sum() == 0.0
+
+
+@pytest.mark.parametrize("credit", StepCredit)
+@given(rows=st.lists(st.lists(st.floats(-1e6, 1e6), max_size=5).map(tuple), min_size=1, max_size=6))
+def test_every_step_has_a_finite_credit(credit: StepCredit, rows: list[tuple[float, ...]]) -> None:
+    found = step_advantages(_rewards(*rows), credit)
+    assert [len(values_J) for values_J in found] == [len(row) for row in rows]
+    assert all(bool(values_J.isfinite().all()) for values_J in found)
+    if credit is StepCredit.MINIMUM:
+        assert all(bool((values_J.diff() >= 0).all()) for values_J in found), "worse steps to come count"

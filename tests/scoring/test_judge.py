@@ -197,7 +197,9 @@ def test_what_decides_a_verdict_decides_the_cache(server: Server, tmp_path: Path
     other_task = Task(task_id="t1", prompt="1 + 2 =", answer="2", source_index=0, source="s")
     moved = Task(task_id="t9", prompt="1 + 1 =", answer="2", source_index=5, source="s")
     key = plain._key(TASK, response())
-    assert plain._key(moved, response()) == key and plain._key(other_task, response()) != key
+    other_answer = Task(task_id="t0", prompt="1 + 1 =", answer="3", source_index=0, source="s")
+    assert plain._key(moved, response()) == key
+    assert plain._key(other_task, response()) != key and plain._key(other_answer, response()) != key
     for fields in ({"model": "b"}, {"highest": 11.0}, {"temperature": 0.5}, {"max_reply_tokens": 7}):
         assert Judge(section(server, **fields))._key(TASK, response()) != key, fields
     ruled = Judge(section(server, rubric="Only brevity counts."))
