@@ -85,16 +85,8 @@ class Loss(Section):
         """Compute what a row adds to the count of each term."""
         return [term.aggregation.count(mask_T, sequence_ids_T, sample_weights_T) for term in self.terms]
 
-    def __call__(
-        self,
-        row: RowTokens,
-        *,
-        total: torch.Tensor | float,
-        term_totals: Sequence[torch.Tensor | float] = (),
-    ) -> RowLoss:
-        """Compute a row's share of the loss of a batch whose ``count`` is ``total``.
-
-        ``term_totals`` are the batch's ``term_counts``, in the order of the terms.
+    def __call__(self, row: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
+        """Compute a row's share of the loss, without its terms, of a batch whose ``count`` is ``total``.
 
         Raises:
             ValueError: the user's own code returned something that it must not.
@@ -127,8 +119,23 @@ class Loss(Section):
             weights_T=row.sample_weights_T,
             total=total,
         )
+        return RowLoss(loss=loss, sums=sums, weights_T=weights_T)
+
+    def with_terms(
+        self,
+        row: RowTokens,
+        *,
+        total: torch.Tensor | float,
+        term_totals: Sequence[torch.Tensor | float],
+    ) -> RowLoss:
+        """Compute a row's share of the whole loss.
+
+        ``term_totals`` are the batch's ``term_counts``, in the order of the terms. Raises as ``__call__``.
+        """
+        of_objective = self(row, total=total)
+        loss, sums = of_objective.loss, dict(of_objective.sums)
         for term, term_total in zip(self.terms, term_totals, strict=True):
-            values_T, term_sums = term(row, weights_T)
+            values_T, term_sums = term(row, of_objective.weights_T)
             sums |= term_sums
             loss = loss + term.weight * term.aggregation(
                 values_T=values_T,
@@ -139,7 +146,7 @@ class Loss(Section):
             )
         if row.teacher is not None:
             sums |= _gap_sums(row)
-        return RowLoss(loss=loss, sums=sums, weights_T=weights_T)
+        return RowLoss(loss=loss, sums=sums, weights_T=of_objective.weights_T)
 
 
 def _gap_sums(row: RowTokens) -> dict[str, torch.Tensor]:

@@ -258,7 +258,7 @@ class PolicyTrainer:
                 full_logprobs_T=full_logprobs(predictions),
                 teacher=teacher_tokens(row, predictions, self._loss),
             )
-            result = self._loss(tokens, total=counts.total, term_totals=counts.term_totals)
+            result = self._loss.with_terms(tokens, total=counts.total, term_totals=counts.term_totals)
             if row.expert_ids_LMK is not None:
                 sums.add_routing([router.replay_counts for router in self._forward.routers])
             if self._router_bias is not None:

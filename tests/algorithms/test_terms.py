@@ -48,7 +48,7 @@ SAMPLED = {"kind": "sampled_reverse_kl"}
 def test_the_sampled_term_is_a_policy_gradient_with_minus_the_gap_as_advantage() -> None:
     logits_TV, row = make_row()
     loss = section(objective={"kind": "none"}, terms=[SAMPLED | {"weight": 0.5}])
-    result = loss(row, **totals(loss, row))
+    result = loss.with_terms(row, **totals(loss, row))
     (found_TV,) = torch.autograd.grad(result.loss, logits_TV)
     other_logits_TV, other = make_row()
     assert other.full_logprobs_T is not None and other.teacher is not None
@@ -71,7 +71,7 @@ def test_gaps_are_capped_and_counted() -> None:
     far = dataclasses.replace(row.teacher, logprobs_T=row.teacher.logprobs_T - 100.0)
     row = dataclasses.replace(row, teacher=far)
     loss = section(objective={"kind": "none"}, terms=[SAMPLED | {"max_gap": 2.0}])
-    result = loss(row, **totals(loss, row))
+    result = loss.with_terms(row, **totals(loss, row))
     assert float(result.sums["teacher/capped_share"]) == 5.0
     expected = 2.0 * row.logprobs_T[row.mask_T].mean()
     torch.testing.assert_close(result.loss, expected)
@@ -95,7 +95,7 @@ def test_a_term_leaves_the_gradients_of_the_others_as_they_are_to_the_last_bit()
         # The gradient by what the row says of each token: how these depend on weights is no matter of a loss.
         leaves = (row.logprobs_T, row.full_logprobs_T, row.teacher.student_topk_TK)  # type: ignore[union-attr]
         found = torch.autograd.grad(
-            loss(row, **totals(loss, row)).loss, leaves, allow_unused=True, materialize_grads=True
+            loss.with_terms(row, **totals(loss, row)).loss, leaves, allow_unused=True, materialize_grads=True
         )
         alone[name] = found
     _, row = make_row(dtype=torch.float32)
@@ -104,7 +104,7 @@ def test_a_term_leaves_the_gradients_of_the_others_as_they_are_to_the_last_bit()
         terms=[term for keys in parts.values() for term in keys["terms"]],
     )
     leaves = (row.logprobs_T, row.full_logprobs_T, row.teacher.student_topk_TK)  # type: ignore[union-attr]
-    found = torch.autograd.grad(together(row, **totals(together, row)).loss, leaves)
+    found = torch.autograd.grad(together.with_terms(row, **totals(together, row)).loss, leaves)
     # The sampled term and the objective meet in one leaf, the others have one each.
     assert torch.equal(found[0], alone["rl"][0] + alone["sampled"][0])
     assert torch.equal(found[1], alone["ce"][1])
@@ -123,7 +123,7 @@ def test_the_student_teaches_itself_nothing() -> None:
     for divergence in ("forward", "reverse", "jsd"):
         terms = [SAMPLED, {"kind": "topk_kl", "top_k": 4, "divergence": divergence}]
         loss = section(objective={"kind": "none"}, terms=terms)
-        result = loss(row, **totals(loss, row))
+        result = loss.with_terms(row, **totals(loss, row))
         (gradient_TV,) = torch.autograd.grad(result.loss, logits_TV, retain_graph=True)
         assert abs(float(result.loss)) < 1e-12 and float(gradient_TV.abs().max()) < 1e-12
 
@@ -140,7 +140,7 @@ def test_a_row_without_tokens_adds_nothing() -> None:
     )
     terms = [SAMPLED, {"kind": "topk_kl", "top_k": 4}, {"kind": "cross_entropy"}]
     loss = section(terms=terms)
-    result = loss(row, total=1.0, term_totals=(1.0, 1.0, 1.0))
+    result = loss.with_terms(row, total=1.0, term_totals=(1.0, 1.0, 1.0))
     assert float(result.loss) == 0.0 and result.loss.requires_grad
 
 
@@ -158,6 +158,6 @@ def test_the_reference_as_a_teacher_is_the_penalty_of_the_run(estimator: str) ->
         else:
             penalty = {"estimator": estimator, "coefficient": 0.3, "where": "loss"}
             loss = section(objective={"kind": "reinforce"}, kl=penalty)
-        result = loss(row, **totals(loss, row))
+        result = loss.with_terms(row, **totals(loss, row))
         found.append((result.loss, torch.autograd.grad(result.loss, logits_TV)[0]))
     torch.testing.assert_close(found[0], found[1])
