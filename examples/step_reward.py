@@ -4,9 +4,9 @@
     python -m apps.grpo --config configs/process_reward_cpu.yaml
 
 The model works "7 + 8 - 3 =" out as "7+8=15;15-3=12#12". What is right at every step follows from the
-problem: each step that has ended (with ``;``, or with ``#`` before the answer) gets 1 if its text is right and
-0 if not, and so does the answer. A last step that was cut off gets nothing: its tokens have advantage 0.
-Nothing that the model wrote is evaluated.
+problem. Each step that has ended (with ``;``, or with ``#`` before the answer) gets 1 if its text is right,
+else 0; so does the answer. A last step that was cut off gets nothing: its tokens have advantage 0. Nothing
+that the model wrote is evaluated.
 """
 
 import forgeasync as fa
