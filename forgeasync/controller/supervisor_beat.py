@@ -28,20 +28,27 @@ def start_beating() -> None:
         return
     # What this process starts has no part in it: the supervisor sees its end by the pipe's.
     os.set_inheritable(int(descriptor), False)
+    os.set_blocking(int(descriptor), False)
+    # The first at once: what stops this process before the thread runs is to be noticed too.
+    _write_byte(int(descriptor))
     threading.Thread(target=_beat, args=(int(descriptor),), name="supervisor-beat", daemon=True).start()
 
 
 def _beat(descriptor: int) -> None:
-    os.set_blocking(descriptor, False)
-    while True:
-        try:
-            os.write(descriptor, b".")
-        except BlockingIOError:
-            # The supervisor stands still.
-            pass
-        except BrokenPipeError:
-            return
+    while _write_byte(descriptor):
         time.sleep(BEAT_S)
+
+
+def _write_byte(descriptor: int) -> bool:
+    """Give a sign of life; false if the supervisor is gone."""
+    try:
+        os.write(descriptor, b".")
+    except BlockingIOError:
+        # The supervisor stands still.
+        pass
+    except BrokenPipeError:
+        return False
+    return True
 
 
 class Pulse:

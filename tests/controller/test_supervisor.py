@@ -97,7 +97,7 @@ supervisor = Supervisor(
     run_dir,
     run_dir.checkpoints,
     resume=sys.argv[2] or None,
-    controller_s=1.5,
+    controller_s=4.0,
 )
 heavy = [name for name in ("torch", "vllm", "monarch", "transformers") if name in sys.modules]
 assert not heavy, heavy
@@ -289,11 +289,11 @@ def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None
     # The second start gives no sign of life at all, as while a program is loaded.
     with supervised(folder, "beat+step1+checkpoint+SIGSTOP", "wait") as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(3.0)
+        time.sleep(6.0)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=WAIT_S)
         assert process.returncode == 143, err
-    silence = "has given no sign of life for timeouts.controller_s = 1.5 s"
+    silence = "has given no sign of life for timeouts.controller_s = 4 s"
     assert events(folder) == [("detected", "controller", silence), ("recovered", "controller", "came back")]
     assert f"the run {silence}: killing it" in err and "with --resume latest" in err
 
