@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-from pathlib import Path
 
 import numpy as np
 
@@ -11,12 +10,14 @@ from forgeasync.actors.generator_setup import GeneratorSetup
 from forgeasync.actors.procs import TEACHER, Procs
 from forgeasync.actors.replica import SpawnedReplica
 from forgeasync.actors.start_generators import while_running
+from forgeasync.actors.taught_groups import TaughtGroups
 from forgeasync.actors.teacher import TeacherActor
-from forgeasync.actors.teaching import Teacher, Teaching
+from forgeasync.actors.teaching import EndpointTeacher, PoolTeacher, Teacher, TeacherModel, Teaching
 from forgeasync.config.data import named_sources
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
 from forgeasync.faults.fault_log import Role
+from forgeasync.launch.hosts import Host
 from forgeasync.launch.jobs import HostRole
 from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.rollouts.prompts import PromptEncoder
@@ -37,12 +38,12 @@ async def start_teachers(
         return Teaching()
     procs.hosts.allot(HostRole.TEACHERS, 0, gpus_per_proc=1)
     for section in config.teachers.values():
-        for _ in range(section.engine.num_engines):
+        for _ in range(section.num_engines):
             procs.hosts.allot_more(HostRole.TEACHERS, gpus_per_proc=section.engine.tensor_parallel)
     first_places, num_places = {}, 0
     for name, section in config.teachers.items():
         first_places[name] = num_places
-        num_places += section.engine.num_engines
+        num_places += section.num_engines
     async with asyncio.TaskGroup() as starting:
         started = [
             starting.create_task(_start_teacher(procs, config, facts, prompts, name, first_place))
@@ -69,12 +70,44 @@ async def _start_teacher(
     first_place: int,
 ) -> Teacher:
     section = config.teachers[name]
-    folder = model_folder(section.model_path).resolve()
-    engine = section.engine.model_copy(update={"keep_in_flight": False})
     host = procs.hosts.of_procs(HostRole.TEACHERS, 1)[0]
-    payload_folder: Path = procs.payload_folders[0]
+    groups = TaughtGroups(
+        teacher=name,
+        folder=procs.payload_folders[0],
+        host_id=host.id,
+        capacity_bytes=int(config.payload.capacity_gib * 2**30),
+        num_ids=config.algorithm.num_teacher_ids,
+        vocab_size=facts.vocab_size,
+    )
+    if section.endpoint is not None:
+        # It imports the SDK, which only runs with such a teacher need.
+        from forgeasync.scoring.teacher_endpoint import TeacherClient
+
+        num_at_once = section.endpoint.max_concurrent
+        client = TeacherClient(section.endpoint)
+        procs.closing.append(client.close)
+        model: TeacherModel = EndpointTeacher(groups, client, asyncio.Semaphore(num_at_once))
+    else:
+        num_at_once = section.engine.num_replicas * section.engine.max_num_seqs
+        model = PoolTeacher(await _start_pool(procs, config, groups, host, first_place))
+    return Teacher(
+        name=name,
+        section=section,
+        model=model,
+        prompt_of=None if section.prompt is None else functools.partial(_prompt_of, section.prompt, prompts),
+        room=asyncio.Semaphore(max(1, num_at_once // config.algorithm.group_size)),
+    )
+
+
+async def _start_pool(
+    procs: Procs, config: RunConfig, groups: TaughtGroups, host: Host, first_place: int
+) -> GeneratorPool:
+    name = groups.teacher
+    section = config.teachers[name]
+    assert section.model_path is not None
+    engine = section.engine.model_copy(update={"keep_in_flight": False})
     setup = GeneratorSetup(
-        model_path=folder,
+        model_path=model_folder(section.model_path).resolve(),
         facts=read_model_facts(section.model_path),
         section=engine,
         # vLLM samples one token behind those that it is asked about.
@@ -83,8 +116,8 @@ async def _start_teacher(
         records=Records(routing=False, kept_tokens=False, num_dense_layers=0),
         weights=config.weights,
         lora=None,
-        payload_capacity_bytes=int(config.payload.capacity_gib * 2**30),
-        num_scored_ids=config.algorithm.num_teacher_ids,
+        payload_capacity_bytes=groups.capacity_bytes,
+        num_scored_ids=groups.num_ids,
     )
 
     async def spawn(rank: int, number: int) -> SpawnedReplica:
@@ -96,8 +129,8 @@ async def _start_teacher(
         try:
             async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
                 pid = await actor.pid.call_one()
-                await while_running(host, pid, actor.setup.call_one(setup, host.id, payload_folder))
-                await actor.open.call_one(setup, payload_folder, facts.vocab_size)
+                await while_running(host, pid, actor.setup.call_one(setup, host.id, groups.folder))
+                await actor.open.call_one(groups)
         except BaseException:
             if pid:
                 await host.kill(pid)
@@ -118,14 +151,7 @@ async def _start_teacher(
     call = f"loading the engines of teacher {name}"
     async with deadline(config.timeouts.setup_s, call=call, key="timeouts.setup_s"):
         await pool.start()
-    groups_at_once = max(1, engine.max_num_seqs // config.algorithm.group_size)
-    return Teacher(
-        name=name,
-        section=section,
-        pool=pool,
-        prompt_of=None if section.prompt is None else functools.partial(_prompt_of, section.prompt, prompts),
-        room=asyncio.Semaphore(engine.num_replicas * groups_at_once),
-    )
+    return pool
 
 
 def _prompt_of(template: str, prompts: PromptEncoder, task: Task) -> np.ndarray:

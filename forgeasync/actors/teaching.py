@@ -9,30 +9,121 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
-from forgeasync.actors.teacher import TeacherActor, Untaught
+from forgeasync.actors.taught_groups import TaughtGroups, Untaught
+from forgeasync.actors.teacher import TeacherActor
 from forgeasync.config.teachers import TeacherSection
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.scoring.unavailable import RewardUnavailable
+
+if TYPE_CHECKING:
+    # It imports the SDK, which only runs with such a teacher need.
+    from forgeasync.scoring.teacher_endpoint import TeacherClient
 from forgeasync.waiting import DeadlineExceeded, deadline
+
+LONGEST_WAIT_S = 15.0
+"""Longest time between two requests to a server that is down, for each group that waits."""
+
+
+class TeacherModel(Protocol):
+    """What looks at groups: engines of the run, or a server."""
+
+    @property
+    def version(self) -> int:
+        """Version of its weights; 0 is what it began with."""
+        ...
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+    ) -> tuple[StoredRollout, ...] | Untaught:
+        """See ``TaughtGroups.teach``.
+
+        Raises:
+            ReplicaLost: what it was asked of is gone.
+            RewardUnavailable: it is not there now.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTeacher:
+    """Engines of the run, which are watched and replaced as generators are."""
+
+    pool: GeneratorPool
+
+    @property
+    def version(self) -> int:
+        return self.pool.table.state.served
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+    ) -> tuple[StoredRollout, ...] | Untaught:
+        replica = await self.pool.assigned(len(rollouts))
+        try:
+            return await replica.while_there(functools.partial(_teach, replica, rollouts, prompt_ids_P))
+        finally:
+            self.pool.table.change(lambda table: table.ended(replica.number, len(rollouts)))
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointTeacher:
+    """A server, which is asked from the controller's process."""
+
+    groups: TaughtGroups
+    client: "TeacherClient"
+    room: asyncio.Semaphore
+    """Requests at once."""
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    async def teach(
+        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+    ) -> tuple[StoredRollout, ...] | Untaught:
+        return await self.groups.teach(rollouts, prompt_ids_P, self._score)
+
+    async def _score(self, ids_S: np.ndarray, num_prompt: int) -> TeacherRecord:
+        async with self.room:
+            return await self.client.score(ids_S, num_prompt=num_prompt, num_ids=self.groups.num_ids)
 
 
 @dataclass(slots=True, kw_only=True)
 class Teacher:
-    """One teacher's engines, and how many groups they are given at once."""
+    """One teacher, and how many groups it is given at once."""
 
     name: str
     section: TeacherSection
-    pool: GeneratorPool
+    model: TeacherModel
     prompt_of: Callable[[Task], np.ndarray] | None = None
     """Tokens that it reads before a response instead of the policy's prompt; None: the policy's prompt."""
     room: asyncio.Semaphore
     """Groups beyond it wait here, where waiting does not count against their deadline."""
+
+
+@dataclass(slots=True)
+class Away:
+    """How long a group has waited for a server that is down."""
+
+    _since_s: float | None = None
+    _num_waits: int = 0
+
+    def wait_s(self, section: TeacherSection, error: RewardUnavailable, now_s: float) -> float | None:
+        """Seconds until the server is asked again; None: the group has waited for long enough."""
+        assert section.endpoint is not None, "engines of the run are lost, not away"
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s >= section.endpoint.max_unavailable_s:
+            return None
+        self._num_waits += 1
+        longest_s = max(LONGEST_WAIT_S, error.retry_after_s)
+        return min(longest_s, error.retry_after_s * 2 ** min(self._num_waits - 1, 10))
 
 
 @dataclass(slots=True)
@@ -73,21 +164,26 @@ class Teaching:
         rollouts: tuple[StoredRollout, ...],
         prompt_ids_P: np.ndarray | None,
     ) -> tuple[StoredRollout, ...] | Untaught:
-        answer = Untaught(problem="no attempt")
-        for attempt in range(teacher.section.max_attempts):
-            self._num_retried += attempt > 0
+        num_left, away = teacher.section.max_attempts, Away()
+        while True:
             try:
                 found = await self._attempt(teacher, group_id, rollouts, prompt_ids_P)
             except (ReplicaLost, DeadlineExceeded) as error:
                 found = Untaught(problem=str(error))
+            except RewardUnavailable as error:
+                if (wait_s := away.wait_s(teacher.section, error, time.monotonic())) is not None:
+                    self._num_retried += 1
+                    await asyncio.sleep(wait_s)
+                    continue
+                found, num_left = Untaught(problem=str(error)), 0
             if not isinstance(found, Untaught):
                 self._num_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
                 return found
-            answer = replace(found, problem=f"teacher {teacher.name}, group {group_id}: {found.problem}")
-            if answer.is_full:
-                break
-        self._num_failed += 1
-        return answer
+            num_left -= 1
+            if num_left <= 0 or found.is_full:
+                self._num_failed += 1
+                return replace(found, problem=f"teacher {teacher.name}, group {group_id}: {found.problem}")
+            self._num_retried += 1
 
     async def _attempt(
         self,
@@ -96,20 +192,16 @@ class Teaching:
         rollouts: tuple[StoredRollout, ...],
         prompt_ids_P: np.ndarray | None,
     ) -> tuple[StoredRollout, ...] | Untaught:
-        replica = await teacher.pool.assigned(len(rollouts))
         call = f"teacher {teacher.name} looking at group {group_id}"
-        try:
-            async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
-                return await replica.while_there(functools.partial(_teach, replica, rollouts, prompt_ids_P))
-        finally:
-            teacher.pool.table.change(lambda table: table.ended(replica.number, len(rollouts)))
+        async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
+            return await teacher.model.teach(rollouts, prompt_ids_P)
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the command started, under their names in metrics.jsonl; none without one."""
         if not self.by_source:
             return {}
         return {
-            "teacher/version": min(one.pool.table.state.served for one in self.by_source.values()),
+            "teacher/version": min(one.model.version for one in self.by_source.values()),
             "teacher/num_retried": self._num_retried,
             "teacher/num_failed": self._num_failed,
             "teacher/num_tokens": self._num_tokens,

@@ -77,9 +77,10 @@ def check_interruption(config: RunConfig) -> Iterator[Problem]:
 def num_gpus_needed(config: RunConfig) -> int:
     """Count the GPUs of trainer, generators and teachers; without GPUs, the number of their CPU processes."""
     generator = config.generator
-    engines = [generator, *(teacher.engine for teacher in config.teachers.values())]
-    num_engine_gpus = sum(one.num_engines * one.tensor_parallel for one in engines)
-    return config.trainer.parallel.num_procs + num_engine_gpus
+    of_generators = generator.num_engines * generator.tensor_parallel
+    teachers = config.teachers.values()
+    of_teachers = sum(one.num_engines * one.engine.tensor_parallel for one in teachers)
+    return config.trainer.parallel.num_procs + of_generators + of_teachers
 
 
 def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:

@@ -1,9 +1,29 @@
 """The ``teachers`` section: models that say how likely they find what the policy has sampled."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from forgeasync.config.generator import GeneratorSection
-from forgeasync.schema.section import Count, Section
+from forgeasync.schema.section import Count, Seconds, Section
+
+
+class TeacherEndpoint(Section):
+    """A teacher behind a server of vLLM (``/v1/completions`` with ``prompt_logprobs``)."""
+
+    base_url: str = Field(pattern=r"^https?://[^\s/]+")
+    """URL up to ``/v1``, such as ``http://localhost:8000/v1``."""
+    model: str = Field(min_length=1)
+    """The model's name there."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key, which is written nowhere; null: no key is sent."""
+    limit_s: Seconds = 60.0
+    """Time for one request, in seconds."""
+    max_concurrent: int = Field(default=32, gt=0, le=65536)
+    """Most requests at once."""
+    max_unavailable_s: Seconds = 1800.0
+    """A group that has waited so long for a server that is down is given up (``dropped/unscored``)."""
 
 
 class TeacherSection(Section):
@@ -12,8 +32,11 @@ class TeacherSection(Section):
     Its engines are those of a generator that does not sample: they are watched and replaced alike.
     """
 
-    model_path: str = Field(min_length=1)
-    """Hugging Face folder or hub id of the teacher; it has to have the policy's tokenizer."""
+    model_path: str | None = Field(default=None, min_length=1)
+    """Hugging Face folder or hub id of the teacher; it has to have the policy's tokenizer. null: ``endpoint``
+    says where the teacher is."""
+    endpoint: TeacherEndpoint | None = None
+    """A server that has the teacher, in place of engines of the run's own."""
     sources: tuple[str, ...] = ()
     """Names of the data sources whose rollouts it sees; empty: all. Every source has exactly one teacher."""
     prompt: str | None = None
@@ -26,4 +49,15 @@ class TeacherSection(Section):
     """Its engines: the same settings as ``generator``."""
     max_attempts: int = Field(default=3, gt=0, le=100)
     """Attempts at a group; after this many failures it is given up (``dropped/unscored``). What was lost with
-    an engine counts too."""
+    an engine counts too; waiting for a server that is down does not."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that the run starts for it."""
+        return 0 if self.model_path is None else self.engine.num_engines
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> Self:
+        if (self.model_path is None) == (self.endpoint is None):
+            raise PydanticCustomError("teacher", "must have either model_path or endpoint")
+        return self

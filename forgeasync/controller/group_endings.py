@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from forgeasync.actors.buffer import BufferActor
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.actors.teacher import Untaught
+from forgeasync.actors.taught_groups import Untaught
 from forgeasync.actors.teaching import Teaching
 from forgeasync.algorithms.group_facts import Filtered
 from forgeasync.buffer.decisions import Batch, DropReason

@@ -25,7 +25,7 @@ from forgeasync.controller.resume import (
     planned_export,
     planned_folder,
 )
-from forgeasync.controller.teacher_checks import check_teacher_models, check_teacher_prompts
+from forgeasync.controller.teacher_checks import check_teacher_models, check_teacher_prompts, probe_teachers
 from forgeasync.environments.build import check_environment
 from forgeasync.environments.sources import build_source, digest_of, look_at_data
 from forgeasync.launch.prerequisites import check_prerequisites
@@ -252,6 +252,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     except ValueError as error:
         raise ConfigError([Problem(field="data", remedy=str(error))]) from error
     raise_if_any(check_teacher_prompts(config, prompts, source.train))
+    raise_if_any(probe_teachers(config, facts, prompts, source.train))
     if resumed is not None:
         raise_if_any(check_problems(resumed.state, resumed.folder, digest_of(source.train)))
     of_sources = (source.train, *source.sets.values())

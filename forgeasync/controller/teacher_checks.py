@@ -1,5 +1,6 @@
 """Checks on the folders of teachers, before anything starts."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -7,17 +8,22 @@ from tokenizers import Tokenizer
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.config.teachers import TeacherEndpoint
 from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.teacher_prompt import teacher_prompt
+from forgeasync.rollouts.teacher_record import check_teacher_record
 from forgeasync.schema.problems import ConfigError, Problem
+from forgeasync.scoring.unavailable import RewardUnavailable
 
 
 def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
     own = _vocabulary(model_folder(config.model.path))
     for name, section in config.teachers.items():
+        if section.model_path is None:
+            continue
         field = f"teachers.{name}.model_path"
         try:
             teacher = read_model_facts(section.model_path)
@@ -80,6 +86,53 @@ def check_teacher_prompts(
                     f"least {num_tokens + config.sampling.max_response_tokens + 1}",
                 )
                 break
+
+
+def probe_teachers(
+    config: RunConfig, facts: ModelFacts, prompts: PromptEncoder, tasks: Sequence[Task]
+) -> Iterator[Problem]:
+    """Ask every teacher behind a server about one prompt: whether it answers, as one with this tokenizer."""
+    for name, section in config.teachers.items():
+        if section.endpoint is None:
+            continue
+        task = next(task for task in tasks if not section.sources or task.source in section.sources)
+        probing = _probe(name, section.endpoint, config.algorithm.num_teacher_ids, facts, prompts, task)
+        problem = asyncio.run(probing)
+        if problem is not None:
+            yield Problem(field=f"teachers.{name}.endpoint", value=section.endpoint.base_url, remedy=problem)
+
+
+async def _probe(
+    name: str,
+    endpoint: TeacherEndpoint,
+    num_ids: int,
+    facts: ModelFacts,
+    prompts: PromptEncoder,
+    task: Task,
+) -> str | None:
+    """What is wrong with a teacher behind a server, in words."""
+    # It imports the SDK, which only runs with such a teacher need.
+    from forgeasync.scoring.teacher_endpoint import TeacherClient
+
+    ids_S = prompts.encode(task.prompt)
+    try:
+        client = TeacherClient(endpoint)
+    except ValueError as error:
+        return str(error)
+    try:
+        record, texts = await client.probe(ids_S, num_ids=num_ids)
+        check_teacher_record(
+            record, num_tokens=len(ids_S) - 1, num_ids=num_ids, vocab_size=facts.vocab_size, teacher=name
+        )
+    except (RewardUnavailable, ValueError) as error:
+        return str(error)
+    finally:
+        await client.close()
+    for token, text in zip(ids_S[1:].tolist(), texts, strict=True):
+        own = prompts.text_of(token)
+        if text is not None and text != own:
+            return f"its token {token} is {text!r}, the policy's {own!r}; must have the policy's tokenizer"
+    return None
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:

@@ -60,6 +60,10 @@ class PromptEncoder:
             prompt = self._render(prompt)
         return np.asarray(self._tokenizer(prompt, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
+    def text_of(self, token_id: int) -> str:
+        """Return the text of one token by itself."""
+        return self._tokenizer.decode([token_id])
+
     def check_length(self, task: Task, *, max_context_length: int, max_response_tokens: int) -> None:
         """Raise ValueError naming ``task`` unless it leaves room for a full response (lengths in tokens)."""
         num_tokens = len(self.encode(task.prompt))

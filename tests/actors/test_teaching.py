@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from forgeasync.actors.replica import ReplicaLost
-from forgeasync.actors.teacher import Untaught
-from forgeasync.actors.teaching import Teacher, Teaching
-from forgeasync.config.teachers import TeacherSection
+from forgeasync.actors.taught_groups import Untaught
+from forgeasync.actors.teaching import Away, PoolTeacher, Teacher, Teaching
+from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
 from forgeasync.rollouts.task import Task
+from forgeasync.scoring.unavailable import RewardUnavailable
 
 ROLLOUTS = (SimpleNamespace(num_response_tokens=3), SimpleNamespace(num_response_tokens=4))
 NEW = ("new",)
@@ -65,7 +66,7 @@ def teaching(engines: Engines, *, max_attempts: int = 3, room: int = 2, limit_s:
     teacher = Teacher(
         name="t",
         section=TeacherSection(model_path="x", max_attempts=max_attempts),
-        pool=engines,  # type: ignore[arg-type]
+        model=PoolTeacher(engines),  # type: ignore[arg-type]
         room=asyncio.Semaphore(room),
     )
     return Teaching({"sums": teacher}, limit_s)
@@ -127,3 +128,49 @@ def test_groups_beyond_the_room_wait() -> None:
         assert engines.most_live == 2 * len(ROLLOUTS)
 
     asyncio.run(act())
+
+
+class Server:
+    """A teacher that is away for the first so many calls."""
+
+    version = 0
+
+    def __init__(self, num_away: int, retry_after_s: float) -> None:
+        self.num_away = num_away
+        self.retry_after_s = retry_after_s
+        self.num_calls = 0
+
+    async def teach(self, rollouts: object, prompt_ids_P: object) -> object:
+        self.num_calls += 1
+        if self.num_calls <= self.num_away:
+            raise RewardUnavailable("the server is down", self.retry_after_s)
+        return NEW
+
+
+def served(server: Server, **endpoint: float) -> Teaching:
+    where = TeacherEndpoint(base_url="http://localhost:1/v1", model="m", **endpoint)
+    section = TeacherSection(endpoint=where, max_attempts=1)
+    teacher = Teacher(name="t", section=section, model=server, room=asyncio.Semaphore(1))  # type: ignore[arg-type]
+    return Teaching({"sums": teacher}, 30.0)
+
+
+def test_a_server_that_is_down_for_a_while_costs_no_attempt() -> None:
+    server = Server(num_away=5, retry_after_s=0.001)
+    one = served(server)
+    assert teach(one) == NEW and server.num_calls == 6
+    assert one.metrics()["teacher/num_retried"] == 5 and one.metrics()["teacher/num_failed"] == 0
+
+
+def test_a_server_that_stays_down_gives_the_group_up() -> None:
+    one = served(Server(num_away=10**6, retry_after_s=0.01), max_unavailable_s=0.2)
+    assert teach(one) == Untaught(problem="teacher t, group 4: the server is down")
+    assert one.metrics()["teacher/num_failed"] == 1
+
+
+def test_waits_double_up_to_a_bound_or_to_what_the_server_asks() -> None:
+    where = TeacherEndpoint(base_url="http://localhost:1/v1", model="m", max_unavailable_s=100.0)
+    section = TeacherSection(endpoint=where)
+    away, down = Away(), RewardUnavailable("down", 1.0)
+    assert [away.wait_s(section, down, 10.0) for _ in range(6)] == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    assert Away().wait_s(section, RewardUnavailable("later", 60.0), 0.0) == 60.0
+    assert away.wait_s(section, down, 109.9) == 15.0 and away.wait_s(section, down, 110.0) is None

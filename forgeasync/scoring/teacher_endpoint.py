@@ -1,0 +1,158 @@
+"""A teacher behind vLLM's OpenAI-compatible server: log-probabilities of given tokens by ``prompt_logprobs``.
+
+The tokens are sent as ids and answered by id, so nothing is tokenized again. The fields are those of vLLM's
+extension of ``/v1/completions`` (vLLM 0.32, entrypoints/openai/completion/protocol.py); servers without it
+are found out by the probe before a run starts.
+
+Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
+"""
+
+import json
+import math
+from typing import Any, cast
+
+import numpy as np
+import openai
+
+from forgeasync.config.teachers import TeacherEndpoint
+from forgeasync.environments.endpoint import EndpointModel
+from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
+from forgeasync.scoring.judge_endpoint import retry_after_s
+from forgeasync.scoring.unavailable import RewardUnavailable
+
+BYTES_PER_ID = 512
+"""A reply of more bytes an id, and ``FIXED_BYTES``, is not read."""
+FIXED_BYTES = 1 << 16
+
+STANDS_FOR_MINUS_INFINITY = -9999.0
+"""What vLLM's server writes for a log-probability that JSON has no number for."""
+
+AGAIN_S = 1.0
+"""Seconds until an endpoint that does not answer is asked again, where it asks for nothing."""
+
+
+class TeacherRefuses(ValueError):
+    """The endpoint has refused the request itself, or has answered with something else."""
+
+
+class TeacherClient:
+    """One teacher's endpoint; for one event loop."""
+
+    def __init__(self, section: TeacherEndpoint) -> None:
+        """Connect to nothing. Raises ValueError where the variable with the key is not set."""
+        self._section = section
+        model = EndpointModel(
+            base_url=section.base_url, model=section.model, api_key_variable=section.api_key_env
+        )
+        self._client = openai.AsyncOpenAI(
+            base_url=section.base_url, api_key=model.api_key(), timeout=section.limit_s, max_retries=0
+        )
+
+    async def score(self, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
+        """What the model says of the tokens behind the first ``num_prompt``.
+
+        Raises:
+            RewardUnavailable: there was no answer within ``limit_s``, or one with status 429 or 5xx.
+            TeacherRefuses: another status, or the reply is no completion with log-probabilities.
+            WrongTeacherRecord: it is about other tokens, or lacks some.
+        """
+        positions = await self._ask(ids_S, num_ids)
+        return _record(positions, ids_S, num_prompt=num_prompt, num_ids=num_ids)
+
+    async def probe(self, ids_S: np.ndarray, *, num_ids: int) -> tuple[TeacherRecord, list[str | None]]:
+        """The record of all tokens but the first, and the text that the server's tokenizer gives each one.
+
+        A text is None where the server gives none. Raises as ``score``.
+        """
+        positions = await self._ask(ids_S, num_ids)
+        record = _record(positions, ids_S, num_prompt=1, num_ids=num_ids)
+        texts = [
+            found[str(token)].get("decoded_token")
+            for found, token in zip(positions[1:], ids_S[1:].tolist(), strict=True)
+        ]
+        return record, [text if isinstance(text, str) else None for text in texts]
+
+    async def _ask(self, ids_S: np.ndarray, num_ids: int) -> list[Any]:
+        """What the server says of each position."""
+        section = self._section
+        largest = FIXED_BYTES + BYTES_PER_ID * (num_ids + 1) * len(ids_S)
+        body = b""
+        try:
+            async with self._client.completions.with_streaming_response.create(
+                model=section.model,
+                prompt=cast("Any", ids_S.tolist()),
+                max_tokens=1,
+                temperature=1.0,
+                extra_body={"prompt_logprobs": num_ids},
+            ) as response:
+                async for part in response.iter_bytes():
+                    body += part
+                    if len(body) > largest:
+                        raise TeacherRefuses(f"{self._where} sent more than {largest:,} bytes")
+        except openai.APIStatusError as error:
+            reason = f"{self._where}: status {error.status_code}: {' '.join(error.message.split())[:300]}"
+            if error.status_code in (408, 409, 429) or error.status_code >= 500:
+                wait_s = retry_after_s(error.response.headers.get("retry-after"))
+                raise RewardUnavailable(reason, wait_s or AGAIN_S) from None
+            raise TeacherRefuses(reason) from None
+        except openai.APITimeoutError:
+            reason = f"{self._where}: no answer within limit_s = {section.limit_s:g} s"
+            raise RewardUnavailable(reason, AGAIN_S) from None
+        except openai.APIConnectionError as error:
+            reason = f"{self._where}: no connection: {error.__cause__ or error}"
+            raise RewardUnavailable(reason, AGAIN_S) from None
+        return self._positions(body)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._section.model} at {self._section.base_url}"
+
+    def _positions(self, body: bytes) -> list[Any]:
+        try:
+            (choice,) = json.loads(body)["choices"]
+            found = choice["prompt_logprobs"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise TeacherRefuses(f"{self._where} sent no completion with prompt_logprobs") from None
+        if not isinstance(found, list):
+            raise TeacherRefuses(f"{self._where} gives no prompt_logprobs; must be a server of vLLM")
+        return found
+
+
+def _record(positions: list[Any], ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
+    if len(positions) != len(ids_S):
+        raise WrongTeacherRecord(f"the teacher scored {len(positions)} positions; must be {len(ids_S)}")
+    num_tokens = len(ids_S) - num_prompt
+    logprobs_T = np.empty(num_tokens, np.float32)
+    ids_TK = np.empty((num_tokens, num_ids), np.int32)
+    topk_TK = np.empty((num_tokens, num_ids), np.float32)
+    for place in range(num_prompt, len(ids_S)):
+        token, row = int(ids_S[place]), place - num_prompt
+        try:
+            found = {
+                int(name): (int(one["rank"]), float(one["logprob"])) for name, one in positions[place].items()
+            }
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise WrongTeacherRecord(f"the teacher gave no log-probabilities at position {place}") from None
+        if token not in found:
+            raise WrongTeacherRecord(f"the teacher did not score token {token} at position {place}")
+        logprobs_T[row] = _finite(found[token][1])
+        if len(found) == num_ids + 1:
+            # The token itself is not among the likeliest, though a tie can give it one of their ranks.
+            del found[token]
+        likeliest = sorted((rank, one, value) for one, (rank, value) in found.items())
+        if [rank for rank, _, _ in likeliest] != list(range(1, num_ids + 1)):
+            raise WrongTeacherRecord(
+                f"the teacher did not give the {num_ids} likeliest ids at position {place}"
+            )
+        ids_TK[row] = [one for _, one, _ in likeliest]
+        topk_TK[row] = [_finite(value) for _, _, value in likeliest]
+    return TeacherRecord(logprobs_T=logprobs_T, ids_TK=ids_TK, topk_TK=topk_TK)
+
+
+def _finite(value: float) -> float:
+    """The value, and nan where a number stands for none; a record with nan is refused."""
+    return value if value > STANDS_FOR_MINUS_INFINITY else math.nan
