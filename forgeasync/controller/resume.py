@@ -107,14 +107,23 @@ def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | N
     """What ``--resume`` comes to: ``latest`` of a run that has died before its first checkpoint begins anew.
 
     Also says what was done. This process has claimed the run's folder, if there was a run
-    (``leftovers.take_over``). A run that has exported its model is left as it is.
+    (``leftovers.take_over``). A run that has exported its model is left as it is, and so is one whose
+    checkpoints are in another folder than the config names.
     """
     if choice != LATEST or config.run_dir is None or list_checkpoints(planned_folder(config)):
         return choice, []
     run_dir = RunDir(path=Path(config.run_dir))
     if run_dir.before is None or (run_dir.checkpoints / FINAL).exists():
         return choice, []
+    if run_dir.config.exists() and _checkpoint_folder_before(run_dir) != config.checkpoint.folder:
+        return choice, []
     return None, begin_anew(run_dir)
+
+
+def _checkpoint_folder_before(run_dir: RunDir) -> str | None:
+    """The folder for checkpoints that the run in a folder was started with; None: that of the run."""
+    folder: str | None = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["checkpoint"]["folder"]
+    return folder
 
 
 def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resumed:

@@ -14,12 +14,10 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from forgeasync.actors.deaths import ActorDied, Proc, read_report
 from forgeasync.actors.procs import Procs
 from forgeasync.faults.fault_log import Role
-from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.launch.hosts import HostLost, LocalHosts
 from forgeasync.observability import run_log
 from forgeasync.observability.failures import failure_line
 from forgeasync.observability.run_log import RunLog
-from forgeasync.rollouts.run_folder import SHARED_MEMORY
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.disks import Disk, install
 
@@ -118,27 +116,6 @@ def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
     faults = asyncio.run(scenario()).faults
     (fault,) = faults.open
     assert (fault.role, fault.what) == (Role.HOST, "are not whole: host b is lost")
-
-
-def test_a_run_that_ends_leaves_no_semaphores_of_procs_that_were_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(RUN_MARK, f"test-{os.getpid()}")
-    own, foreign = (
-        SHARED_MEMORY / f"sem.forgeasync-{name}-x" for name in (f"test-{os.getpid()}", f"other-{os.getpid()}")
-    )
-    try:
-        own.touch()
-        foreign.touch()
-
-        async def scenario() -> None:
-            await Procs(Path("logs")).close()
-
-        asyncio.run(scenario())
-        assert not own.exists() and foreign.exists()
-    finally:
-        own.unlink(missing_ok=True)
-        foreign.unlink(missing_ok=True)
 
 
 def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:

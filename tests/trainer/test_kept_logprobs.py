@@ -140,7 +140,9 @@ def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch
         tokens = torch.zeros(num_tokens, dtype=torch.int64)
         with torch.autograd.set_multithreading_enabled(False):
             with LiveTensors([hidden, weight, tokens, offsets, ids]) as live:
-                ours, _ = chunked_predictions(hidden, weight, tokens, offsets, ids, with_entropies=True)
+                ours = chunked_predictions(
+                    hidden, weight, tokens, offsets, ids, with_entropies=True
+                ).logprobs_T
                 gradients = torch.autograd.grad(ours.sum(), (hidden, weight))
         logits = 4.25 * logits_bytes if width >= boundary else 4 * logits_bytes * num_uncut / num_tokens
         lists = logits_bytes / 4
@@ -203,12 +205,14 @@ def _sharded(seed: int, vocab_size: int, cost: int) -> tuple[list[torch.Tensor],
     hidden.requires_grad_()
     sharded_weight = DTensor.from_local(weight, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
     sharded_weight = sharded_weight.detach().requires_grad_()
-    logprobs, entropies = chunked_predictions(
+    logprobs, entropies, _ = chunked_predictions(
         hidden, sharded_weight, tokens, offsets, ids, 0.6, with_entropies=True, chunk_tokens=5
     )
     (logprobs * factors).sum().backward()
     results += [logprobs.detach(), hidden.grad, sharded_weight.grad.full_tensor(), entropies]
-    _, exact = chunked_predictions(whole_hidden, whole_weight, tokens, offsets, ids, 0.6, with_entropies=True)
+    _, exact, _ = chunked_predictions(
+        whole_hidden, whole_weight, tokens, offsets, ids, 0.6, with_entropies=True
+    )
     references += [expected.detach(), whole_hidden.grad, whole_weight.grad, exact]
     return results, references
 
