@@ -204,9 +204,16 @@ def test_steps_are_the_losses_written_out(
 @pytest.mark.parametrize(
     ("parallel", "tokens_per_row"),
     [
-        pytest.param(ParallelSection(num_procs=2, expert=2), 128, id="fsdp2-ep2"),
+        pytest.param(
+            ParallelSection(num_procs=2, expert=2), 128, id="fsdp2-ep2", marks=pytest.mark.exhaustive
+        ),
         pytest.param(ParallelSection(num_procs=2, context=2), 256, id="cp2"),
-        pytest.param(ParallelSection(num_procs=2, tensor=2, sequence=False), 256, id="tp2"),
+        pytest.param(
+            ParallelSection(num_procs=2, tensor=2, sequence=False),
+            256,
+            id="tp2",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_ranks_and_rows_add_up_to_one_big_batch(
