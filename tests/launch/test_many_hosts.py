@@ -213,7 +213,7 @@ def test_a_supervised_run_goes_on_after_a_trainer_host_is_lost(
     assert code == 143, err
     assert events().count(("detected", "host")) == 1
     lost = next(one for one in read_lines(faults) if one["role"] == "host")
-    assert "host trainer-0 is lost: " in lost["what"]
+    assert "host trainer-0 (" in lost["what"] and "is lost: " in lost["what"]
     assert "with --resume latest" in err
     (resumed,) = [line for line in read_lines(run_dir / "ledger.jsonl") if line["event"] == "resumed"]
     assert resumed["step"] >= 2, "from a checkpoint"
