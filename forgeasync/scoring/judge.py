@@ -26,7 +26,8 @@ from forgeasync.rollouts.score import MAX_SCORER_CHARS, NO_SCORE, Score, ScoreSt
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.breaker import Breaker
 from forgeasync.scoring.call_limits import CallLimits
-from forgeasync.scoring.judge_endpoint import EndpointDown, EndpointRefuses, JudgeEndpoint
+from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
+from forgeasync.scoring.judge_endpoint import JudgeEndpoint
 from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
 from forgeasync.scoring.reward_process import RewardFailure
 from forgeasync.scoring.unavailable import RewardUnavailable

@@ -10,7 +10,8 @@ from forgeasync.environments.reward import Response
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem
-from forgeasync.scoring.judge_endpoint import EndpointDown, EndpointRefuses, JudgeEndpoint
+from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
+from forgeasync.scoring.judge_endpoint import JudgeEndpoint
 from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
 from forgeasync.scoring.reward_process import RewardFailure, RewardProcess
 

@@ -12,12 +12,15 @@ import math
 from typing import Any, cast
 
 import numpy as np
-import openai
 
 from forgeasync.config.teachers import TeacherEndpoint
-from forgeasync.environments.endpoint import EndpointModel
 from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
-from forgeasync.scoring.judge_endpoint import retry_after_s
+from forgeasync.scoring.endpoint_client import (
+    EndpointClient,
+    EndpointDown,
+    EndpointRefuses,
+    ReplyTooLong,
+)
 from forgeasync.scoring.unavailable import RewardUnavailable
 
 BYTES_PER_ID = 512
@@ -41,11 +44,11 @@ class TeacherClient:
     def __init__(self, section: TeacherEndpoint) -> None:
         """Connect to nothing. Raises ValueError where the variable with the key is not set."""
         self._section = section
-        model = EndpointModel(
-            base_url=section.base_url, model=section.model, api_key_variable=section.api_key_env
-        )
-        self._client = openai.AsyncOpenAI(
-            base_url=section.base_url, api_key=model.api_key(), timeout=section.limit_s, max_retries=0
+        self._client = EndpointClient(
+            base_url=section.base_url,
+            model=section.model,
+            api_key_env=section.api_key_env,
+            limit_s=section.limit_s,
         )
 
     async def score(self, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
@@ -74,34 +77,23 @@ class TeacherClient:
 
     async def _ask(self, ids_S: np.ndarray, num_ids: int) -> list[Any]:
         """What the server says of each position."""
-        section = self._section
         largest = FIXED_BYTES + BYTES_PER_ID * (num_ids + 1) * len(ids_S)
-        body = b""
+        reply = self._client.sdk.completions.with_streaming_response.create(
+            model=self._section.model,
+            prompt=cast("Any", ids_S.tolist()),
+            max_tokens=1,
+            temperature=1.0,
+            extra_body={"prompt_logprobs": num_ids},
+        )
         try:
-            async with self._client.completions.with_streaming_response.create(
-                model=section.model,
-                prompt=cast("Any", ids_S.tolist()),
-                max_tokens=1,
-                temperature=1.0,
-                extra_body={"prompt_logprobs": num_ids},
-            ) as response:
-                async for part in response.iter_bytes():
-                    body += part
-                    if len(body) > largest:
-                        raise TeacherRefuses(f"{self._where} sent more than {largest:,} bytes")
-        except openai.APIStatusError as error:
-            reason = f"{self._where}: status {error.status_code}: {' '.join(error.message.split())[:300]}"
-            if error.status_code in (408, 409, 429) or error.status_code >= 500:
-                wait_s = retry_after_s(error.response.headers.get("retry-after"))
-                raise RewardUnavailable(reason, wait_s or AGAIN_S) from None
-            raise TeacherRefuses(reason) from None
-        except openai.APITimeoutError:
-            reason = f"{self._where}: no answer within limit_s = {section.limit_s:g} s"
-            raise RewardUnavailable(reason, AGAIN_S) from None
-        except openai.APIConnectionError as error:
-            reason = f"{self._where}: no connection: {error.__cause__ or error}"
-            raise RewardUnavailable(reason, AGAIN_S) from None
-        return self._positions(body)
+            return self._positions(await self._client.read(reply, max_bytes=largest))
+        except EndpointDown as error:
+            reason = f"{self._where}: {error.reason}"
+            raise RewardUnavailable(reason, error.retry_after_s or AGAIN_S) from None
+        except EndpointRefuses as error:
+            raise TeacherRefuses(f"{self._where}: {error.reason}") from None
+        except ReplyTooLong:
+            raise TeacherRefuses(f"{self._where} sent more than {largest:,} bytes") from None
 
     async def close(self) -> None:
         """Close the connections."""

@@ -26,8 +26,8 @@ from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.breaker import Breaker
+from forgeasync.scoring.endpoint_client import retry_after_s
 from forgeasync.scoring.judge import Judge
-from forgeasync.scoring.judge_endpoint import retry_after_s
 from forgeasync.scoring.judge_prompt import MalformedVerdict, fence, messages, read_verdict
 from forgeasync.scoring.reward_process import RewardFailure
 from forgeasync.scoring.reward_trial import try_rewards
