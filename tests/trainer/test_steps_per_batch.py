@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import PrivateAttr
 
 from forgeasync.algorithms.loss import Loss, RowLoss
 from forgeasync.algorithms.objectives import DecoupledPpo
@@ -57,21 +58,21 @@ class Observed:
     without_bad_step: Trained
 
 
-class SeeingLoss:
-    """The loss of a run, which keeps what it is called on."""
+class SeeingLoss(Loss):
+    """A loss that keeps what it is called on."""
 
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-        self.needs_proximal = loss.needs_proximal
-        self.count = loss.count
-        self.seen: list[RowTokens] = []
+    _seen: list[RowTokens] = PrivateAttr(default_factory=list)
 
-    def __call__(self, row: RowTokens, *, total: float) -> RowLoss:
+    @property
+    def seen(self) -> list[RowTokens]:
+        return self._seen
+
+    def __call__(self, row: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
         tensors = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-        self.seen.append(
+        self._seen.append(
             RowTokens(**{k: None if v is None else v.detach().clone() for k, v in tensors.items()})
         )
-        return self._loss(row, total=total)
+        return super().__call__(row, total=total)
 
 
 def make_trainer(folder: Path, loss: Loss) -> PolicyTrainer:
@@ -120,16 +121,14 @@ def _observe(folder: Path) -> Observed:
             rows.append([pack_row(pair)])
         proximal = [trainer.logprobs(row) for (row,) in rows]
     batches = make_trainer(folder, Loss())
-    decoupled = Loss(objective=DecoupledPpo())
-    seeing, seen = make_trainer(folder, decoupled), SeeingLoss(decoupled)
-    seeing._loss = seen
+    decoupled, seen = Loss(objective=DecoupledPpo()), SeeingLoss(objective=DecoupledPpo())
     together = [[row for (row,) in rows]]
     bad = [rows[0], [spoiled(rows[1][0])], rows[2]]
     return Observed(
         in_one_batch=train(trainer, rows),
         in_batches=[train(batches, [one]) for one in rows],
         proximal=proximal,
-        decoupled=train(seeing, rows),
+        decoupled=train(make_trainer(folder, seen), rows),
         seen=seen.seen,
         decoupled_in_one_step=train(make_trainer(folder, decoupled), together),
         num_forwards=(
