@@ -26,12 +26,12 @@ from forgeasync.environments.agent import EpisodeAgent, TurnLimits
 from forgeasync.environments.endpoint import EndpointModel
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.environments.episodes import (
-    AgentRole,
     EndpointTurns,
     EpisodeCancelled,
     Episodes,
     SampleEpisodeTurn,
 )
+from forgeasync.environments.participant import AgentRole
 from forgeasync.environments.served.address import ServingSetup
 from forgeasync.environments.served.counts import ServingReport
 from forgeasync.environments.served.untrained import Continuation, UntrainedTurns

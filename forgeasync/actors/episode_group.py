@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
-from forgeasync.environments.episodes import AgentRole
+from forgeasync.environments.participant import AgentRole
 from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.trajectory import EpisodeId
 from forgeasync.waiting import forget

@@ -25,7 +25,7 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.buffer.decisions import DropReason
 from forgeasync.config.episodes import Ending, EndingPolicy, EpisodesSection
 from forgeasync.config.generator import SamplingSection
-from forgeasync.environments.episodes import AgentRole
+from forgeasync.environments.participant import AgentRole
 from forgeasync.rollouts.outcome import EpisodeOutcome, record_of
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.score import NO_SCORE, Score

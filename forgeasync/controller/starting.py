@@ -21,6 +21,7 @@ from forgeasync.actors.start_scorer import start_scorer
 from forgeasync.actors.start_teachers import start_teachers
 from forgeasync.actors.start_trainer import start_trainer
 from forgeasync.actors.teaching import Teaching
+from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.buffer import AgeOf
 from forgeasync.config.run import RunConfig, is_served
@@ -67,22 +68,79 @@ async def start_roles(
 
     ``run_dir`` has the folder for files that episodes keep, the ledger, and where people are served.
     """
+    _say_what_starts(config, console)
     resumed = prepared.resumed
-    num_trainer, num_generator = config.trainer.parallel.num_procs, config.generator.num_replicas
-    has_environment = config.environment is not None
-    num_scorers = config.scorer.num_replicas
-    console.phase(
-        f"starting {num_trainer} trainer procs, {num_generator} generators, "
-        f"{num_scorers} scorer{'s' if num_scorers > 1 else ''}, 1 buffer"
-        + (f", {config.episodes.num_workers} environment workers" if has_environment else ""),
-        num_parts=5 if has_environment else 4,
-    )
     setup = dataclasses.replace(
         trainer_setup(prepared, config.algorithm),
         max_token_age=config.max_off_policy_steps if config.buffer.age_of is AgeOf.TOKEN else None,
         resume_from=None if resumed is None else resumed.folder,
         bad_steps=run_dir.bad_steps.resolve(),
     )
+    started = await _start_side_by_side(config, prepared, setup, fleet, console, run_dir)
+    if config.teachers:
+        console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
+    teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
+    console.phase("connecting the trainer's weights to the generators")
+    await started.trainer.connect(started.generators)
+    for words in await connect_weights(fleet, config, started.trainer, started.generators):
+        console.message(words)
+    groups = await connect_groups(
+        config, prepared.prompts, started.environment, started.generators, started.scorer
+    )
+    console.end_phase()
+    recovery = await start_recovery(
+        fleet,
+        setup,
+        config.timeouts,
+        trainer=started.trainer,
+        generators=started.generators,
+        first_version=0 if resumed is None else resumed.state.step,
+        tell=console.message,
+    )
+    fleet.faults.recover_earlier(f"came back as process {os.getpid()}")
+    return Roles(
+        trainer=recovery,
+        generators=started.generators,
+        scorer=started.scorer,
+        buffer=started.buffer,
+        groups=groups,
+        teaching=teaching,
+        faults=fleet.faults,
+    )
+
+
+def _say_what_starts(config: RunConfig, console: StepConsole) -> None:
+    has_environment = config.environment is not None
+    num_scorers = config.scorer.num_replicas
+    console.phase(
+        f"starting {config.trainer.parallel.num_procs} trainer procs, "
+        f"{config.generator.num_replicas} generators, "
+        f"{num_scorers} scorer{'s' if num_scorers > 1 else ''}, 1 buffer"
+        + (f", {config.episodes.num_workers} environment workers" if has_environment else ""),
+        num_parts=5 if has_environment else 4,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """Roles whose procs are set up and do not know of each other yet."""
+
+    generators: GeneratorRouter
+    scorer: GroupScoring
+    buffer: BufferActor
+    environment: EnvironmentPool | None
+    trainer: TrainerMesh
+
+
+async def _start_side_by_side(
+    config: RunConfig,
+    prepared: Prepared,
+    setup: TrainerSetup,
+    fleet: Procs,
+    console: StepConsole,
+    run_dir: RunDir,
+) -> _Started:
+    resumed = prepared.resumed
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(
             start_generators(fleet, config, prepared.facts, prepared.model_path)
@@ -112,38 +170,15 @@ async def start_roles(
             ("scorer", scorer),
             ("buffer", buffer),
             ("trainer", trainer),
-            *([("environment", environment)] if has_environment else []),
+            *([("environment", environment)] if config.environment is not None else []),
         ):
             role.add_done_callback(partial(_tell_ready, console, name))
-    if config.teachers:
-        console.phase(f"starting {', '.join(f'teacher {name}' for name in config.teachers)}")
-    teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
-    console.phase("connecting the trainer's weights to the generators")
-    await trainer.result().connect(generators.result())
-    for words in await connect_weights(fleet, config, trainer.result(), generators.result()):
-        console.message(words)
-    groups = await connect_groups(
-        config, prepared.prompts, environment.result(), generators.result(), scorer.result()
-    )
-    console.end_phase()
-    recovery = await start_recovery(
-        fleet,
-        setup,
-        config.timeouts,
-        trainer=trainer.result(),
-        generators=generators.result(),
-        first_version=0 if resumed is None else resumed.state.step,
-        tell=console.message,
-    )
-    fleet.faults.recover_earlier(f"came back as process {os.getpid()}")
-    return Roles(
-        trainer=recovery,
+    return _Started(
         generators=generators.result(),
         scorer=scorer.result(),
         buffer=buffer.result(),
-        groups=groups,
-        teaching=teaching,
-        faults=fleet.faults,
+        environment=environment.result(),
+        trainer=trainer.result(),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forgeasync.config.episodes import Ending, EpisodesSection
+from forgeasync.config.episodes import EpisodesSection
 from forgeasync.config.generator import SamplingSection
 from forgeasync.environments.agent import EpisodeAgent, OpenSession, SampleTurn, TurnLimits, TurnRequest
 from forgeasync.environments.artifacts import EpisodeArtifacts, artifact_folder_name
@@ -21,22 +21,16 @@ from forgeasync.environments.endpoint_agent import EndpointAgent
 from forgeasync.environments.environment import (
     Agent,
     Agents,
-    ContextFull,
     Environment,
-    EpisodeInterrupted,
-    NoScore,
-    ParseError,
-    ToolError,
-    TooManyTurns,
 )
 from forgeasync.environments.episode_activity import EpisodeActivity
+from forgeasync.environments.episode_ending import has_failed, judge_ending
 from forgeasync.environments.episode_record import episode_record
 from forgeasync.environments.episode_thread import EpisodeThread, kill
-from forgeasync.environments.participant import Participant
+from forgeasync.environments.participant import AgentRole, Participant, outcome_of
 from forgeasync.environments.rendering.renderer import MessageRenderer
 from forgeasync.environments.tools.tool import num_stuck_calls
-from forgeasync.observability.failures import last_words
-from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome
+from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
@@ -66,14 +60,6 @@ SampleEpisodeTurn = Callable[[EpisodeId, TurnRequest], Awaitable[SampledTurn | N
 
 class EpisodeCancelled(Exception):
     """The group was given up during an episode, because it would have been too old at its end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRole:
-    """An agent of the environment, as the config describes it."""
-
-    name: str
-    is_trainable: bool
 
 
 class Episodes:
@@ -136,35 +122,13 @@ class Episodes:
             Exception: whatever ``sample`` raised, even if the environment continued without the turn.
         """
         where = f"environment {self._name}, task {task.task_id}, rollout {episode.index}"
-        limits = TurnLimits(
-            max_turn_tokens=max_turn_tokens,
-            max_context_length=self._max_context_length,
-            max_turns=self._section.max_turns,
-            tool_s=self._section.tool_s,
-        )
         activity = EpisodeActivity(last_s=time.perf_counter())
         artifacts = EpisodeArtifacts(
             folder=artifacts_folder / artifact_folder_name(episode)
             if keeps_record and artifacts_folder is not None
             else None
         )
-        agents: list[Participant]
-        if isinstance(sample, EndpointTurns):
-            agents = [self._endpoint_agent(role, activity, sample, artifacts) for role in self._roles]
-        else:
-            assert self._renderer is not None, "tokens are rendered"
-            agents = [
-                EpisodeAgent(
-                    self._sampler(episode, index, role, activity, sample),
-                    self._renderer,
-                    limits,
-                    name=role.name,
-                    artifacts=artifacts,
-                    open_session=self._open_session,
-                    waiting=activity.waiting_on(asyncio.get_running_loop()),
-                )
-                for index, role in enumerate(self._roles)
-            ]
+        agents = self._agents(episode, activity, max_turn_tokens, sample, artifacts)
         start_s = time.perf_counter()
         result, overdue = await self._finish(task, agents, activity, start_s, where)
         for agent in agents:
@@ -172,25 +136,13 @@ class Episodes:
                 raise EpisodeCancelled
             if agent.failure is not None:
                 raise agent.failure
-        ending, scores, problem = self._judge(agents, result, overdue, where)
+        ending, scores, problem = judge_ending(
+            agents, self._roles, result, overdue, where, has_one_agent=self._has_one_agent
+        )
         record = episode_record(task, agents, ending, scores, problem, artifacts) if keeps_record else None
         return EpisodeOutcome(
             ending=ending,
-            agents=tuple(
-                AgentOutcome(
-                    score=scores.get(agent.name),
-                    num_turns=agent.num_turns,
-                    num_rewritten=agent.num_rewritten,
-                    num_faulty_calls=agent.num_faulty_calls,
-                    tool_calls=dict(agent.tool_calls),
-                    tool_calls_s=tuple(agent.tool_calls_s),
-                    num_from_text=agent.num_from_text,
-                    num_reserved=agent.num_reserved,
-                    session_counts=agent.session_counts,
-                    versions=agent.versions,
-                )
-                for agent in agents
-            ),
+            agents=tuple(outcome_of(agent, scores.get(agent.name)) for agent in agents),
             episode_s=time.perf_counter() - start_s - activity.waited_before_turns_s,
             sampling_s=activity.sampling_s,
             problem=problem,
@@ -201,6 +153,36 @@ class Episodes:
             num_artifacts=artifacts.num_files,
             num_refused_artifacts=artifacts.num_refused,
         )
+
+    def _agents(
+        self,
+        episode: EpisodeId,
+        activity: EpisodeActivity,
+        max_turn_tokens: int,
+        sample: "SampleEpisodeTurn | EndpointTurns",
+        artifacts: EpisodeArtifacts,
+    ) -> Sequence[Participant]:
+        if isinstance(sample, EndpointTurns):
+            return [self._endpoint_agent(role, activity, sample, artifacts) for role in self._roles]
+        assert self._renderer is not None, "tokens are rendered"
+        limits = TurnLimits(
+            max_turn_tokens=max_turn_tokens,
+            max_context_length=self._max_context_length,
+            max_turns=self._section.max_turns,
+            tool_s=self._section.tool_s,
+        )
+        return [
+            EpisodeAgent(
+                self._sampler(episode, index, role, activity, sample),
+                self._renderer,
+                limits,
+                name=role.name,
+                artifacts=artifacts,
+                open_session=self._open_session,
+                waiting=activity.waiting_on(asyncio.get_running_loop()),
+            )
+            for index, role in enumerate(self._roles)
+        ]
 
     def _sampler(
         self,
@@ -289,7 +271,7 @@ class Episodes:
         ended = thread.start()
         overdue = None
         try:
-            while not ended.done() and overdue is None and not _has_failed(agents):
+            while not ended.done() and overdue is None and not has_failed(agents):
                 due_s, overdue_key = self._next_deadline(activity, start_s)
                 left_s = due_s - time.perf_counter()
                 if left_s <= 0:
@@ -335,66 +317,3 @@ class Episodes:
             await asyncio.wait([ended], timeout=INTERRUPT_S)
         if not ended.done():
             self._stuck.append(thread)
-
-    def _judge(
-        self, agents: Sequence[Participant], result: object, overdue: str | None, where: str
-    ) -> tuple[Ending, dict[str, Score], str | None]:
-        """Return how the episode ended, the scores by agent, and what went wrong."""
-        if overdue is not None:
-            return Ending.TIMEOUT, {}, f"{where}: took longer than {overdue}"
-        if isinstance(result, BaseException):
-            return *_ending_of(result, agents), f"{where}: {type(result).__name__}: {last_words(result)}"
-        num_turns = sum(agent.num_turns for agent in agents)
-        if not num_turns and not any(agent.has_given_url for agent in agents):
-            problem = "ended without a turn of the model; must await agent.respond(...) at least once"
-            return Ending.ENVIRONMENT_CRASH, {}, f"{where}: {problem}"
-        try:
-            scores = self._scores(result)
-        except ValueError as error:
-            return Ending.ENVIRONMENT_CRASH, {}, f"{where}: {error}"
-        if any(agent.has_hit_length for agent in agents):
-            return Ending.LENGTH, scores, None
-        if any(agent.has_hit_max_turns for agent in agents):
-            return Ending.MAX_TURNS, scores, None
-        return Ending.COMPLETED, scores, None
-
-    def _scores(self, result: object) -> dict[str, Score]:
-        names = [role.name for role in self._roles]
-        if isinstance(result, Score):
-            return dict.fromkeys(names, result)
-        if isinstance(result, Mapping) and not self._has_one_agent:
-            needed = {role.name for role in self._roles if role.is_trainable}
-            scores = dict(result)
-            if not needed <= scores.keys() <= set(names):
-                raise ValueError(
-                    f"rollout returned scores of {sorted(map(str, scores))}; must have one for each of "
-                    f"{sorted(needed)}"
-                )
-            if all(isinstance(score, Score) for score in scores.values()):
-                return scores
-        what = "a Score" if self._has_one_agent else "a Score, or a mapping from agents' names to Scores"
-        raise ValueError(f"rollout returned {str(result)[:80]!r}; must return {what}")
-
-
-def _has_failed(agents: Sequence[Participant]) -> bool:
-    return any(agent.is_cancelled or agent.failure is not None for agent in agents)
-
-
-def _ending_of(error: BaseException, agents: Sequence[Participant]) -> tuple[Ending, dict[str, Score]]:
-    match error:
-        case ContextFull() if any(agent.num_turns for agent in agents):
-            return Ending.LENGTH, {}
-        case TooManyTurns():
-            return Ending.MAX_TURNS, {}
-        case ParseError():
-            return Ending.PARSE_ERROR, {}
-        case ToolError():
-            return Ending.TOOL_ERROR, {}
-        case NoScore():
-            return Ending.NO_SCORE, {}
-        case EpisodeInterrupted():
-            return Ending.INFRASTRUCTURE, {}
-        case _:
-            # Whatever the user's code raises is for the user to see, with its traceback in the log.
-            logger.warning("an episode failed", exc_info=error)
-            return Ending.ENVIRONMENT_CRASH, {}

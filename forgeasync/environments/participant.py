@@ -2,12 +2,22 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from forgeasync.environments.branches import RecordedBranch
 from forgeasync.environments.environment import NamedAgent
-from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.rollouts.outcome import AgentOutcome, ToolStatus
 from forgeasync.rollouts.rollout import VersionRange
+from forgeasync.rollouts.score import Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRole:
+    """An agent of the environment, as the config describes it."""
+
+    name: str
+    is_trainable: bool
 
 
 class Participant(NamedAgent, Protocol):
@@ -61,3 +71,19 @@ class Participant(NamedAgent, Protocol):
     async def leave(self) -> None:
         """Give back what belongs to the event loop of the episode, on that loop."""
         ...
+
+
+def outcome_of(agent: Participant, score: Score | None) -> AgentOutcome:
+    """Return what an agent has done in an episode that has ended."""
+    return AgentOutcome(
+        score=score,
+        num_turns=agent.num_turns,
+        num_rewritten=agent.num_rewritten,
+        num_faulty_calls=agent.num_faulty_calls,
+        tool_calls=dict(agent.tool_calls),
+        tool_calls_s=tuple(agent.tool_calls_s),
+        num_from_text=agent.num_from_text,
+        num_reserved=agent.num_reserved,
+        session_counts=agent.session_counts,
+        versions=agent.versions,
+    )

@@ -21,7 +21,7 @@ from forgeasync.config.episodes import Ending, EpisodesSection
 from forgeasync.config.generator import SamplingSection
 from forgeasync.environments.agent import TurnRequest
 from forgeasync.environments.environment import EpisodeInterrupted
-from forgeasync.environments.episodes import AgentRole
+from forgeasync.environments.participant import AgentRole
 from forgeasync.launch.hosts import LocalHost
 from forgeasync.rollouts.in_flight_log import InFlightRead
 from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome

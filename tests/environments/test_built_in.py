@@ -16,8 +16,9 @@ from forgeasync.config.rules import check_without_model
 from forgeasync.config.sandbox import Bubblewrap, UnsafeSubprocess
 from forgeasync.environments.build import build_environment, check_environment
 from forgeasync.environments.environment import EpisodeInterrupted, ToolError, Turn
-from forgeasync.environments.episodes import AgentRole, Episodes
+from forgeasync.environments.episodes import Episodes
 from forgeasync.environments.messages import ToolCall
+from forgeasync.environments.participant import AgentRole
 from forgeasync.environments.rendering.build import build_renderer
 from forgeasync.rollouts.outcome import EpisodeOutcome, ToolStatus
 from forgeasync.rollouts.rollout import FinishReason

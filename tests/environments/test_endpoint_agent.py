@@ -22,8 +22,9 @@ from forgeasync.environments.environment import (
     TooManyTurns,
 )
 from forgeasync.environments.episode_record import MAX_BYTES
-from forgeasync.environments.episodes import AgentRole, EndpointTurns, Episodes
+from forgeasync.environments.episodes import EndpointTurns, Episodes
 from forgeasync.environments.messages import ToolSpec
+from forgeasync.environments.participant import AgentRole
 from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.score import Score

@@ -34,7 +34,8 @@ from forgeasync.environments.environment import (
     ToolError,
     Turn,
 )
-from forgeasync.environments.episodes import AgentRole, EpisodeCancelled, Episodes
+from forgeasync.environments.episodes import EpisodeCancelled, Episodes
+from forgeasync.environments.participant import AgentRole
 from forgeasync.environments.rendering.build import build_renderer
 from forgeasync.environments.single_turn import SingleTurn
 from forgeasync.rollouts.outcome import AgentOutcome, EpisodeOutcome

@@ -12,7 +12,8 @@ import numpy as np
 from forgeasync.config.episodes import EpisodesSection
 from forgeasync.config.serving import ServingSection
 from forgeasync.environments.agent import EpisodeAgent, TurnLimits, TurnRequest
-from forgeasync.environments.episodes import AgentRole, Episodes
+from forgeasync.environments.episodes import Episodes
+from forgeasync.environments.participant import AgentRole
 from forgeasync.environments.rendering.build import build_renderer
 from forgeasync.environments.served.address import ServingSetup
 from forgeasync.environments.served.desk import ServingDesk

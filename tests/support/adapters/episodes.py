@@ -7,7 +7,8 @@ from typing import Any
 from forgeasync.config.episodes import EpisodesSection
 from forgeasync.environments.agent import TurnRequest
 from forgeasync.environments.environment import Environment
-from forgeasync.environments.episodes import AgentRole, Episodes
+from forgeasync.environments.episodes import Episodes
+from forgeasync.environments.participant import AgentRole
 from forgeasync.environments.rendering.build import build_renderer
 from forgeasync.environments.sessions.server import SessionServer
 from forgeasync.rollouts.outcome import EpisodeOutcome
