@@ -17,7 +17,7 @@ from forgeasync.environments.agent import TurnRequest
 from forgeasync.environments.environment import EpisodeInterrupted
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
-from forgeasync.waiting import Monitor, deadline, forget
+from forgeasync.waiting import DeadlineExceeded, Monitor, deadline, forget
 
 MAX_MOVES = 65_536
 """The last moves of groups that a worker knows: episodes of a group never wait for an older one."""
@@ -99,7 +99,8 @@ class EpisodeTurns:
         """Sample a turn; None if the group was given up.
 
         Raises:
-            EpisodeInterrupted: the generator is gone, and the episode does not go on with another one.
+            EpisodeInterrupted: the generator is gone, and the episode does not go on with another one; or the
+                turn took longer than ``timeouts.generate_s``. What took so long is dropped with the attempt.
         """
         is_repeated = False
         while True:
@@ -150,6 +151,8 @@ class EpisodeTurns:
                 return None
             answer: SampledTurn | CancelledGroup = turned.result()
             return answer
+        except DeadlineExceeded as late:
+            raise EpisodeInterrupted(str(late)) from late
         finally:
             gone.cancel()
             turned.add_done_callback(forget)

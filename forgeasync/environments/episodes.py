@@ -18,11 +18,7 @@ from forgeasync.environments.agent import EpisodeAgent, OpenSession, SampleTurn,
 from forgeasync.environments.artifacts import EpisodeArtifacts, artifact_folder_name
 from forgeasync.environments.endpoint import EndpointModel
 from forgeasync.environments.endpoint_agent import EndpointAgent
-from forgeasync.environments.environment import (
-    Agent,
-    Agents,
-    Environment,
-)
+from forgeasync.environments.environment import Agent, Agents, Environment, EpisodeInterrupted
 from forgeasync.environments.episode_activity import EpisodeActivity
 from forgeasync.environments.episode_ending import has_failed, judge_ending
 from forgeasync.environments.episode_record import episode_record
@@ -119,7 +115,8 @@ class Episodes:
 
         Raises:
             EpisodeCancelled: the group was given up meanwhile.
-            Exception: whatever ``sample`` raised, even if the environment continued without the turn.
+            Exception: whatever ``sample`` raised, even if the environment continued without the turn; but an
+                ``EpisodeInterrupted`` is an ending (``Ending.INFRASTRUCTURE``).
         """
         where = f"environment {self._name}, task {task.task_id}, rollout {episode.index}"
         activity = EpisodeActivity(last_s=time.perf_counter())
@@ -134,7 +131,10 @@ class Episodes:
         for agent in agents:
             if agent.is_cancelled:
                 raise EpisodeCancelled
-            if agent.failure is not None:
+            if isinstance(agent.failure, EpisodeInterrupted):
+                # Whatever the environment has made of it.
+                result, overdue = agent.failure, None
+            elif agent.failure is not None:
                 raise agent.failure
         ending, scores, problem = judge_ending(
             agents, self._roles, result, overdue, where, has_one_agent=self._has_one_agent

@@ -43,7 +43,8 @@ class Participant(NamedAgent, Protocol):
     is_cancelled: bool
     """The group was given up during a turn."""
     failure: Exception | None
-    """Why a turn could not be sampled, even if the environment went on without it; it ends the run."""
+    """Why a turn could not be sampled, even if the environment went on without it: ``EpisodeInterrupted``
+    ends the episode, anything else the run."""
 
     @property
     def num_turns(self) -> int:

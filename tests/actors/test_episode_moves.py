@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -314,6 +315,29 @@ def test_only_what_was_under_way_is_asked_for_as_repeated() -> None:
     first_three, later = world.generators[1].asked[:SIZE], world.generators[1].asked[SIZE:]
     assert {index for index, _, _ in first_three} == {0, 1, 2} and all(one[2] for one in first_three)
     assert later and not any(repeated for _, _, repeated in later)
+
+
+def test_a_turn_past_its_deadline_interrupts_its_episode_and_not_the_run() -> None:
+    async def scenario() -> None:
+        generator = Generator(0)
+        episode = EpisodeId(group_id=GROUP, index=0)
+        request = EpisodeRequest(
+            task=make_task(0),
+            episode=episode,
+            generator=generator,  # type: ignore[arg-type]
+            generator_number=0,
+            sampling=SamplingSection(max_response_tokens=9),
+            seed=3,
+            keeps_record=False,
+            goes_on=True,
+        )
+        turns = EpisodeTurns(request, Monitor(KnownLosses()), limit_s=0.05)
+        asked = TurnRequest(after=None, given_ids=np.zeros(1, np.int32), max_tokens=9, stop=())
+        with pytest.raises(EpisodeInterrupted, match=r"a turn of group \d+ .*timeouts\.generate_s"):
+            await turns(episode, asked)
+        assert generator.asked and not generator.num_sampled
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 def test_an_episode_whose_seen_turns_are_lost_runs_again_and_keeps_its_attempts() -> None:

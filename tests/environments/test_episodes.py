@@ -403,6 +403,30 @@ def test_a_generator_that_fails_is_not_the_environments_fault(swallows: bool) ->
         run(rollout, sample)
 
 
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_turn_that_is_lost_with_its_generator_ends_the_episode_alone(swallows: bool) -> None:
+    """The run goes on, and no score counts that an environment gives without the turn."""
+    models = Models()
+
+    async def sample(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        if episode.index == 1:
+            raise EpisodeInterrupted("its generator is gone")
+        return await models(episode, request)
+
+    async def rollout(task: Task, agent: Agent) -> Score:
+        try:
+            return await two_turns(task, agent)
+        except EpisodeInterrupted:
+            if swallows:
+                return Score(value=1.0, is_correct=True)
+            raise
+
+    outcomes = run(rollout, sample)
+    assert [one.ending for one in outcomes] == [Ending.COMPLETED, Ending.INFRASTRUCTURE, Ending.COMPLETED]
+    assert outcomes[1].agents[0].score is None
+    assert "its generator is gone" in str(outcomes[1].problem)
+
+
 def test_an_agent_of_an_episode_that_is_over_does_not_answer() -> None:
     agents: list[Agent] = []
 
