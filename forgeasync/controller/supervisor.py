@@ -32,7 +32,9 @@ from forgeasync.config.load import load_config
 from forgeasync.controller.leftovers import NotEnded, end_all, end_leftovers
 from forgeasync.controller.resume import LATEST, begin_anew, planned_folder
 from forgeasync.controller.supervisor_beat import PIPE, Pulse
+from forgeasync.faults.appended_file import is_refusal
 from forgeasync.faults.fault_log import FaultLog, Role
+from forgeasync.faults.storage import RETRY_S
 from forgeasync.launch.restart_policy import STOPPING, End, Ending, RestartPolicy, StartAgain, is_death
 from forgeasync.observability.run_dir import RunDir, default_run_dir
 from forgeasync.observability.run_lock import RunInUse, RunLock
@@ -181,8 +183,7 @@ class Supervisor:
             NotEnded: something of the run does not end.
         """
         folder = self._run_dir
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = RunLock.take(folder.lock, secrets.token_hex(16))
+        lock = self._lock_folder()
         try:
             words = [] if lock.before is None else end_leftovers(folder, lock.before)
             faults = FaultLog(folder.faults, _say)
@@ -204,7 +205,32 @@ class Supervisor:
                 _say(line)
             return resume
         finally:
-            lock.release()
+            try:
+                lock.release()
+            except OSError as error:
+                if not is_refusal(error):
+                    raise
+                # The kernel has let go of it; the file names this process, which the next start can look for.
+                _say(f"{folder.lock} could not be written at the end: {error}")
+
+    def _lock_folder(self) -> RunLock:
+        """Lock the run's folder, as soon as its disk lets it be written.
+
+        Raises:
+            RunInUse: another run has it.
+        """
+        has_waited = False
+        while True:
+            try:
+                self._run_dir.path.mkdir(parents=True, exist_ok=True)
+                return RunLock.take(self._run_dir.lock, secrets.token_hex(16))
+            except OSError as error:
+                if not is_refusal(error) or self._received is not None:
+                    raise
+                if not has_waited:
+                    _say(f"{self._run_dir.lock} cannot be written ({error}): trying again until it can be")
+                has_waited = True
+                time.sleep(RETRY_S)
 
     def _next_resume(self) -> str | None:
         checkpoints = list_checkpoints(self._checkpoints)

@@ -1,5 +1,6 @@
 """The process that starts a run again, with a small program in the run's place."""
 
+import errno
 import json
 import os
 import signal
@@ -13,11 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgeasync.controller.supervisor import has_ended, newest_step
+from forgeasync.controller import supervisor
+from forgeasync.controller.supervisor import Supervisor, has_ended, newest_step
 from forgeasync.controller.supervisor_beat import STALL_S
 from forgeasync.launch.restart_policy import MAX_STARTS_WITHOUT_STEP
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.run_lock import RunInUse, RunLock
+from tests.support.disks import Disk, install
 
 pytestmark = pytest.mark.procs
 
@@ -282,6 +285,29 @@ def test_a_folder_that_another_run_has_taken_meanwhile_is_left_alone(tmp_path: P
             f"gives up: {folder} is the folder of another run" in err and f"process {os.getpid()} on" in err
         )
     assert not run_dir.faults.exists(), "the other one writes there"
+
+
+def test_a_folder_on_a_disk_that_fails_is_taken_when_the_disk_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run that died is still found in the file then."""
+    folder, disk, num_waits = RunDir(path=tmp_path), Disk(room=1 << 20), 0
+    dead = RunLock.take(folder.lock, "dead")
+    os.close(dead._descriptor)
+    disk.error, disk.room = errno.EIO, 0
+
+    def wait(seconds: float) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        disk.room = (1 << 20) * (num_waits == 2)
+
+    install(monkeypatch, disk)
+    monkeypatch.setattr(supervisor.time, "sleep", wait)
+    one = Supervisor([], folder, folder.checkpoints, resume=None, controller_s=4.0)
+    lock = one._lock_folder()
+    assert lock.before is not None and lock.before.mark == "dead" and num_waits == 2
+    assert capsys.readouterr().err.count("cannot be written") == 1
+    lock.release()
 
 
 def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None:
