@@ -142,7 +142,7 @@ class Answers:
             "task_id": None if task is None else task[1],
             "lives": [life_answer(run, clock, life) for life in lives],
             "attempts": [
-                {"group": one.group, "attempt": one.attempt, "fate": one.fate.name.lower()} for one in others
+                {"group": one.group, "attempt": one.attempt, "fate": one.fate.word} for one in others
             ],
             "num_rollouts": len(rollouts),
             "rollouts": [rollout_row(run, place) for place in rollouts[:MAX_ROLLOUTS]],

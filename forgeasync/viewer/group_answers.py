@@ -25,14 +25,14 @@ def life_answer(run: RunReader, clock: RunClock, life: GroupLife) -> dict[str, o
         (started, life.started_line),
         ("sampled", life.sampled_line),
         ("scored", life.scored_line),
-        (life.fate.name.lower() if life.undone_line is None else "ended", life.ended_line),
+        (life.fate.word if life.undone_line is None else "ended", life.ended_line),
         ("undone", life.undone_line),
     ]
     return {
         "group": life.group,
         "prompt": life.prompt,
         "attempt": life.attempt,
-        "fate": life.fate.name.lower(),
+        "fate": life.fate.word,
         "reason": None if life.reason is None else life.reason.value,
         "comes_again": life.comes_again,
         "step": life.step,
@@ -67,7 +67,30 @@ def rollout_answer(run: RunReader, number: int) -> Mapping[str, object]:
         RolloutGone: it cannot be read.
     """
     record = run.rollouts.read(run.run_dir.rollouts, number)
-    return {"number": number, **{visible(key): shown(value) for key, value in record.items()}}
+    answer: dict[str, object] = {visible(key): shown(value) for key, value in record.items()}
+    return answer | {"number": number, "response_parts": _response_parts(record)}
+
+
+def _response_parts(record: Mapping[str, Any]) -> list[dict[str, object]] | None:
+    """Cut a response where its steps end, each with its reward; None where it was not scored by steps.
+
+    Before texts are made visible, which makes them longer.
+    """
+    response, steps = record.get("response"), record.get("steps")
+    if not isinstance(response, str) or not isinstance(steps, list) or not steps:
+        return None
+    parts: list[dict[str, object]] = []
+    start = 0
+    for step in steps:
+        match step:
+            case [int(end), (int() | float() | None) as value] if start <= end <= len(response):
+                parts.append({"text": visible(response[start:end]), "value": value})
+                start = end
+            case _:
+                return None
+    if start < len(response):
+        parts.append({"text": visible(response[start:]), "value": None})
+    return parts
 
 
 def shown(value: Any, depth: int = 0) -> Any:

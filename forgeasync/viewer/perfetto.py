@@ -134,7 +134,7 @@ def _group(row: int, life: GroupLife, clock: RunClock, end_s: float) -> Iterator
     # What follows the last step has no time.
     stopped_s = clock.about_s(life.ended_line or life.undone_line)
     stopped_s = max(started_s, end_s) if stopped_s is None else stopped_s
-    what = life.fate.name.lower() if life.reason is None else f"{life.fate.name.lower()}: {life.reason}"
+    what = life.fate.word if life.reason is None else f"{life.fate.word}: {life.reason}"
     args = {"prompt": life.prompt, "attempt": life.attempt, "fate": what, "step": life.step}
     yield from _part(row, f"group {life.group}", started_s, stopped_s, args)
     phases = [(Fate.SAMPLING, started_s), (Fate.SCORING, sampled_s), (Fate.WAITING, scored_s)]
@@ -143,7 +143,7 @@ def _group(row: int, life: GroupLife, clock: RunClock, end_s: float) -> Iterator
     known = [(phase, begin_s) for phase, begin_s in phases if begin_s is not None]
     ends = [begin_s for _, begin_s in known[1:]] + [stopped_s]
     for (phase, begin_s), phase_end_s in zip(known, ends, strict=True):
-        yield from _part(row, phase.name.lower(), begin_s, phase_end_s, {})
+        yield from _part(row, phase.word, begin_s, phase_end_s, {})
 
 
 def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, object]) -> Iterator[Event]:

@@ -87,7 +87,7 @@ def _curves(given: Parameters) -> Question:
 
 
 def _groups(given: Parameters) -> Question:
-    fate = given.choice("fate", {one.name.lower(): one for one in Fate})
+    fate = given.choice("fate", {one.word: one for one in Fate})
     reason = given.choice("reason", {one.value: one for one in DropReason})
     step = given.number("step", default=None)
     skip = given.number("skip", default=0)

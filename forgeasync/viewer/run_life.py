@@ -56,12 +56,12 @@ def run_life(lock: Path) -> RunLife:
             life=Life.UNKNOWN, words="run.lock says nothing that this version of forgeasync can read"
         )
     if holder.has_ended:
-        return RunLife(life=Life.ENDED, words=f"ended in order; was {holder}")
+        return RunLife(life=Life.ENDED, words=f"in order; was {holder}")
     if holder.host != socket.gethostname():
         return RunLife(life=Life.ELSEWHERE, words=f"is {holder}; that machine cannot be asked from here")
     if _is_there(holder):
         return RunLife(life=Life.RUNNING, words=f"is {holder}")
-    return RunLife(life=Life.DIED, words=f"died; was {holder}")
+    return RunLife(life=Life.DIED, words=f"was {holder}")
 
 
 def _is_there(holder: Holder) -> bool:

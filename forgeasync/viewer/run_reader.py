@@ -162,9 +162,8 @@ class RunReader:
         ]
         if keys := [key for key in self.metrics.keys if known_definition(key) is None]:
             more = "" if len(keys) <= MAX_SHOWN_KEYS else f" and {len(keys) - MAX_SHOWN_KEYS} more"
-            found.append(
-                f"metrics that this version of forgeasync does not define: {', '.join(keys[:MAX_SHOWN_KEYS])}{more}"
-            )
+            named = ", ".join(keys[:MAX_SHOWN_KEYS])
+            found.append(f"metrics that this version of forgeasync does not define: {named}{more}")
         return found
 
     def last_log_line(self) -> str | None:
@@ -192,7 +191,7 @@ class RunReader:
             return None
 
     def procs(self) -> list[dict[str, object]]:
-        """Return the processes in procs.json: role, rank, pid, host and since when; empty if it cannot be read."""
+        """Return the processes in procs.json with role, rank, pid, host and since when; empty without it."""
         try:
             listed = json.loads(self.run_dir.procs.read_bytes())["procs"]
             return [{key: one[key] for key in ("role", "rank", "pid", "host", "since_s")} for one in listed]

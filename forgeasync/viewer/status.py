@@ -58,7 +58,7 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
             for key in SHOWN
             if (newest := run.metrics.newest(key)) is not None
         },
-        "groups": {fate.name.lower(): num for fate, num in lives.num_of_fate().items() if num},
+        "groups": {fate.word: num for fate, num in lives.num_of_fate().items() if num},
         "num_resumptions": lives.num_resumptions,
         "num_faults": len(faults),
         "num_open_faults": run.faults.num_open,
