@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 """Most bytes that are returned at once, unless a single line is longer."""
 
 MAX_LINE_BYTES = 64 << 20
@@ -45,8 +45,6 @@ class AppendedLines:
         self._max_line_bytes = max_line_bytes
         self.problem: str | None = None
         """Why the file cannot be read at this moment; None: it can, or is not there."""
-        self.num_unread_bytes = 0
-        """Bytes behind the place, by the last read: more lines, or one that is not finished."""
         self._position = 0
         self._file_number: tuple[int, int] | None = None
         self._remembered = b""
@@ -57,6 +55,14 @@ class AppendedLines:
     def position(self) -> int:
         """Bytes from the beginning that were read."""
         return self._position
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes behind the place at this moment: more lines, or one that is not finished."""
+        try:
+            return max(0, self.path.stat().st_size - self._position)
+        except OSError:
+            return 0
 
     def read(self) -> Piece | None:
         """Return the next lines; None where there is nothing new."""
@@ -71,7 +77,7 @@ class AppendedLines:
             return None
 
     def _begin_anew(self) -> Piece:
-        self._position, self._file_number, self._remembered, self.num_unread_bytes = 0, None, b"", 0
+        self._position, self._file_number, self._remembered = 0, None, b""
         self._is_in_overlong = False
         return Piece(data=b"", start=0, is_anew=True)
 
@@ -94,7 +100,6 @@ class AppendedLines:
         is_further = end > self._position
         if is_further:
             self._remember(descriptor, end)
-        self.num_unread_bytes = max(0, status.st_size - self._position)
         if not (is_further or is_anew):
             return None
         return Piece(data=data, start=start, is_anew=is_anew, num_overlong=num_overlong)

@@ -41,6 +41,8 @@ class RolloutIndex:
 
     def add(self, data: bytes, *, start: int) -> None:
         """Take whole lines that begin at ``start`` in the file."""
+        if not data:
+            return
         heads = _HEAD.findall(data)
         if len(heads) != data.count(b"\n"):
             self._add_one_by_one(data, start)

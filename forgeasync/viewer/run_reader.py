@@ -66,13 +66,16 @@ class RunReader:
     # ---- reading
 
     def read_some(self) -> bool:
-        """Read at most one piece of each file; returns whether there was anything new."""
+        """Read a piece of the first file that has anything new; returns whether one had.
+
+        Curves come before groups, and groups before rollouts.
+        """
         self._read_settings()
-        pieces = [(file, file.read()) for file in self._files]
-        for file, piece in pieces:
-            if piece is not None:
+        for file in self._files:
+            if (piece := file.read()) is not None:
                 self._take(file.path, piece)
-        return any(piece is not None for _, piece in pieces)
+                return True
+        return False
 
     def read_all(self) -> None:
         """Read everything that is there."""

@@ -133,14 +133,14 @@ def eventful_ledger() -> list[AnyEvent]:
         Started(prompt=1, attempt=0, group=1),
         trained(1, range(0, 1)),
         Dropped(prompt=1, group=1, reason=DropReason.LOST, again=True),
-        Checkpointed(step=1),  # line 9
+        Checkpointed(step=1),  # line 10
         Started(prompt=1, attempt=1, group=2),
         Sampled(prompt=1, group=2),
         Scored(prompt=1, group=2),
         Submitted(prompt=2, source="sums", task_id="sums/2"),
         Started(prompt=2, attempt=0, group=3),
         Trained(step=2, prompts=(1,), groups=(2,), update=Update.MADE),
-        Resumed(step=1, line=9, groups_per_step=1, batches=((1,),)),  # line 16
+        Resumed(step=1, line=10, groups_per_step=1, batches=((1,),)),  # line 17
         Started(prompt=1, attempt=1, group=2),
         Submitted(prompt=2, source="sums", task_id="sums/2"),
         Started(prompt=2, attempt=0, group=3),

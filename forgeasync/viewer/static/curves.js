@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { chart, legend } from "./chart.js";
-import { duration, fate, fill, h, link, number } from "./dom.js";
+import { breakable, duration, fate, fill, h, link, number } from "./dom.js";
 
 const WIDTH = 420;
 // Curves that are drawn at once; a run has two hundred metrics.
@@ -42,7 +42,7 @@ function shownGroups(state) {
 function tile(metric, newest, lastStep) {
   return h("div", { class: "tile", title: metric?.meaning ?? "" },
     h("b", {}, number(newest.value)),
-    h("span", {}, newest.key, newest.step !== lastStep && [h("br"), `at step ${number(newest.step)}`]));
+    h("span", {}, breakable(newest.key), newest.step !== lastStep && [h("br"), `at step ${number(newest.step)}`]));
 }
 
 function runPanel(run, index, name, metrics) {

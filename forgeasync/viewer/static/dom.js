@@ -36,6 +36,9 @@ export function number(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+// A metric's name that may be broken where its words end.
+export const breakable = (key) => key.split(/(?<=[/_])/).flatMap((part) => [part, h("wbr")]);
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "-";
   const units = [["d", 86400], ["h", 3600], ["min", 60]];
@@ -48,7 +51,8 @@ export const clock = (unixSeconds) => new Date(unixSeconds * 1000).toISOString()
 // A table; on narrow screens each row becomes a block with the columns' names.
 export function table(names, rows, attributes = {}) {
   const body = rows.map((row) =>
-    h("tr", { class: "row" }, row.map((cell, index) => h("td", { "data-name": names[index] }, h("span", {}, cell)))));
+    h("tr", { class: "row" }, row.map((cell, index) =>
+      h("td", { "data-name": names[index], "data-empty": cell === "" || cell === "-" }, h("span", {}, cell)))));
   const head = h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name))));
   return h("div", { class: "wide" }, h("table", { class: "stack", ...attributes }, head, h("tbody", {}, body)));
 }

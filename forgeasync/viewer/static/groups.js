@@ -67,7 +67,7 @@ function track(life) {
     const [kind, words] = PHASES[one.what] ?? ["queued", one.what];
     const length = place(life.events[i + 1]) - place(one);
     const shown = hasTimes ? duration(length) : `${number(length)} lines`;
-    const part = h("div", { class: `p-${kind}`, title: `${words}: ${shown}` }, `${words} ${shown}`);
+    const part = h("div", { class: `p-${kind}`, title: `${words}: ${shown}` }, h("span", {}, `${words} ${shown}`));
     part.style.flexGrow = Math.max(length, 1e-3);
     part.style.flexBasis = "0";
     return part;
