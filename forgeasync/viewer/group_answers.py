@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forgeasync.observability.episode_view import visible
 from forgeasync.viewer.group_lives import GroupLife
 from forgeasync.viewer.rollout_index import RolloutGone, RolloutPlace
 from forgeasync.viewer.run_clock import RunClock
@@ -11,9 +10,6 @@ from forgeasync.viewer.run_reader import RunReader
 
 MAX_ROLLOUTS = 200
 """Most rollouts of a group or a step that are listed."""
-
-MAX_DEPTH = 30
-"""Deeper parts of a rollout are shown as text that says so."""
 
 
 def life_answer(run: RunReader, clock: RunClock, life: GroupLife) -> dict[str, object]:
@@ -57,25 +53,21 @@ def rollout_row(run: RunReader, place: RolloutPlace) -> dict[str, object]:
     except RolloutGone as error:
         return {**where, "problem": str(error)}
     keys = ("episode", "agent", "reward", "is_correct", "response_tokens", "finish_reason", "version_spans")
-    return {**where, **{key: shown(record.get(key)) for key in keys}}
+    return {**where, **{key: record.get(key) for key in keys}}
 
 
 def rollout_answer(run: RunReader, number: int) -> Mapping[str, object]:
-    """Return a whole rollout: its line of rollouts.jsonl, with its texts made visible.
+    """Return a whole rollout: its line of rollouts.jsonl, and its response in parts.
 
     Raises:
         RolloutGone: it cannot be read.
     """
     record = run.rollouts.read(run.run_dir.rollouts, number)
-    answer: dict[str, object] = {visible(key): shown(value) for key, value in record.items()}
-    return answer | {"number": number, "response_parts": _response_parts(record)}
+    return {**record, "number": number, "response_parts": _response_parts(record)}
 
 
 def _response_parts(record: Mapping[str, Any]) -> list[dict[str, object]] | None:
-    """Cut a response where its steps end, each with its reward; None where it was not scored by steps.
-
-    Before texts are made visible, which makes them longer.
-    """
+    """Cut a response where its steps end, each with its reward; None where it was not scored by steps."""
     response, steps = record.get("response"), record.get("steps")
     if not isinstance(response, str) or not isinstance(steps, list) or not steps:
         return None
@@ -84,23 +76,10 @@ def _response_parts(record: Mapping[str, Any]) -> list[dict[str, object]] | None
     for step in steps:
         match step:
             case [int(end), (int() | float() | None) as value] if start <= end <= len(response):
-                parts.append({"text": visible(response[start:end]), "value": value})
+                parts.append({"text": response[start:end], "value": value})
                 start = end
             case _:
                 return None
     if start < len(response):
-        parts.append({"text": visible(response[start:]), "value": None})
+        parts.append({"text": response[start:], "value": None})
     return parts
-
-
-def shown(value: Any, depth: int = 0) -> Any:
-    """Return a value of JSON without characters that hide or turn text around: they become escapes."""
-    if depth > MAX_DEPTH:
-        return "(nested too deep to be shown)"
-    if isinstance(value, str):
-        return visible(value)
-    if isinstance(value, list):
-        return [shown(one, depth + 1) for one in value]
-    if isinstance(value, dict):
-        return {visible(key): shown(one, depth + 1) for key, one in value.items()}
-    return value

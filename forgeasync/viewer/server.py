@@ -13,6 +13,7 @@ from aiohttp import web
 from forgeasync.viewer.answers import NotThere
 from forgeasync.viewer.questions import BadQuestion, Parameters, question_of
 from forgeasync.viewer.run_reader import RunReader
+from forgeasync.viewer.visible_values import shown
 from forgeasync.viewer.watcher import Watcher
 
 HOST = "127.0.0.1"
@@ -63,7 +64,7 @@ def application(watcher: Watcher) -> web.Application:
             return _problem(400, str(error))
         except NotThere as error:
             return _problem(404, str(error))
-        body = msgspec.json.encode({**found, "failure": watcher.failure})
+        body = msgspec.json.encode(shown({**found, "failure": watcher.failure}))
         return web.Response(body=body, content_type="application/json")
 
     app.router.add_get("/", page)
