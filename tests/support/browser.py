@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.support.tiers import Starts, starts
+
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 START_S = 30.0
@@ -42,6 +44,7 @@ class Browser:
             [DRIVER, f"--port={self._port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         self._session = ""
+        self._height = height
         try:
             self._wait_for_driver()
             options = [*_OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
@@ -51,12 +54,7 @@ class Browser:
             }
             found = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
             self._session = f"/session/{found['sessionId']}"
-            # Windows cannot be as narrow as a telephone; the page in them can.
-            self._command(
-                "goog/cdp/execute",
-                cmd="Emulation.setDeviceMetricsOverride",
-                params={"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
-            )
+            self.resize(width)
         except BaseException:
             self._driver.kill()
             raise
@@ -75,6 +73,14 @@ class Browser:
 
     def open(self, address: str) -> None:
         self._command("url", url=address)
+
+    def resize(self, width: int) -> None:
+        """Make the page as wide; a window cannot be as narrow as a telephone, the page in it can."""
+        self._command(
+            "goog/cdp/execute",
+            cmd="Emulation.setDeviceMetricsOverride",
+            params={"width": width, "height": self._height, "deviceScaleFactor": 1, "mobile": False},
+        )
 
     def run(self, script: str, *arguments: object) -> Any:
         """Run the body of a function of JavaScript, and return what it returns."""
@@ -131,6 +137,12 @@ class Browser:
                 time.sleep(0.05)
             else:
                 return
+
+
+@starts(Starts.PROCS)
+def open_browser(profile: Path, *, width: int, height: int) -> Browser:
+    """Start a browser; see ``Browser``."""
+    return Browser(profile, width=width, height=height)
 
 
 def _free_port() -> int:
