@@ -1,6 +1,6 @@
 """What the metrics of a run mean, as the page shows it beside each of them."""
 
-from functools import cache
+from functools import cache, lru_cache
 
 from forgeasync.observability.metric import Metric
 from forgeasync.observability.metric_definitions import TOPICS, definition_of
@@ -19,7 +19,7 @@ HEADLINES = (
 """Metrics whose curves the page shows first."""
 
 
-@cache
+@lru_cache(maxsize=4096)
 def known_definition(key: str) -> Metric | None:
     """Return the definition of a key of metrics.jsonl; None where this version of forgeasync has none."""
     return definition_of(key)

@@ -61,6 +61,16 @@ def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
     assert piece.lines() == [b"three", b"four", b"five"]
 
 
+def test_a_replaced_file_is_known_though_its_end_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b"one\n" + b"x" * 500 + b"\n")
+    reader = AppendedLines(path)
+    all_lines(reader)
+    (tmp_path / "other").write_bytes(b"two\n" + b"x" * 500 + b"\n")
+    os.replace(tmp_path / "other", path)
+    assert all_lines(reader) == [b"two", b"x" * 500]
+
+
 def test_a_file_that_was_cut_and_has_grown_past_its_old_end_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     path.write_bytes(b"one\ntwo\n")

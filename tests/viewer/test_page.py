@@ -12,7 +12,7 @@ import pytest
 from forgeasync.viewer.run_reader import RunReader
 from forgeasync.viewer.server import serve
 from tests.support.browser import BROWSER, DRIVER, Browser, open_browser
-from tests.support.viewer_runs import eventful_ledger, ledger_text, rollout_of, write_run
+from tests.support.viewer_runs import eventful_ledger, ledger_of_steps, ledger_text, rollout_of, write_run
 
 pytestmark = pytest.mark.skipif(
     BROWSER is None or DRIVER is None,
@@ -161,6 +161,15 @@ def test_the_page_follows_the_run_and_says_when_the_viewer_is_gone(browser: Brow
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "reward/mean": 1}\n')
         browser.wait_for("document.body.innerText.includes('3 of 4')")
+        browser.press("3")
+        browser.wait_for("document.body.innerText.includes('6 groups, the newest first')")
+        browser.press("j")
+        browser.run("window.before = document.activeElement")
+        events = [event for step in ledger_of_steps(3, 2, is_ended=False) for event in step]
+        (folder / "ledger.jsonl").write_bytes(ledger_text(events))
+        browser.wait_for("document.body.innerText.includes('8 groups, the newest first')")
+        browser.wait_for("document.activeElement !== window.before && document.activeElement.tagName === 'A'")
+        assert browser.run("return document.activeElement.textContent") == "5"
     finally:
         viewer.stop()
     browser.wait_for("document.getElementById('problem').textContent.includes('the viewer does not answer')")

@@ -27,7 +27,6 @@ function age(life) {
 
 export async function groups(root, state, go) {
   const given = state.parameters;
-  const answer = await ask("groups", { run: given.run, fate: given.fate, reason: given.reason, step: given.step, skip: given.skip, limit: PAGE });
   const skip = Number(given.skip ?? 0);
   const run = given.run ?? 0;
   const set = (name) => (event) => go({ ...given, [name]: event.target.value, skip: null });
@@ -41,6 +40,15 @@ export async function groups(root, state, go) {
     h("label", {}, "Fate", h("select", { onchange: set("fate") }, ["", ...Object.keys(FATE_MARKS)].map((word) =>
       h("option", { value: word, selected: word === (given.fate ?? "") }, word || "any")))),
     h("label", {}, "Trained in step", h("input", { type: "number", min: 0, value: given.step ?? "", onchange: set("step") })));
+  const content = h("div");
+  fill(root, bar, content);
+  const draw = async () => fill(content, groupPage(await ask("groups", {
+    run: given.run, fate: given.fate, reason: given.reason, step: given.step, skip, limit: PAGE }), given, run, skip));
+  await draw();
+  return draw;
+}
+
+function groupPage(answer, given, run, skip) {
   const rows = answer.groups.map((life) => {
     const begin = eventOf(life, ["started", "restored"]);
     return [
@@ -50,13 +58,13 @@ export async function groups(root, state, go) {
     ];
   });
   const names = ["group", "prompt", "lost before", "fate", "comes again", "step", "started after step", "versions made since", "started at about"];
-  fill(root, bar,
+  return [
     h("p", { class: "soft" }, `${number(answer.num_groups)} groups, the newest first`,
       rows.length > 0 && `; ${number(skip + 1)} to ${number(skip + rows.length)}. `,
       skip > 0 && link("groups", { ...given, skip: Math.max(0, skip - PAGE) }, "newer "), " ",
       skip + PAGE < answer.num_groups && link("groups", { ...given, skip: skip + PAGE }, "older")),
-    rows.length > 0 && table(names, rows));
-  return null;
+    rows.length > 0 && table(names, rows),
+  ];
 }
 
 // Places on the track: seconds where all events have them, else lines of the ledger.
@@ -112,5 +120,5 @@ export async function group(root, state) {
     answer.num_rollouts === 0
       ? h("p", { class: "soft" }, "None of its rollouts is in rollouts.jsonl: a run writes logging.rollouts_per_step of each step.")
       : rolloutTable(answer, run));
-  return null;
+  return ["sampling", "scoring", "waiting"].includes(newest?.fate) ? () => group(root, state) : null;
 }

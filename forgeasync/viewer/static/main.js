@@ -73,13 +73,21 @@ async function look() {
     const status = await ask("runs");
     const now = news(status);
     if (problem.hidden === false) await show();
-    else if (now !== seen && refresh) await refresh(status);
+    else if (now !== seen && refresh) await keepingFocus(() => refresh(status));
     seen = now;
   } catch (error) {
     say(error);
   } finally {
     isBusy = false;
   }
+}
+
+// What is drawn anew keeps the focus on the link that had it.
+async function keepingFocus(draw) {
+  const href = document.activeElement.getAttribute("href");
+  await draw();
+  if (href === null || document.activeElement !== document.body) return;
+  [...main.querySelectorAll("a")].find((one) => one.getAttribute("href") === href)?.focus();
 }
 
 function move(way) {
