@@ -3,11 +3,12 @@
     python -m apps.view RUN [RUN ...] [--port N]
     python -m apps.view RUN [RUN ...] --status [--json]
     python -m apps.view RUN --perfetto FILE
+    python -m apps.view --demo
 
 RUN is the folder of a run that goes on, has ended or was killed. Serves a page at http://127.0.0.1:8420/ to
 browsers of this machine, from the folders alone and without writing anything (docs/viewer.md). ``--status``
 prints how the runs are doing instead, with ``--json`` one JSON object a run and line. ``--perfetto`` writes a
-file for ui.perfetto.dev or chrome://tracing.
+file for ui.perfetto.dev or chrome://tracing. ``--demo`` adds a small recorded run.
 
 Exit code: 0; 1 if the file cannot be written; 2 with the reason if a folder is none of a run or the port is
 taken.
@@ -22,7 +23,7 @@ import msgspec
 
 from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED
 from forgeasync.viewer.perfetto import write_trace
-from forgeasync.viewer.run_reader import NoRun, RunReader
+from forgeasync.viewer.run_reader import DEMO_RUN, NoRun, RunReader
 from forgeasync.viewer.server import PortTaken, serve_until_stopped
 from forgeasync.viewer.status import status_lines, status_of
 
@@ -32,19 +33,23 @@ DEFAULT_PORT = 8420
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m apps.view", description="Shows runs in a browser.")
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folder of a run")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folder of a run")
+    parser.add_argument("--demo", action="store_true", help="a recorded run")
     parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 takes any that is free")
     parser.add_argument("--status", action="store_true", help="print how the runs are doing, and end")
     parser.add_argument("--json", action="store_true", help="with --status: one JSON object a run and line")
     parser.add_argument("--perfetto", metavar="FILE", type=Path, help="write a Chrome trace, and end")
     arguments = parser.parse_args(given)
+    folders = [*arguments.runs, *([DEMO_RUN] if arguments.demo else [])]
+    if not folders:
+        parser.error("name the folder of a RUN, or take --demo")
     if arguments.json and not arguments.status:
         parser.error("--json goes with --status")
-    if arguments.perfetto is not None and (len(arguments.runs) > 1 or arguments.status):
+    if arguments.perfetto is not None and (len(folders) > 1 or arguments.status):
         parser.error("--perfetto takes one RUN, and no --status")
     is_page = not arguments.status and arguments.perfetto is None
     try:
-        runs = [RunReader(path, with_rollouts=is_page) for path in arguments.runs]
+        runs = [RunReader(path, with_rollouts=is_page) for path in folders]
         if is_page:
             serve_until_stopped(runs, arguments.port, lambda address: print(address, flush=True))
             return 0

@@ -15,6 +15,9 @@ from forgeasync.viewer.metric_table import MetricTable
 from forgeasync.viewer.rollout_index import RolloutIndex
 from forgeasync.viewer.settings import ConfigUnreadable, read_settings
 
+DEMO_RUN = Path(__file__).parent / "demo"
+"""A small recorded run; its generator was killed on the way."""
+
 MAX_SHOWN_KEYS = 5
 
 _LAST_LOG_BYTES = 4096

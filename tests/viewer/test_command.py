@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from apps.view import main
+from forgeasync.viewer.run_reader import DEMO_RUN
 from tests.support.viewer_runs import write_run
 
 
@@ -74,6 +75,14 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         port = other.getsockname()[1]
         assert main([str(write_run(tmp_path / "a", num_steps=1)), "--port", str(port)]) == 2
     assert f"refused: --port = {port}: is taken" in capsys.readouterr().err
+
+
+def test_the_recorded_run_can_be_read_by_this_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--demo", "--status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["problems"], found["num_faults"]) == (16, [], 1)
+    assert found["groups"]["trained"] == 64
+    assert sum(file.stat().st_size for file in DEMO_RUN.iterdir()) < 200_000
 
 
 def test_it_serves_until_it_is_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
