@@ -28,7 +28,7 @@ PAGES = (
 
 ENTER, ESCAPE = "\ue007", "\ue00c"
 
-IS_SHOWN = "document.querySelector('#main > div')?.childElementCount > 0"
+IS_SHOWN = "document.getElementById('main')?.getAttribute('aria-busy') === 'false'"
 
 
 class Served:
@@ -122,6 +122,15 @@ def test_curves_are_drawn_with_their_meanings(browser: Browser, served: Served) 
         ".map((path) => path.getAttribute('stroke-dasharray'))"
     )
     assert len(set(dashes)) == 2
+
+
+def test_the_versions_of_a_rollout_are_said_in_words(browser: Browser, served: Served) -> None:
+    visit(browser, served.address, "rollout?run=0&number=39")
+    # Of step 10, which trained version 9.
+    assert (
+        "one swap of weights while it was sampled. version 8: 3 tokens, age 1; version 9: 1 token, age 0"
+        in (browser.text())
+    )
 
 
 def test_everything_can_be_done_with_keys(browser: Browser, served: Served) -> None:

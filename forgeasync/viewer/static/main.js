@@ -45,6 +45,7 @@ async function show() {
   const hash = location.hash;
   const { page, parameters } = where();
   drawNav(page);
+  main.setAttribute("aria-busy", "true");
   try {
     const status = await ask("runs");
     const state = { page, parameters, status };
@@ -60,6 +61,8 @@ async function show() {
     document.title = `${page} · forgeasync runs`;
   } catch (error) {
     if (location.hash === hash) say(error);
+  } finally {
+    if (location.hash === hash) main.setAttribute("aria-busy", "false");
   }
 }
 

@@ -44,15 +44,16 @@ export async function rollouts(root, state, go) {
 // The response's tokens by the version that sampled them, in order; a change is a swap of weights on the way.
 function versionStrip(spans, trainedVersion) {
   if (!Array.isArray(spans) || !spans.length) return null;
-  const parts = spans.map(([version, start, end]) => {
-    const aged = trainedVersion === null ? "" : `, age ${trainedVersion - version}`;
-    const part = h("div", { title: `tokens ${start} to ${end - 1}` }, `version ${version}: ${end - start} tokens${aged}`);
-    part.style.flexGrow = end - start;
+  const words = ([version, start, end]) =>
+    `version ${version}: ${end - start} token${end - start > 1 ? "s" : ""}, age ${trainedVersion - version}`;
+  const parts = spans.map((span) => {
+    const part = h("div", { title: words(span) }, `version ${span[0]}`);
+    part.style.flexGrow = span[2] - span[1];
     return part;
   });
   const swaps = spans.length - 1;
   return [h("h3", {}, "Tokens by version"), h("div", { class: "spans" }, parts),
-    h("p", { class: "small soft" }, `${swaps === 0 ? "no swap" : swaps === 1 ? "one swap" : `${swaps} swaps`} of weights while it was sampled`)];
+    h("p", { class: "small soft" }, `${swaps === 0 ? "no swap" : swaps === 1 ? "one swap" : `${swaps} swaps`} of weights while it was sampled. ${spans.map(words).join("; ")}`)];
 }
 
 function responseText(record) {
