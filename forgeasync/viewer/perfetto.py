@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from forgeasync.faults.fault_log import Role
 from forgeasync.viewer.definitions import HEADLINES
 from forgeasync.viewer.group_lives import Fate, GroupLife
 from forgeasync.viewer.metric_table import ELAPSED_S, STEP
@@ -25,7 +26,6 @@ _STEPS, _VERSIONS, _EVALUATIONS = 1, 2, 3
 STEP_S = "time/step_s"
 POLICY_VERSION = "policy_version"
 ACCURACY = "eval/accuracy"
-DETECTED = "faults/detected_"
 
 Event = dict[str, object]
 
@@ -156,10 +156,9 @@ def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, obj
 def _faults(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
     """Each fault at the end of the first step whose metrics count it: its own time is the wall clock's."""
     counts: dict[int, float] = dict.fromkeys(times, 0.0)
-    for key in run.metrics.keys:
-        if key.startswith(DETECTED):
-            for step, value in _by_step(run, key).items():
-                counts[step] = counts.get(step, 0.0) + value
+    for role in Role:
+        for step, value in _by_step(run, f"faults/detected_{role}").items():
+            counts[step] = counts.get(step, 0.0) + value
     steps = sorted(set(counts) & set(times))
     counts_N = np.array([counts[step] for step in steps])
     for place, fault in enumerate(run.faults.faults):
