@@ -4,6 +4,8 @@ import asyncio
 import json
 import queue
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +47,10 @@ class Served:
         self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
         await serve([RunReader(one) for one in self._folders], 0, self._told.put, is_over=self._is_over)
 
+    def runs(self) -> list[dict]:
+        with urllib.request.urlopen(f"{self.address}api/runs", timeout=30.0) as answer:
+            return json.load(answer)["runs"]
+
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join()
@@ -74,6 +80,8 @@ def folders(tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def served(folders: list[Path]) -> Iterator[Served]:
     viewer = Served(folders)
+    while any(file["unread"] for run in viewer.runs() for file in run["progress"]):
+        time.sleep(0.02)
     yield viewer
     viewer.stop()
 
