@@ -1,0 +1,90 @@
+"""Shows runs in a browser: curves, the life of every group, rollouts, faults, configs.
+
+    python -m apps.view RUN [RUN ...] [--port N]
+    python -m apps.view RUN [RUN ...] --status [--json]
+    python -m apps.view RUN --perfetto FILE
+    python -m apps.view --demo
+
+RUN is the folder of a run that goes on, has ended or was killed. Serves a page at http://127.0.0.1:8420/ to
+browsers of this machine, from the folders alone and without writing anything (docs/viewer.md). ``--status``
+prints how the runs are doing instead, with ``--json`` one JSON object a run and line. ``--perfetto`` writes a
+file for ui.perfetto.dev or chrome://tracing. ``--demo`` adds a small recorded run.
+
+Exit code: 0; 1 if the file cannot be written; 2 with the reason if a folder is none of a run or the port is
+taken.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from forgeasync.schema.problems import EXIT_FAILED, EXIT_REFUSED
+from forgeasync.viewer.perfetto import write_trace
+from forgeasync.viewer.run_reader import DEMO_RUN, NoRun, RunReader
+from forgeasync.viewer.server import PortTaken, serve_until_stopped
+from forgeasync.viewer.status import status_lines, status_of
+
+DEFAULT_PORT = 8420
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m apps.view", description="Shows runs in a browser.")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folder of a run")
+    parser.add_argument("--demo", action="store_true", help="a recorded run")
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 takes any that is free")
+    parser.add_argument("--status", action="store_true", help="print how the runs are doing, and end")
+    parser.add_argument("--json", action="store_true", help="with --status: one JSON object a run and line")
+    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="write a Chrome trace, and end")
+    arguments = parser.parse_args(given)
+    folders = [*arguments.runs, *([DEMO_RUN] if arguments.demo else [])]
+    if not folders:
+        parser.error("name the folder of a RUN, or take --demo")
+    if arguments.json and not arguments.status:
+        parser.error("--json goes with --status")
+    if arguments.perfetto is not None and (len(folders) > 1 or arguments.status):
+        parser.error("--perfetto takes one RUN, and no --status")
+    is_page = not arguments.status and arguments.perfetto is None
+    try:
+        runs = [RunReader(path, with_rollouts=is_page) for path in folders]
+        if is_page:
+            serve_until_stopped(runs, arguments.port, lambda address: print(address, flush=True))
+            return 0
+    except (NoRun, PortTaken) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    for run in runs:
+        run.read_all()
+    if arguments.perfetto is not None:
+        return _write_trace(runs[0], arguments.perfetto)
+    # A terminal may know less than UTF-8, and names have everything.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    for run in runs:
+        status = status_of(run)
+        print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(status_lines(status)))
+    return 0
+
+
+def _write_trace(run: RunReader, file: Path) -> int:
+    try:
+        num_events = write_trace(run, file)
+    except OSError as error:
+        print(f"{file} cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"{file}: {num_events} events")
+    for problem in run.problems:
+        print(f"note: {problem}", file=sys.stderr)
+    return 0
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; must be a whole number from 0 to 65535")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

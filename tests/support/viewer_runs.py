@@ -1,0 +1,156 @@
+"""Folders of runs for the viewer, as a run writes them: of any length, and without running anything."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from forgeasync.buffer.decisions import DropReason
+from forgeasync.buffer.events import Dropped, Sampled, Scored, Started, Submitted, Trained, Update
+from forgeasync.ledger.lines import (
+    FORMAT,
+    START,
+    AnyEvent,
+    Checkpointed,
+    Ended,
+    LedgerPosition,
+    Opened,
+    Resumed,
+    encode_lines,
+)
+from forgeasync.observability.metric_definitions import METRICS
+
+STEP_S = 2.0
+"""Seconds of every step."""
+
+KEYS = tuple(metric.key for metric in METRICS if not metric.is_pattern)
+
+
+def write_run(
+    folder: Path,
+    *,
+    num_steps: int,
+    groups_per_step: int = 2,
+    group_size: int = 2,
+    seed: int = 0,
+    is_ended: bool = True,
+    text: str = "#4",
+) -> Path:
+    """Write a run without faults that has ended, or one whose last groups are still under way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    max_steps = num_steps if is_ended else 2 * num_steps
+    (folder / "config.yaml").write_text(
+        f"name: made\nseed: {seed}\nmax_steps: {max_steps}\nrun_dir: {folder}\nmodel:\n  path: models/x\n"
+    )
+    with (folder / "ledger.jsonl").open("wb") as file:
+        after = START
+        for events in ledger_of_steps(num_steps, groups_per_step, is_ended=is_ended):
+            lines, after = encode_lines(events, after)
+            file.write(lines)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, num_steps + 1):
+            file.write(json.dumps(metrics_of(step, seed)) + "\n")
+    with (folder / "rollouts.jsonl").open("w") as file:
+        for step in range(1, num_steps + 1):
+            for place in range(groups_per_step * group_size):
+                group = (step - 1) * groups_per_step + place // group_size
+                file.write(json.dumps(rollout_of(step, group, place % group_size, text)) + "\n")
+    return folder
+
+
+def metrics_of(step: int, seed: int = 0) -> dict[str, float | None]:
+    """A step's line with every metric that has a name of its own."""
+    values: dict[str, float | None] = {key: 1.0 / (step + seed + 1) for key in KEYS}
+    return values | {"step": step, "policy_version": step, "time/elapsed_s": STEP_S * step, "loss": None}
+
+
+def rollout_of(step: int, group: int, episode: int, text: str) -> dict[str, object]:
+    """A rollout's line, with its keys in the order in which a run writes them."""
+    return {
+        "step": step,
+        "group_id": group,
+        "episode": episode,
+        "agent": 0,
+        "task_id": f"sums/{group}",
+        "prompt": "2 + 2 =",
+        "response": text,
+        "answer": "4",
+        "reward": 1.0,
+        "version_spans": [[max(0, step - 2), 0, 3], [step - 1, 3, 4]],
+        "prompt_tokens": 5,
+        "response_tokens": 4,
+        "finish_reason": "stop",
+        "is_correct": True,
+        "steps": [],
+    }
+
+
+def ledger_of_steps(num_steps: int, groups_per_step: int, *, is_ended: bool) -> Iterator[list[AnyEvent]]:
+    """The events of each step; a group's prompt has its number. Groups start a step before they train."""
+    yield [opened(groups_per_step), *_begun(0, groups_per_step)]
+    for step in range(1, num_steps + 1):
+        own = range((step - 1) * groups_per_step, step * groups_per_step)
+        finished: list[AnyEvent] = [event for one in own for event in finished_group(one)]
+        has_next = step < num_steps or not is_ended
+        yield [*finished, *(_begun(step, groups_per_step) if has_next else []), trained(step, own)]
+    if is_ended:
+        yield [Ended(unfinished=())]
+
+
+def _begun(step: int, groups_per_step: int) -> list[AnyEvent]:
+    own = range(step * groups_per_step, (step + 1) * groups_per_step)
+    return [event for one in own for event in begun_group(one)]
+
+
+def opened(groups_per_step: int) -> Opened:
+    """The first line of a new run."""
+    return Opened(format=FORMAT, run="made", seed=0, groups_per_step=groups_per_step)
+
+
+def begun_group(number: int) -> list[AnyEvent]:
+    """A prompt that is submitted and started, as the group of its number."""
+    submitted = Submitted(prompt=number, source="sums", task_id=f"sums/{number}")
+    return [submitted, Started(prompt=number, attempt=0, group=number)]
+
+
+def finished_group(number: int) -> list[AnyEvent]:
+    """The rest of a group's way to the trainer."""
+    return [Sampled(prompt=number, group=number), Scored(prompt=number, group=number)]
+
+
+def trained(step: int, numbers: range) -> Trained:
+    """A batch of the groups of some prompts."""
+    return Trained(step=step, prompts=tuple(numbers), groups=tuple(numbers), update=Update.MADE)
+
+
+def eventful_ledger() -> list[AnyEvent]:
+    """One group a step. 0 is trained; 1 is lost and comes again as 2, which is trained; then the run dies and
+    is resumed from the checkpoint after step 1: 2 and 3 are undone, and come again under their numbers."""
+    return [
+        opened(1),
+        *begun_group(0),
+        *finished_group(0),
+        Submitted(prompt=1, source="sums", task_id="sums/1"),
+        Started(prompt=1, attempt=0, group=1),
+        trained(1, range(0, 1)),
+        Dropped(prompt=1, group=1, reason=DropReason.LOST, again=True),
+        Checkpointed(step=1),  # line 10
+        Started(prompt=1, attempt=1, group=2),
+        Sampled(prompt=1, group=2),
+        Scored(prompt=1, group=2),
+        Submitted(prompt=2, source="sums", task_id="sums/2"),
+        Started(prompt=2, attempt=0, group=3),
+        Trained(step=2, prompts=(1,), groups=(2,), update=Update.MADE),
+        Resumed(step=1, line=10, groups_per_step=1, batches=((1,),)),  # line 17
+        Started(prompt=1, attempt=1, group=2),
+        Submitted(prompt=2, source="sums", task_id="sums/2"),
+        Started(prompt=2, attempt=0, group=3),
+        Sampled(prompt=1, group=2),
+        Scored(prompt=1, group=2),
+        Trained(step=2, prompts=(1,), groups=(2,), update=Update.SKIPPED),
+        Sampled(prompt=2, group=3),
+    ]
+
+
+def ledger_text(events: list[AnyEvent], after: LedgerPosition = START) -> bytes:
+    """The lines of a ledger."""
+    return encode_lines(events, after)[0]
