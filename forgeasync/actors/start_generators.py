@@ -109,9 +109,15 @@ async def while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
 
 
 async def connect_weights(
-    procs: Procs, config: RunConfig, trainer: TrainerMesh, generators: GeneratorRouter
+    procs: Procs,
+    config: RunConfig,
+    trainer: TrainerMesh,
+    generators: GeneratorRouter,
+    teachers: Sequence[GeneratorRouter] = (),
 ) -> list[str]:
     """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
+
+    So do the engines of ``teachers``, those that move; each of these has a receive buffer of its own.
 
     Returns in words how engines take versions.
 
@@ -123,7 +129,9 @@ async def connect_weights(
     generator_hosts = procs.hosts.of_procs(HostRole.GENERATORS, config.generator.num_engines)
     choice = config.weights.transport
     transport = build_transport(choice)
-    require_reach(transport, choice, (host.id for host in (*trainer_hosts, *generator_hosts)))
+    teacher_hosts = [host for one in teachers for host in one.pool.hosts]
+    readers = (*generator_hosts, *teacher_hosts)
+    require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
     await transport.start(procs.spawn_here)
     # Adapters are small, and merged in float32.
     dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
@@ -138,9 +146,15 @@ async def connect_weights(
     sources = await trainer.open_staging(
         folders[: trainer.num_procs],
         choice,
-        generator_hosts=frozenset(host.id for host in generator_hosts),
+        generator_hosts=frozenset(host.id for host in readers),
     )
-    return await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
+    routes = dict.fromkeys(await generators.connect_weights(layout, sources, folders[trainer.num_procs :]))
+    for one in teachers:
+        # Generators of the same host have a receive buffer too, in a folder of their own.
+        (folder,) = await make_folders(one.pool.hosts, [receive_buffer])
+        in_ranks = [folder] * len(one.pool.replicas)
+        routes |= dict.fromkeys(await one.connect_weights(layout, sources, in_ranks))
+    return list(routes)
 
 
 async def make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:

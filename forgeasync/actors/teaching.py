@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.moving_teacher import MovingTeacher
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
 from forgeasync.actors.taught_groups import TaughtGroups, Untaught
 from forgeasync.actors.teacher import TeacherActor
@@ -132,6 +133,8 @@ class Teaching:
 
     by_source: Mapping[str, Teacher] = field(default_factory=dict)
     """The teacher of each source of data."""
+    moving: tuple[MovingTeacher, ...] = ()
+    """Those that take published versions."""
     score_limit_s: float = 60.0
     """``timeouts.score_s``: time for one attempt at a group."""
     _num_retried: int = 0
@@ -206,6 +209,8 @@ class Teaching:
             "teacher/num_failed": self._num_failed,
             "teacher/num_tokens": self._num_tokens,
             "teacher/busy_s": self._busy_s,
+            "teacher/num_updates": sum(one.num_updates for one in self.moving),
+            "teacher/num_rescored": sum(one.num_rescored for one in self.moving),
         }
 
 

@@ -120,7 +120,8 @@ async def start_roles(
     teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
-    for words in await connect_weights(fleet, config, trainer.result(), generators.result()):
+    moving = [one.router for one in teaching.moving]
+    for words in await connect_weights(fleet, config, trainer.result(), generators.result(), moving):
         console.message(words)
     groups = await connect_groups(
         config, prepared.prompts, environment.result(), generators.result(), scorer.result()
@@ -132,6 +133,7 @@ async def start_roles(
         config.timeouts,
         trainer=trainer.result(),
         generators=generators.result(),
+        teachers=moving,
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )

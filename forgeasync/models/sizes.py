@@ -87,7 +87,7 @@ def teacher_bytes_per_token(config: RunConfig) -> int:
     """Return the bytes of a payload that hold what a teacher says of one response token; 0 without one."""
     if not config.algorithm.needs_teacher:
         return 0
-    return 4 + config.algorithm.num_teacher_ids * (4 + 4)
+    return 4 + 4 + config.algorithm.num_teacher_ids * (4 + 4)
 
 
 def sampled_mark_bytes_per_token(config: RunConfig) -> int:

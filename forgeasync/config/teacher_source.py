@@ -1,0 +1,61 @@
+"""The setting ``teachers.NAME.source``: which of the policy's published versions a teacher takes."""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
+from forgeasync.schema.section import MAX_COUNT, Section
+
+
+class FixedSource(StrEnum):
+    """Sources without a number."""
+
+    FROZEN = "frozen"
+    """The weights of the teacher's folder, or of its server, to the end of the run."""
+    LIVE = "live"
+    """The policy's weights: every version that is published, as generators take them."""
+
+    def is_due(self, version: int, *, newest: int) -> bool:
+        """Whether a version is to be taken; ``newest`` is the last one that was."""
+        return self is FixedSource.LIVE and version > newest
+
+
+class EveryVersions(Section):
+    """The policy's weights, taken at every so many versions."""
+
+    every: int = Field(gt=0, le=MAX_COUNT)
+    """Versions that this number divides are taken. Where the exchange skipped such a version, or has it no
+    more, the next version that there is takes its place."""
+
+    def is_due(self, version: int, *, newest: int) -> bool:
+        """Whether a version is to be taken; ``newest`` is the last one that was.
+
+        It is the first one at or beyond a multiple of ``every``.
+        """
+        return version // self.every > newest // self.every
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, dict | EveryVersions):
+        return "every"
+    if value in tuple(FixedSource):
+        return "fixed"
+    raise PydanticCustomError("literal_error", "expected frozen, live or {{every: N}}")
+
+
+TeacherSource = Annotated[
+    Annotated[FixedSource, Tag("fixed")] | Annotated[EveryVersions, Tag("every")], Discriminator(_form)
+]
+"""``frozen``, ``live`` or ``{every: N}``."""
+
+
+def weights_of_teacher(weights: WeightsSection) -> WeightsSection:
+    """How versions get into a teacher's engines, where ``weights`` says it of the generators' engines.
+
+    No score mixes two versions: what runs at a swap is computed again, from its first token.
+    """
+    changes = {"interruption": Interruption.IN_FLIGHT, "kv_cache": KvAfterSwap.RECOMPUTE}
+    return weights.model_copy(update=changes)
