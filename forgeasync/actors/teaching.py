@@ -204,7 +204,7 @@ class Teaching:
         if not self.by_source:
             return {}
         return {
-            "teacher/version": min(one.model.version for one in self.by_source.values()),
+            "teacher/served_version": min(one.model.version for one in self.by_source.values()),
             "teacher/num_retried": self._num_retried,
             "teacher/num_failed": self._num_failed,
             "teacher/num_tokens": self._num_tokens,

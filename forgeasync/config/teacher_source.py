@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
@@ -38,16 +38,16 @@ class EveryVersions(Section):
         return version // self.every > newest // self.every
 
 
-def _form(value: Any) -> str:
-    if isinstance(value, dict | EveryVersions):
-        return "every"
-    if value in tuple(FixedSource):
-        return "fixed"
-    raise PydanticCustomError("literal_error", "expected frozen, live or {{every: N}}")
+def _is_known(value: Any) -> Any:
+    if isinstance(value, dict | EveryVersions) or value in tuple(FixedSource):
+        return value
+    raise PydanticCustomError("literal_error", "expected frozen, live or {form}", {"form": "{every: N}"})
 
 
 TeacherSource = Annotated[
-    Annotated[FixedSource, Tag("fixed")] | Annotated[EveryVersions, Tag("every")], Discriminator(_form)
+    Annotated[FixedSource, Tag("fixed")] | Annotated[EveryVersions, Tag("every")],
+    Discriminator(lambda value: "every" if isinstance(value, dict | EveryVersions) else "fixed"),
+    BeforeValidator(_is_known),
 ]
 """``frozen``, ``live`` or ``{every: N}``."""
 
