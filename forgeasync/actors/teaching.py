@@ -133,10 +133,10 @@ class Teaching:
 
     by_source: Mapping[str, Teacher] = field(default_factory=dict)
     """The teacher of each source of data."""
-    moving: tuple[MovingTeacher, ...] = ()
-    """Those that take published versions."""
     score_limit_s: float = 60.0
     """``timeouts.score_s``: time for one attempt at a group."""
+    moving: tuple[MovingTeacher, ...] = ()
+    """Those that take published versions."""
     _num_retried: int = 0
     _num_failed: int = 0
     _num_tokens: int = 0
