@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from forgeasync.actors.host_updates import SwappedReplica
 from forgeasync.actors.router import GeneratorRouter
-from forgeasync.config.teacher_source import TeacherSource
+from forgeasync.config.teacher_source import AveragedPolicy, TeacherSource
+from forgeasync.weights.layout import WeightSet
 
 ITS_HOST = 0
 """All engines of a teacher are on the controller's machine."""
@@ -21,6 +22,11 @@ class MovingTeacher:
     """Versions that an engine has swapped in, added up over engines."""
     num_rescored: int = 0
     """Scores that a swap has cut, and that were computed anew under the new weights."""
+
+    @property
+    def weights(self) -> WeightSet:
+        """Which weights of a version it takes."""
+        return WeightSet.AVERAGE if isinstance(self.source, AveragedPolicy) else WeightSet.POLICY
 
     @property
     def wanted(self) -> int:

@@ -6,6 +6,7 @@ from forgeasync.algorithms.objectives import NoObjective
 from forgeasync.config.data import named_sources
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.run import RunConfig
+from forgeasync.config.teacher_source import AveragedPolicy
 from forgeasync.schema.problems import Problem
 
 
@@ -31,6 +32,10 @@ def check_teachers(config: RunConfig) -> Iterator[Problem]:
             yield Problem(field=f"teachers.{name}.prompt", value=teacher.prompt, remedy=remedy)
         if teacher.moves:
             yield from _check_moving(config, name)
+    alphas = {one.source.ema for one in teachers.values() if isinstance(one.source, AveragedPolicy)}
+    if len(alphas) > 1:
+        remedy = "must be the same for every teacher with ema: the trainer keeps one average"
+        yield Problem(field="teachers", value=sorted(alphas), remedy=remedy)
     yield from _check_sources(config)
 
 

@@ -38,18 +38,40 @@ class EveryVersions(Section):
         return version // self.every > newest // self.every
 
 
+class AveragedPolicy(Section):
+    """An average of the policy's weights, which the trainer keeps and publishes with every version."""
+
+    ema: float = Field(gt=0.0, lt=1.0)
+    """Share of itself that the average keeps at a step: ema * average + (1 - ema) * weights."""
+
+    def is_due(self, version: int, *, newest: int) -> bool:
+        """Whether a version is to be taken; ``newest`` is the last one that was."""
+        return version > newest
+
+
+FORMS = "frozen, live, {every: N} or {ema: ALPHA}"
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, AveragedPolicy) or (isinstance(value, dict) and "ema" in value):
+        return "ema"
+    return "every" if isinstance(value, dict | EveryVersions) else "fixed"
+
+
 def _is_known(value: Any) -> Any:
-    if isinstance(value, dict | EveryVersions) or value in tuple(FixedSource):
+    if isinstance(value, dict | Section) or value in tuple(FixedSource):
         return value
-    raise PydanticCustomError("literal_error", "expected frozen, live or {form}", {"form": "{every: N}"})
+    raise PydanticCustomError("literal_error", "expected {forms}", {"forms": FORMS})
 
 
 TeacherSource = Annotated[
-    Annotated[FixedSource, Tag("fixed")] | Annotated[EveryVersions, Tag("every")],
-    Discriminator(lambda value: "every" if isinstance(value, dict | EveryVersions) else "fixed"),
+    Annotated[FixedSource, Tag("fixed")]
+    | Annotated[EveryVersions, Tag("every")]
+    | Annotated[AveragedPolicy, Tag("ema")],
+    Discriminator(_form),
     BeforeValidator(_is_known),
 ]
-"""``frozen``, ``live`` or ``{every: N}``."""
+"""One of ``FORMS``."""
 
 
 def weights_of_teacher(weights: WeightsSection) -> WeightsSection:

@@ -1,12 +1,13 @@
 """The ``teachers`` section: models that say how likely they find what the policy has sampled."""
 
+from collections.abc import Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.generator import GeneratorSection
-from forgeasync.config.teacher_source import FixedSource, TeacherSource
+from forgeasync.config.teacher_source import AveragedPolicy, FixedSource, TeacherSource
 from forgeasync.schema.section import Count, Seconds, Section
 
 
@@ -40,7 +41,8 @@ class TeacherSection(Section):
     """A server that has the teacher, in place of engines of the run's own."""
     source: TeacherSource = FixedSource.FROZEN
     """Which weights it has (``sources`` says whose rollouts it sees): ``frozen`` keeps those it began with;
-    ``live`` takes every version of the policy that is published; ``{every: N}`` those that N divides."""
+    ``live`` takes every version of the policy that is published; ``{every: N}`` those that N divides;
+    ``{ema: ALPHA}`` the average that the trainer keeps of the policy's weights."""
     sources: tuple[str, ...] = ()
     """Names of the data sources whose rollouts it sees; empty: all. Every source has exactly one teacher."""
     prompt: str | None = None
@@ -75,3 +77,9 @@ class TeacherSection(Section):
         if (self.model_path is None) == (self.endpoint is None):
             raise PydanticCustomError("teacher", "must have either model_path or endpoint")
         return self
+
+
+def average_alpha(teachers: Mapping[str, TeacherSection]) -> float | None:
+    """What the trainer averages with; None: no teacher follows an average. Rules let there be one."""
+    sources = (teacher.source for teacher in teachers.values())
+    return next((source.ema for source in sources if isinstance(source, AveragedPolicy)), None)

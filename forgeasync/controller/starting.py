@@ -24,6 +24,7 @@ from forgeasync.actors.teaching import Teaching
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.buffer import AgeOf
 from forgeasync.config.run import RunConfig, is_served
+from forgeasync.config.teachers import average_alpha
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
 from forgeasync.faults.fault_log import FaultLog
@@ -120,7 +121,7 @@ async def start_roles(
     teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
     console.phase("connecting the trainer's weights to the generators")
     await trainer.result().connect(generators.result())
-    moving = [one.router for one in teaching.moving]
+    moving = teaching.moving
     for words in await connect_weights(fleet, config, trainer.result(), generators.result(), moving):
         console.message(words)
     groups = await connect_groups(
@@ -133,7 +134,7 @@ async def start_roles(
         config.timeouts,
         trainer=trainer.result(),
         generators=generators.result(),
-        teachers=moving,
+        teachers=[one.router for one in moving],
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )
@@ -190,6 +191,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         seed=config.seed,
         checkpoint=prepared.model_path,
         lora=config.lora,
+        average_alpha=average_alpha(config.teachers),
     )
 
 

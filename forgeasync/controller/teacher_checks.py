@@ -8,8 +8,7 @@ from tokenizers import Tokenizer
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
-from forgeasync.config.teacher_source import FixedSource
-from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
+from forgeasync.config.teachers import TeacherEndpoint
 from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
@@ -36,7 +35,7 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
         if section.moves and teacher != facts:
             remedy = (
                 f"is a model of another shape than model.path = {config.model.path!r}; must be of the same: "
-                f"with source {_written(section)} it takes the policy's weights. null is the policy itself"
+                "with this source it takes the policy's weights. null is the policy itself"
             )
             yield Problem(field=field, value=path, remedy=remedy)
             continue
@@ -142,12 +141,6 @@ async def _probe(
         if text is not None and text != own:
             return f"its token {token} is {text!r}, the policy's {own!r}; must have the policy's tokenizer"
     return None
-
-
-def _written(section: TeacherSection) -> str:
-    """A teacher's source as the config has it."""
-    source = section.source
-    return source.value if isinstance(source, FixedSource) else f"{{every: {source.every}}}"
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
