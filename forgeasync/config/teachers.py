@@ -80,6 +80,12 @@ class TeacherSection(Section):
 
 
 def average_alpha(teachers: Mapping[str, TeacherSection]) -> float | None:
-    """What the trainer averages with; None: no teacher follows an average. Rules let there be one."""
+    """What the trainer averages with; None: no teacher follows an average. Rules see to it that all of them
+    have the same."""
     sources = (teacher.source for teacher in teachers.values())
     return next((source.ema for source in sources if isinstance(source, AveragedPolicy)), None)
+
+
+def num_averages(teachers: Mapping[str, TeacherSection]) -> int:
+    """How many averages of what is trained the trainer keeps and publishes: 0 or 1."""
+    return int(average_alpha(teachers) is not None)

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from forgeasync.config.teacher_source import EveryVersions, FixedSource
+from forgeasync.config.teacher_source import FORMS, EveryVersions, FixedSource
 from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
 
 SERVER = TeacherEndpoint(base_url="http://localhost:1/v1", model="m")
 
 
-@pytest.mark.parametrize("written", ["frozen", "live", {"every": 7}])
+@pytest.mark.parametrize("written", ["frozen", "live", {"every": 7}, {"ema": 0.99}])
 def test_a_source_comes_back_as_it_was_written(written: object) -> None:
     section = TeacherSection.model_validate({"model_path": "x", "source": written})
     assert section.moves is (written != "frozen") and section.num_engines == 1
@@ -22,10 +22,12 @@ def test_a_source_comes_back_as_it_was_written(written: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_path": "x", "source": "thawed"}, "expected frozen, live or {every: N}"),
-        ({"model_path": "x", "source": 3}, "expected frozen, live or {every: N}"),
+        ({"model_path": "x", "source": "thawed"}, f"expected {FORMS}"),
+        ({"model_path": "x", "source": 3}, f"expected {FORMS}"),
         ({"model_path": "x", "source": {"every": 0}}, "greater than 0"),
         ({"model_path": "x", "source": {"each": 3}}, "source.every.every"),
+        ({"model_path": "x", "source": {"ema": 1.0}}, "less than 1"),
+        ({"model_path": "x", "source": {"ema": 0.9, "every": 2}}, "source.ema.every"),
         ({"endpoint": SERVER, "source": "live"}, "with an endpoint source must be frozen"),
         ({"source": "frozen"}, "must have either model_path or endpoint"),
     ],

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from forgeasync.actors.moving_teacher import MovingTeacher
-from forgeasync.config.teacher_source import EveryVersions, FixedSource, TeacherSource
+from forgeasync.config.teacher_source import AveragedPolicy, EveryVersions, FixedSource, TeacherSource
 from forgeasync.config.weights import WeightsSection
 from forgeasync.controller.serving import WeightServing
 from forgeasync.faults.replica_states import ReplicaState
@@ -90,6 +90,7 @@ def run(source: TeacherSource, body: Callable[[World], Awaitable[None]], num_eng
     ("source", "expected"),
     [
         (LIVE, [1, 2, 3, 4, 5, 6, 7]),
+        (AveragedPolicy(ema=0.9), [1, 2, 3, 4, 5, 6, 7]),
         (EveryVersions(every=1), [1, 2, 3, 4, 5, 6, 7]),
         (EveryVersions(every=3), [0, 0, 3, 3, 3, 6, 6]),
         (FixedSource.FROZEN, [0] * 7),
