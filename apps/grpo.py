@@ -130,6 +130,7 @@ class GrpoRun:
             generators=self.generators,
             buffer=self.buffer,
             recorder=recorder,
+            teachers=roles.teaching.moving,
         )
         self.evaluations = EvaluationSchedule(
             prepared, self.groups, recorder.console, until_served=self.serving.until_served
@@ -152,6 +153,7 @@ class GrpoRun:
     async def collect(self) -> None:
         """Start a group whenever the buffer lets one start and the payload store has room for it."""
         await self.serving.until_served(self.first_version)
+        await self.serving.until_taught_by(self.first_version)
         await self.submit(self.endings.num_first_prompts)
         await self.endings.restore()
         async with asyncio.TaskGroup() as groups:

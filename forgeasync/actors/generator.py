@@ -62,8 +62,8 @@ class GeneratorActor(Actor):
 
     def __init__(self, log_dir: Path, rank: int) -> None:
         """``rank`` is its place among the run's generators; another one may have had it before."""
-        self._rank = rank
-        redirect_process_output(log_dir / f"generator-{self._rank}.log")
+        self._rank, self._name = rank, f"generator-{rank}"
+        redirect_process_output(log_dir / f"{self._name}.log")
         self._engine: GeneratorEngine | None = None
         self._memory = MemoryWatch(with_descendants=True)
 
@@ -95,7 +95,7 @@ class GeneratorActor(Actor):
         self._host_id = host_id
         adapters = None
         if setup.lora is not None and can_serve(setup.lora):
-            folder = payload_folder / f"adapter-{self._rank}"
+            folder = payload_folder / f"adapter-of-{self._name}"
             # Of the generator that this one replaces.
             shutil.rmtree(folder, ignore_errors=True)
             adapters = AdapterSetup(lora=setup.lora, shapes=expected_shapes(setup.facts), folder=folder)

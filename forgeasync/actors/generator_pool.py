@@ -66,7 +66,7 @@ class GeneratorPool:
         self._hosts = list(hosts)
         self._faults = faults
         self._listing = listing
-        self._role, self._title = role, title
+        self._role, self.title = role, title
         self.table = Monitor(ReplicaTable())
         """States of the generators; loops wait for them."""
         self.connect: ConnectReplica | None = None
@@ -165,7 +165,7 @@ class GeneratorPool:
         self.table.change(lambda table: table.lose(replica.number, what))
         self._losses.count(replica)
         self._health.forget(replica)
-        self._listing.remove(self._title, replica.rank)
+        self._listing.remove(self.title, replica.rank)
         fault = self._faults.detected(self._role, replica.name, what)
         replica.gone.set()
         promoted = None
@@ -237,7 +237,7 @@ class GeneratorPool:
                 raise
             self._count_failed_start(rank, error)
             if self._failure is None:
-                logger.warning("%s %d cannot be started; trying again", self._title, rank, exc_info=error)
+                logger.warning("%s %d cannot be started; trying again", self.title, rank, exc_info=error)
                 self._in_background(self._starting, self._start_replica(rank, is_spare=is_spare))
             return
         self._replicas[number] = LiveReplica(
@@ -249,11 +249,11 @@ class GeneratorPool:
             stop=spawned.stop,
             in_flight=spawned.in_flight,
             role=self._role,
-            title=self._title,
+            title=self.title,
             give_up=self.lose,
             beat_since_s=time.monotonic(),
         )
-        self._listing.put(self._title, rank, pid=spawned.pid, host=spawned.host.id)
+        self._listing.put(self.title, rank, pid=spawned.pid, host=spawned.host.id)
         self.table.change(lambda table: table.ready(number))
         self.look_for_healed()
         self._tell_followers()
@@ -262,7 +262,7 @@ class GeneratorPool:
         self._num_failed_starts += 1
         if self._num_failed_starts >= self._section.max_restarts:
             self._failure = GeneratorsFail(
-                f"{self._title} {rank}: {self._num_failed_starts} engines in a row did not come to sample "
+                f"{self.title} {rank}: {self._num_failed_starts} engines in a row did not come to sample "
                 f"(generator.max_restarts = {self._section.max_restarts}); the last one: {error}"
             )
             self._failure.__cause__ = error
@@ -304,7 +304,7 @@ class GeneratorPool:
         self.table.change(lambda table: table.remove(number))
         self._losses.count(replica)
         self._health.forget(replica)
-        self._listing.remove(self._title, replica.rank)
+        self._listing.remove(self.title, replica.rank)
         replica.gone.set()
         self._tell_followers()
         await self._replace(replica, is_wanted=False, is_spare=False)

@@ -146,7 +146,7 @@ class HostUpdates:
 
         async def one_of_them(replica: LiveReplica, call: Callable[[], Awaitable[T]]) -> T | None:
             try:
-                async with deadline(limit_s, call=f"generator {replica.rank} {what}", key=key):
+                async with deadline(limit_s, call=f"{replica.title} {replica.rank} {what}", key=key):
                     return await replica.while_there(call)
             except ReplicaLost:
                 return None

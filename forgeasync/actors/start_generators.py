@@ -8,6 +8,7 @@ from typing import TypeVar
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.generator_setup import GeneratorSetup
+from forgeasync.actors.moving_teacher import MovingTeacher
 from forgeasync.actors.procs import GENERATOR, Procs
 from forgeasync.actors.replica import ReplicaLost, SpawnedReplica
 from forgeasync.actors.replica_health import LOOK_S
@@ -21,6 +22,7 @@ from forgeasync.launch.hosts import Host
 from forgeasync.launch.jobs import HostRole
 from forgeasync.rollouts.records import Records
 from forgeasync.waiting import deadline, forget
+from forgeasync.weights.layout import WeightSet
 from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.build import build_transport, require_reach
 
@@ -109,9 +111,15 @@ async def while_running(host: Host, pid: int, call: Awaitable[T]) -> T:
 
 
 async def connect_weights(
-    procs: Procs, config: RunConfig, trainer: TrainerMesh, generators: GeneratorRouter
+    procs: Procs,
+    config: RunConfig,
+    trainer: TrainerMesh,
+    generators: GeneratorRouter,
+    teachers: Sequence[MovingTeacher] = (),
 ) -> list[str]:
     """Allocate the trainer's staging buffers, and let every generator plan how it reads them.
+
+    So do the engines of ``teachers``, those that move; each of these has a receive buffer of its own.
 
     Returns in words how engines take versions.
 
@@ -123,13 +131,15 @@ async def connect_weights(
     generator_hosts = procs.hosts.of_procs(HostRole.GENERATORS, config.generator.num_engines)
     choice = config.weights.transport
     transport = build_transport(choice)
-    require_reach(transport, choice, (host.id for host in (*trainer_hosts, *generator_hosts)))
+    teacher_hosts = [host for one in teachers for host in one.router.pool.hosts]
+    readers = (*generator_hosts, *teacher_hosts)
+    require_reach(transport, choice, (host.id for host in (*trainer_hosts, *readers)))
     await transport.start(procs.spawn_here)
     # Adapters are small, and merged in float32.
     dtype = config.generator.dtype if config.lora is None else Dtype.FLOAT32
     layout = await trainer.lay_out_weights(dtype)
     staged = [NUM_SLOTS * rank.num_bytes for rank in layout.ranks]
-    receive_buffer = sum(rank.num_bytes for rank in layout.ranks)
+    receive_buffer = layout.of(WeightSet.POLICY).num_bytes
     # The generators of a host share one.
     received = [
         receive_buffer * (generators.pool.rank_on_host(rank) == 0) for rank in range(len(generator_hosts))
@@ -138,9 +148,18 @@ async def connect_weights(
     sources = await trainer.open_staging(
         folders[: trainer.num_procs],
         choice,
-        generator_hosts=frozenset(host.id for host in generator_hosts),
+        generator_hosts=frozenset(host.id for host in readers),
     )
-    return await generators.connect_weights(layout, sources, folders[trainer.num_procs :])
+    policy = layout.of(WeightSet.POLICY)
+    of_generators = folders[trainer.num_procs :]
+    routes = dict.fromkeys(await generators.connect_weights(policy, sources, of_generators))
+    for one in teachers:
+        # Generators of the same host have a receive buffer too, in a folder of their own.
+        (folder,) = await make_folders(one.router.pool.hosts, [layout.of(one.weights).num_bytes])
+        of_engines = [folder] * len(one.router.pool.replicas)
+        taken = await one.router.connect_weights(layout.of(one.weights), sources, of_engines)
+        routes |= dict.fromkeys(taken)
+    return list(routes)
 
 
 async def make_folders(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Path]:

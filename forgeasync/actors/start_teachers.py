@@ -7,8 +7,10 @@ import numpy as np
 
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.generator_setup import GeneratorSetup
+from forgeasync.actors.moving_teacher import MovingTeacher
 from forgeasync.actors.procs import TEACHER, Procs
 from forgeasync.actors.replica import SpawnedReplica
+from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.start_generators import while_running
 from forgeasync.actors.taught_groups import TaughtGroups
 from forgeasync.actors.teacher import TeacherActor
@@ -16,6 +18,7 @@ from forgeasync.actors.teaching import EndpointTeacher, PoolTeacher, Teacher, Te
 from forgeasync.config.data import named_sources
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.config.teacher_source import weights_of_teacher
 from forgeasync.faults.fault_log import Role
 from forgeasync.launch.hosts import Host
 from forgeasync.launch.jobs import HostRole
@@ -57,7 +60,18 @@ async def start_teachers(
             for name, section in config.teachers.items()
             for source in section.sources or known
         },
-        config.timeouts.score_s,
+        moving=tuple(_moving(config, one) for one in teachers.values() if one.section.moves),
+        score_limit_s=config.timeouts.score_s,
+    )
+
+
+def _moving(config: RunConfig, teacher: Teacher) -> MovingTeacher:
+    assert isinstance(teacher.model, PoolTeacher), "as the section has checked"
+    pool, engine = teacher.model.pool, teacher.section.engine
+    return MovingTeacher(
+        name=teacher.name,
+        source=teacher.section.source,
+        router=GeneratorRouter(pool, config.timeouts, max_lost_per_group=engine.max_lost_per_group),
     )
 
 
@@ -104,18 +118,19 @@ async def _start_pool(
 ) -> GeneratorPool:
     name = groups.teacher
     section = config.teachers[name]
-    assert section.model_path is not None
+    # Null is the policy itself.
+    model_path = section.model_path or config.model.path
     engine = section.engine.model_copy(update={"keep_in_flight": False})
     setup = GeneratorSetup(
-        model_path=model_folder(section.model_path).resolve(),
-        facts=read_model_facts(section.model_path),
+        model_path=model_folder(model_path).resolve(),
+        facts=read_model_facts(model_path),
         section=engine,
         # vLLM samples one token behind those that it is asked about.
         max_context_length=section.max_context_length or config.model.max_context_length + 1,
         seed=config.seed,
         records=Records(routing=False, kept_tokens=False, num_dense_layers=0),
-        weights=config.weights,
-        lora=None,
+        weights=weights_of_teacher(config.weights),
+        lora=config.lora if section.moves else None,
         payload_capacity_bytes=groups.capacity_bytes,
         num_scored_ids=groups.num_ids,
     )

@@ -1,5 +1,7 @@
 """The teacher actor: a generator that does not sample. It says how likely its model finds what others did.
 
+It takes versions of weights as generators do.
+
 Produces, for the collecting loop, groups whose payloads have the teacher's log-probabilities beside what the
 generator recorded: one new file in the same host's shared memory. Whoever asked frees the file of before.
 """
@@ -23,8 +25,8 @@ class TeacherActor(GeneratorActor):
 
     def __init__(self, log_dir: Path, rank: int, name: str) -> None:
         """``rank`` is its place among the engines of the teacher ``name``."""
-        self._rank = rank
-        redirect_process_output(log_dir / f"teacher-{name}-{rank}.log")
+        self._rank, self._name = rank, f"teacher-{name}-{rank}"
+        redirect_process_output(log_dir / f"{self._name}.log")
         self._engine = None
         self._memory = MemoryWatch(with_descendants=True)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from forgeasync.actors.generator_pool import GeneratorPool
+from forgeasync.actors.moving_teacher import MovingTeacher
 from forgeasync.actors.replica import LiveReplica, ReplicaLost
 from forgeasync.actors.taught_groups import TaughtGroups, Untaught
 from forgeasync.actors.teacher import TeacherActor
@@ -134,6 +135,8 @@ class Teaching:
     """The teacher of each source of data."""
     score_limit_s: float = 60.0
     """``timeouts.score_s``: time for one attempt at a group."""
+    moving: tuple[MovingTeacher, ...] = ()
+    """Those that take published versions."""
     _num_retried: int = 0
     _num_failed: int = 0
     _num_tokens: int = 0
@@ -201,11 +204,13 @@ class Teaching:
         if not self.by_source:
             return {}
         return {
-            "teacher/version": min(one.model.version for one in self.by_source.values()),
+            "teacher/served_version": min(one.model.version for one in self.by_source.values()),
             "teacher/num_retried": self._num_retried,
             "teacher/num_failed": self._num_failed,
             "teacher/num_tokens": self._num_tokens,
             "teacher/busy_s": self._busy_s,
+            "teacher/num_updates": sum(one.num_updates for one in self.moving),
+            "teacher/num_rescored": sum(one.num_rescored for one in self.moving),
         }
 
 

@@ -225,7 +225,8 @@ class TrainerActor(Actor):
         """Agree with the other ranks on who publishes what; what this one publishes."""
 
         def lay_out() -> WeightPublisher:
-            return WeightPublisher(self._trainer.named_weights(), TORCH_DTYPES[dtype], host_id=self._host_id)
+            weights = self._trainer.published_weights()
+            return WeightPublisher(weights, TORCH_DTYPES[dtype], host_id=self._host_id)
 
         self._publisher = await self._thread.call(lay_out)
         return self._publisher.layout
@@ -254,7 +255,7 @@ class TrainerActor(Actor):
             start_s = time.perf_counter()
             trainer = self._trainer
             trainer.require_finite_weights(f"publishing version {trainer.policy_version}")
-            publication = self._publisher.begin(slot, trainer.policy_version, trainer.named_weights())
+            publication = self._publisher.begin(slot, trainer.policy_version, trainer.published_weights())
             trainer.let_read(publication.until_copied)
             self._publications[slot] = publication
             return time.perf_counter() - start_s

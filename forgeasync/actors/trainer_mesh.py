@@ -19,7 +19,7 @@ from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.waiting import deadline
-from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
+from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout, WeightSet
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.staged_version import StagedWeights
 from forgeasync.weights.transports.transport import StagingSource
@@ -283,7 +283,8 @@ class TrainerMesh:
     def staged(self, manifest: Manifest) -> StagedWeights:
         """A version that was published, and how to reach it without the trainer's ranks."""
         assert self._layout is not None
-        return StagedWeights(manifest=manifest, layout=self._layout, sources=tuple(self._sources))
+        layout = self._layout.of(WeightSet.POLICY)
+        return StagedWeights(manifest=manifest, layout=layout, sources=tuple(self._sources))
 
     async def stage_weights(self, slot: int, *, when_begun: Callable[[], None] = lambda: None) -> Manifest:
         """Copy the current weights into a slot of every rank's staging buffers.

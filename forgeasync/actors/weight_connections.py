@@ -55,7 +55,7 @@ class WeightConnections:
             # It is told its real share with its first version.
             share = HostShare(index=index, count=index + 1)
             folder = folder_of[self._pool.host_of(rank).id]
-            call = f"connecting generator {rank} to the trainer's weights"
+            call = f"connecting {self._pool.title} {rank} to the trainer's weights"
             async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
                 known = self._sources
                 await spawned.actor.connect_weights.call_one(layout, known, folder, share, True)
@@ -64,7 +64,7 @@ class WeightConnections:
                     known = self._sources
                     await spawned.actor.reconnect_weights.call_one(layout, known)
 
-        call = "connecting the generators to the trainer's weights"
+        call = f"connecting every {self._pool.title} to the trainer's weights"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             try:
                 await asyncio.gather(*map(connect_host, ranks_of.values()))
@@ -86,6 +86,6 @@ class WeightConnections:
             with contextlib.suppress(ReplicaLost):
                 await replica.while_there(lambda: replica.actor.reconnect_weights.call_one(layout, sources))
 
-        call = "connecting the generators to the trainer that was started again"
+        call = f"connecting every {self._pool.title} to the trainer that was started again"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
             await asyncio.gather(*map(reconnect, self._pool.replicas))

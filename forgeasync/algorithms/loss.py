@@ -152,4 +152,8 @@ class Loss(Section):
 def _gap_sums(row: RowTokens) -> dict[str, torch.Tensor]:
     assert row.teacher is not None and row.full_logprobs_T is not None
     gap_T = row.masked(row.full_logprobs_T.detach() - row.teacher.logprobs_T)
-    return {"teacher/gap_mean": gap_T.sum(), "teacher/gap_abs_mean": gap_T.abs().sum()}
+    return {
+        "teacher/gap_mean": gap_T.sum(),
+        "teacher/gap_abs_mean": gap_T.abs().sum(),
+        "teacher/version": row.masked(row.teacher.versions_T).sum(),
+    }

@@ -35,8 +35,8 @@ def capped(log_ratio_T: torch.Tensor) -> torch.Tensor:
 class TeacherTokens:
     """What a teacher says of the tokens of a row, and the student of the same ids.
 
-    All are float32, over the full vocabulary at temperature 1. K is the largest number of ids that a term of
-    the loss looks at, and may be 0.
+    All are float32; log-probabilities are over the full vocabulary at temperature 1. K is the largest number
+    of ids that a term of the loss looks at, and may be 0.
     """
 
     logprobs_T: torch.Tensor
@@ -45,6 +45,8 @@ class TeacherTokens:
     """The teacher's, of its K most likely ids, the likeliest first."""
     student_topk_TK: torch.Tensor
     """The student's, of these ids, with gradients."""
+    versions_T: torch.Tensor
+    """Which version of the teacher's weights has seen the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

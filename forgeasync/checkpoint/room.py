@@ -9,6 +9,7 @@ from forgeasync.checkpoint.folders import list_checkpoints
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import EXPERT_TARGETS
 from forgeasync.config.run import RunConfig
+from forgeasync.config.teachers import num_averages
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.models.sizes import num_adapter_parameters
 from forgeasync.schema.problems import Problem
@@ -32,7 +33,8 @@ def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
         num_trained = sum(math.prod(shape) for shape in shapes.values())
     else:
         num_trained = num_adapter_parameters(facts, config.lora)
-    return BYTES_PER_PARAMETER * num_trained + OVERHEAD_BYTES * len(shapes)
+    of_parameter = BYTES_PER_PARAMETER + FLOAT32_BYTES * num_averages(config.teachers)
+    return of_parameter * num_trained + OVERHEAD_BYTES * len(shapes)
 
 
 def export_bytes(config: RunConfig, facts: ModelFacts) -> int:

@@ -6,6 +6,7 @@ from forgeasync.algorithms.objectives import NoObjective
 from forgeasync.config.data import named_sources
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.run import RunConfig
+from forgeasync.config.teacher_source import AveragedPolicy
 from forgeasync.schema.problems import Problem
 
 
@@ -29,7 +30,28 @@ def check_teachers(config: RunConfig) -> Iterator[Problem]:
         if teacher.prompt is not None and config.environment is not None:
             remedy = "must be null with an environment, whose conversations have no single prompt"
             yield Problem(field=f"teachers.{name}.prompt", value=teacher.prompt, remedy=remedy)
+        if teacher.moves:
+            yield from _check_moving(config, name)
+    alphas = {one.source.ema for one in teachers.values() if isinstance(one.source, AveragedPolicy)}
+    if len(alphas) > 1:
+        remedy = "must be the same for every teacher with ema: the trainer keeps one average"
+        yield Problem(field="teachers", value=sorted(alphas), remedy=remedy)
     yield from _check_sources(config)
+
+
+def _check_moving(config: RunConfig, name: str) -> Iterator[Problem]:
+    """Find what keeps the policy's versions from a teacher's engines."""
+    teacher = config.teachers[name]
+    if config.lora is not None and teacher.model_path not in (None, config.model.path):
+        remedy = f"must be null with lora: adapters are those of model.path = {config.model.path!r}"
+        yield Problem(field=f"teachers.{name}.model_path", value=teacher.model_path, remedy=remedy)
+    if teacher.engine.dtype is not config.generator.dtype:
+        yield Problem(
+            field=f"teachers.{name}.engine.dtype",
+            value=teacher.engine.dtype.value,
+            remedy=f"must be generator.dtype = {config.generator.dtype.value!r}: it takes the versions that "
+            "are published for generators",
+        )
 
 
 def _check_sources(config: RunConfig) -> Iterator[Problem]:

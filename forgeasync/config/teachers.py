@@ -1,11 +1,13 @@
 """The ``teachers`` section: models that say how likely they find what the policy has sampled."""
 
+from collections.abc import Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.generator import GeneratorSection
+from forgeasync.config.teacher_source import AveragedPolicy, FixedSource, TeacherSource
 from forgeasync.schema.section import Count, Seconds, Section
 
 
@@ -34,9 +36,13 @@ class TeacherSection(Section):
 
     model_path: str | None = Field(default=None, min_length=1)
     """Hugging Face folder or hub id of the teacher; it has to have the policy's tokenizer. null: ``endpoint``
-    says where the teacher is."""
+    says where the teacher is, or it is one that moves (``source``) and begins as ``model.path``."""
     endpoint: TeacherEndpoint | None = None
     """A server that has the teacher, in place of engines of the run's own."""
+    source: TeacherSource = FixedSource.FROZEN
+    """Which weights it has (``sources`` says whose rollouts it sees): ``frozen`` keeps those it began with;
+    ``live`` takes every version of the policy that is published; ``{every: N}`` those that N divides;
+    ``{ema: ALPHA}`` the average that the trainer keeps of the policy's weights."""
     sources: tuple[str, ...] = ()
     """Names of the data sources whose rollouts it sees; empty: all. Every source has exactly one teacher."""
     prompt: str | None = None
@@ -54,10 +60,32 @@ class TeacherSection(Section):
     @property
     def num_engines(self) -> int:
         """Engines that the run starts for it."""
-        return 0 if self.model_path is None else self.engine.num_engines
+        return 0 if self.endpoint is not None else self.engine.num_engines
+
+    @property
+    def moves(self) -> bool:
+        """Whether its weights change during a run."""
+        return self.source is not FixedSource.FROZEN
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> Self:
+        if self.moves:
+            if self.endpoint is not None:
+                what = "must be null: a server keeps its own weights; with an endpoint source must be frozen"
+                raise PydanticCustomError("teacher", "endpoint {what}", {"what": what})
+            return self
         if (self.model_path is None) == (self.endpoint is None):
             raise PydanticCustomError("teacher", "must have either model_path or endpoint")
         return self
+
+
+def average_alpha(teachers: Mapping[str, TeacherSection]) -> float | None:
+    """What the trainer averages with; None: no teacher follows an average. Rules see to it that all of them
+    have the same."""
+    sources = (teacher.source for teacher in teachers.values())
+    return next((source.ema for source in sources if isinstance(source, AveragedPolicy)), None)
+
+
+def num_averages(teachers: Mapping[str, TeacherSection]) -> int:
+    """How many averages of what is trained the trainer keeps and publishes: 0 or 1."""
+    return int(average_alpha(teachers) is not None)

@@ -2,6 +2,7 @@
 
 The generators of each host have a loop of their own: they fetch and swap in the newest version whenever there
 is one newer than theirs; one that joins does so at once, and alone where the others have the version already.
+Every teacher that moves has such a loop too: it is one more reader, and nobody waits for it.
 One loop publishes: the training loop asks it to, and waits only until the trainer's ranks have begun to copy
 their weights; one more loop asks for what had to be skipped; and one tells the buffer what is served, which a
 generator's end can change too.
@@ -10,9 +11,10 @@ generator's end can change too.
 import asyncio
 import functools
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 from forgeasync.actors.buffer import BufferActor
+from forgeasync.actors.moving_teacher import ITS_HOST, MovingTeacher
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.weights import WeightsSection
 from forgeasync.controller.recorder import RunRecorder
@@ -32,11 +34,13 @@ class WeightServing:
         generators: GeneratorRouter,
         buffer: BufferActor,
         recorder: RunRecorder,
+        teachers: Sequence[MovingTeacher] = (),
     ) -> None:
         self._trainer = trainer
         self._generators = generators
         self._buffer = buffer
         self._recorder = recorder
+        self._teachers = teachers
         self._exchange = WeightExchange(WeightLedger(lease_timeout_s=section.lease_timeout_s))
         self._wanted: asyncio.Queue[asyncio.Event] = asyncio.Queue()
         """Publications that were asked for; each event is set when its asker may go on."""
@@ -51,6 +55,7 @@ class WeightServing:
         hosts = range(self._generators.num_hosts)
         return [
             *(self._serve(host) for host in hosts),
+            *(self._move(one, len(hosts) + index) for index, one in enumerate(self._teachers)),
             self._tell_served(),
             self._publish(),
             self._catch_up(),
@@ -74,6 +79,11 @@ class WeightServing:
         """Wait until there are healthy generators, and every one of them samples under ``version``."""
         await self._generators.until_all_have(version)
 
+    async def until_taught_by(self, version: int) -> None:
+        """Wait until every teacher that moves has the weights that are due at ``version``."""
+        for teacher in self._teachers:
+            await teacher.until_current(version)
+
     async def _serve(self, host: int) -> None:
         """Have the generators of a host fetch and swap in the newest weights whenever there are newer ones.
 
@@ -95,6 +105,21 @@ class WeightServing:
                     await self._buffer.progressed.call_one(swapped.report.progress)
                     self._generators.taken(swapped.number)
 
+    async def _move(self, teacher: MovingTeacher, reader: int) -> None:
+        """Have the engines of a teacher fetch and swap in each version that is due for it.
+
+        A version that the trainer has written over by then is replaced by the newest one.
+        """
+        engines = teacher.router
+        while True:
+            await engines.until_behind(ITS_HOST)
+            older = engines.lowest_version(ITS_HOST)
+            async with self._exchange.lease(reader, newer_than=older, preferred=teacher.wanted) as manifest:
+                fetched = await engines.begin_update(ITS_HOST, manifest)
+            if fetched is not None and fetched.is_complete:
+                for swapped in await engines.finish_update(ITS_HOST, manifest.version):
+                    teacher.taken(swapped)
+
     async def _tell_served(self) -> None:
         """Tell the buffer which version all healthy generators have, whenever that is a newer one."""
         # Below the version of a run that is resumed, others still load it.
@@ -114,7 +139,8 @@ class WeightServing:
                 # Skipped and owed: generators read both staging buffers.
                 begun.set()
             else:
-                self._generators.published(manifest.version)
+                for reader in (self._generators, *self._teachers):
+                    reader.published(manifest.version)
                 self._recorder.record_publish(time.perf_counter() - start_s)
 
     async def _catch_up(self) -> None:

@@ -25,6 +25,7 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.buffer import AgeOf
 from forgeasync.config.run import RunConfig, is_served
+from forgeasync.config.teachers import average_alpha
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.trainer_recovery import TrainerRecovery, start_recovery
 from forgeasync.faults.fault_log import FaultLog
@@ -82,7 +83,8 @@ async def start_roles(
     teaching = await start_teachers(fleet, config, prepared.facts, prepared.prompts)
     console.phase("connecting the trainer's weights to the generators")
     await started.trainer.connect(started.generators)
-    for words in await connect_weights(fleet, config, started.trainer, started.generators):
+    moving = teaching.moving
+    for words in await connect_weights(fleet, config, started.trainer, started.generators, moving):
         console.message(words)
     groups = await connect_groups(
         config, prepared.prompts, started.environment, started.generators, started.scorer
@@ -94,6 +96,7 @@ async def start_roles(
         config.timeouts,
         trainer=started.trainer,
         generators=started.generators,
+        teachers=[one.router for one in moving],
         first_version=0 if resumed is None else resumed.state.step,
         tell=console.message,
     )
@@ -223,6 +226,7 @@ def trainer_setup(prepared: Prepared, loss: Loss) -> TrainerSetup:
         seed=config.seed,
         checkpoint=prepared.model_path,
         lora=config.lora,
+        average_alpha=average_alpha(config.teachers),
     )
 
 

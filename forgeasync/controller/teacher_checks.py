@@ -22,21 +22,29 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
     """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
     own = _vocabulary(model_folder(config.model.path))
     for name, section in config.teachers.items():
-        if section.model_path is None:
+        if section.endpoint is not None:
             continue
+        path = section.model_path or config.model.path
         field = f"teachers.{name}.model_path"
         try:
-            teacher = read_model_facts(section.model_path)
+            teacher = read_model_facts(path)
         except ConfigError as error:
             for problem in error.problems:
-                yield Problem(field=field, value=section.model_path, remedy=problem.remedy)
+                yield Problem(field=field, value=path, remedy=problem.remedy)
             continue
-        if _vocabulary(model_folder(section.model_path)) != own:
+        if section.moves and teacher != facts:
+            remedy = (
+                f"is a model of another shape than model.path = {config.model.path!r}; must be of the same: "
+                "with this source it takes the policy's weights. null is the policy itself"
+            )
+            yield Problem(field=field, value=path, remedy=remedy)
+            continue
+        if _vocabulary(model_folder(path)) != own:
             remedy = (
                 f"has another tokenizer than model.path = {config.model.path!r}; must have the same: a "
                 "teacher is asked about the policy's own tokens"
             )
-            yield Problem(field=field, value=section.model_path, remedy=remedy)
+            yield Problem(field=field, value=path, remedy=remedy)
         num_ids = config.algorithm.num_teacher_ids
         if num_ids > teacher.vocab_size:
             yield Problem(
@@ -53,7 +61,7 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
                 f"reads {teacher.max_position_embeddings} tokens; must read {what} = {needed}: one more than "
                 "it is asked about"
             )
-            yield Problem(field=field, value=section.model_path, remedy=remedy)
+            yield Problem(field=field, value=path, remedy=remedy)
 
 
 def check_teacher_prompts(

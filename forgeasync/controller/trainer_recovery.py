@@ -11,7 +11,7 @@ after it again (``forgeasync.trainer.step_memory``). Generators go on meanwhile.
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -62,13 +62,18 @@ class TrainerRecovery:
         generators: GeneratorRouter,
         first_version: int,
         tell: Callable[[str], None],
+        teachers: Sequence[GeneratorRouter] = (),
     ) -> None:
-        """``trainer`` is the first one, set up and connected; ``first_version`` the one it begins with."""
+        """``trainer`` is the first one, set up and connected; ``first_version`` the one it begins with.
+
+        ``teachers`` take versions as ``generators`` do.
+        """
         self._procs = procs
         self._setup = setup
         self._section = setup.section.recovery
         self._timeouts = timeouts
         self._generators = generators
+        self._teachers = teachers
         self._tell = tell
         self._life = Monitor(self._begin_life(trainer))
         self._steps: Monitor[StepMemory[Minibatches]] = Monitor(StepMemory(first_version=first_version))
@@ -323,7 +328,8 @@ class TrainerRecovery:
         sources = await trainer.reopen_staging(before)
         for act in self._on_new_buffers:
             act()
-        await self._generators.reconnect_weights(trainer.weight_layout, sources)
+        for readers in (self._generators, *self._teachers):
+            await readers.reconnect_weights(trainer.weight_layout, sources)
         return version
 
     def _setup_now(self) -> TrainerSetup:
@@ -362,6 +368,7 @@ async def start_recovery(
     generators: GeneratorRouter,
     first_version: int,
     tell: Callable[[str], None],
+    teachers: Sequence[GeneratorRouter] = (),
 ) -> TrainerRecovery:
     """Look after a trainer that was started and connected; see ``TrainerRecovery``."""
     recovery = TrainerRecovery(
@@ -372,6 +379,7 @@ async def start_recovery(
         generators=generators,
         first_version=first_version,
         tell=tell,
+        teachers=teachers,
     )
     await recovery.start()
     return recovery

@@ -18,7 +18,7 @@ from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.load_trace import LoadTrace, WorkerTrace
 from forgeasync.weights.copies import StridedCopy, needed_blocks
 from forgeasync.weights.fetcher import HostShare
-from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
 
 POLL_START_S, POLL_MAX_S = 0.0005, 0.02
 
@@ -107,8 +107,12 @@ class EngineWeights:
 
 
 def all_of(layout: WeightLayout) -> EngineNeeds:
-    """Return needs that cover everything that is published."""
-    blocks = [np.ones(rank.num_blocks, bool) for rank in layout.ranks]
+    """Return needs that cover every tensor of a layout."""
+    blocks = [np.zeros(rank.num_blocks, bool) for rank in layout.ranks]
+    for needed, rank in zip(blocks, layout.ranks, strict=True):
+        for piece in rank.pieces:
+            end = piece.offset + piece.num_elements * layout.dtype.itemsize
+            needed[piece.offset // BLOCK_BYTES : -(-end // BLOCK_BYTES)] = True
     return EngineNeeds(blocks=blocks, num_bytes=layout.num_bytes)
 
 

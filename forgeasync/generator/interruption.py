@@ -24,6 +24,9 @@ Prefetch = Callable[[], Awaitable[None]]
 GROUP_ARGUMENT = "forgeasync_group"
 """Names a request's group in its sampling parameters, where the engine's thread finds it."""
 
+NO_GROUP = -1
+"""What stands there for requests of no group that updates tell of: below 0."""
+
 SAMPLE_ARGUMENT = "forgeasync_sample"
 """Names the place of a request's response or episode in its group."""
 

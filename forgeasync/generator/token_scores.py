@@ -2,7 +2,9 @@
 
 They are over the full vocabulary at temperature 1: vLLM's prompt log-probabilities know no temperature and no
 kept sets. A request for them never reads from the prefix cache, so that every position is computed under the
-weights of its own request.
+weights of its own request. New weights can come between two steps of one request: an engine that scores while
+its weights change has to compute what runs again at every swap (``weights.kv_cache: recompute``). vLLM then
+fills in all positions anew, and no score mixes two versions.
 
 Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
 """
@@ -15,6 +17,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from forgeasync.generator.interruption import EPISODE_ARGUMENT, GROUP_ARGUMENT, NO_GROUP, SAMPLE_ARGUMENT
 from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
 
 if TYPE_CHECKING:
@@ -29,12 +32,13 @@ async def score_tokens(
     Raises:
         WrongTeacherRecord: the engine's answer is not about these tokens.
     """
+    params = scoring_params(num_ids, episode=engine.new_episode(0).number)
     with engine.busy.running():
-        output = await engine.run_request(ids_S.tolist(), scoring_params(num_ids))
+        output = await engine.run_request(ids_S.tolist(), params)
     return read_scores(output, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
 
-def scoring_params(num_ids: int) -> SamplingParams:
+def scoring_params(num_ids: int, *, episode: int) -> SamplingParams:
     """Ask for the log-probability of every token and of the ``num_ids`` likeliest ids at its place."""
     return SamplingParams(
         # vLLM samples at least one token.
@@ -44,6 +48,7 @@ def scoring_params(num_ids: int) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={GROUP_ARGUMENT: NO_GROUP, SAMPLE_ARGUMENT: 0, EPISODE_ARGUMENT: episode},
     )
 
 
@@ -75,4 +80,11 @@ def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, nu
             f"the engine scored token {token_ids_TK[place, 0]} at position {num_prompt + place}; must be "
             f"token {ids_S[num_prompt + place]}"
         )
-    return TeacherRecord(logprobs_T=logprobs_TK[:, 0], ids_TK=token_ids_TK[:, 1:], topk_TK=logprobs_TK[:, 1:])
+    spans = output.outputs[0].weight_versions
+    assert spans is not None and len(spans) == 1, "one token was sampled"
+    return TeacherRecord(
+        logprobs_T=logprobs_TK[:, 0],
+        ids_TK=token_ids_TK[:, 1:],
+        topk_TK=logprobs_TK[:, 1:],
+        versions_T=np.full(len(logprobs_TK), int(spans[0].version), np.int32),
+    )

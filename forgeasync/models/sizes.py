@@ -5,6 +5,7 @@ import math
 from forgeasync.config.model import Dtype, LoraSection
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, longest_response
+from forgeasync.config.teachers import num_averages
 from forgeasync.config.trainer import RoutingReplay
 from forgeasync.models.checkpoint_shapes import expected_shapes
 
@@ -61,10 +62,13 @@ def num_adapter_parameters(facts: ModelFacts, lora: LoraSection) -> int:
 def weight_copies_in_shared_memory(config: RunConfig) -> int:
     """Versions of all weights in shared memory: two staged, and one that each generator fetches.
 
-    With adapters, only what each generator makes of them counts.
+    An average is staged beside each version, and every teacher that moves fetches one too. With adapters,
+    only what each generator or teacher's engine makes of them counts.
     """
-    num_staged = 2 if config.lora is None else 0
-    return num_staged + config.generator.num_replicas
+    moving = [one for one in config.teachers.values() if one.moves]
+    if config.lora is not None:
+        return config.generator.num_replicas + sum(one.num_engines for one in moving)
+    return 2 * (1 + num_averages(config.teachers)) + config.generator.num_replicas + len(moving)
 
 
 def largest_group_payload_bytes(config: RunConfig, facts: ModelFacts) -> int:
@@ -87,7 +91,7 @@ def teacher_bytes_per_token(config: RunConfig) -> int:
     """Return the bytes of a payload that hold what a teacher says of one response token; 0 without one."""
     if not config.algorithm.needs_teacher:
         return 0
-    return 4 + config.algorithm.num_teacher_ids * (4 + 4)
+    return 4 + 4 + config.algorithm.num_teacher_ids * (4 + 4)
 
 
 def sampled_mark_bytes_per_token(config: RunConfig) -> int:

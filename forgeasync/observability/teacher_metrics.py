@@ -38,7 +38,23 @@ TEACHERS = Topic(
         ),
         Metric(
             key="teacher/version",
-            meaning="Oldest version of a teacher's weights; 0 is its folder's.",
+            meaning="Version of the teacher's weights that a trained token was scored under, on average; 0 "
+            "is what a teacher began with.",
+            when=_TAUGHT,
+        ),
+        Metric(
+            key="teacher/served_version",
+            meaning="Version that the teachers' engines have now; the oldest of several teachers.",
+            when=_TAUGHT,
+        ),
+        Metric(
+            key="teacher/num_updates",
+            meaning="Versions that teachers' engines have swapped in, added up over engines.",
+            when=_TAUGHT,
+        ),
+        Metric(
+            key="teacher/num_rescored",
+            meaning="Scores that a swap has cut, and that were computed anew under the new weights.",
             when=_TAUGHT,
         ),
         Metric(key="teacher/num_tokens", meaning="Response tokens that teachers have seen.", when=_TAUGHT),

@@ -25,6 +25,8 @@ class TeacherRecord:
     """int32: the teacher's K most likely ids, the likeliest first; K may be 0."""
     topk_TK: np.ndarray
     """float32, of these ids."""
+    versions_T: np.ndarray
+    """int32: which version of the teacher's weights has computed it; one for all tokens of a response."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The record as arrays of a payload; the inverse is ``teacher_record``."""
@@ -32,6 +34,7 @@ class TeacherRecord:
             "teacher_logprobs": self.logprobs_T,
             "teacher_ids": self.ids_TK,
             "teacher_topk": self.topk_TK,
+            "teacher_versions": self.versions_T,
         }
 
     def take(self, is_taken_T: np.ndarray) -> "TeacherRecord":
@@ -40,6 +43,7 @@ class TeacherRecord:
             logprobs_T=self.logprobs_T[is_taken_T],
             ids_TK=self.ids_TK[is_taken_T],
             topk_TK=self.topk_TK[is_taken_T],
+            versions_T=self.versions_T[is_taken_T],
         )
 
     def slice(self, start: int, end: int) -> "TeacherRecord":
@@ -48,16 +52,26 @@ class TeacherRecord:
             logprobs_T=self.logprobs_T[start:end],
             ids_TK=self.ids_TK[start:end],
             topk_TK=self.topk_TK[start:end],
+            versions_T=self.versions_T[start:end],
         )
 
 
 def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
-    """Read a record from the arrays of a payload; None where no teacher has seen the response."""
+    """Read a record from the arrays of a payload; None where no teacher has seen the response.
+
+    Raises:
+        WrongTeacherRecord: it mixes versions of the teacher's weights.
+    """
     if "teacher_logprobs" not in arrays:
         return None
-    return TeacherRecord(
-        logprobs_T=arrays["teacher_logprobs"], ids_TK=arrays["teacher_ids"], topk_TK=arrays["teacher_topk"]
+    record = TeacherRecord(
+        logprobs_T=arrays["teacher_logprobs"],
+        ids_TK=arrays["teacher_ids"],
+        topk_TK=arrays["teacher_topk"],
+        versions_T=arrays["teacher_versions"],
     )
+    _check_versions(record, num_tokens=len(record.logprobs_T), where="a stored record")
+    return record
 
 
 def no_teacher_tokens(num_ids: int) -> TeacherRecord:
@@ -66,6 +80,7 @@ def no_teacher_tokens(num_ids: int) -> TeacherRecord:
         logprobs_T=np.empty(0, np.float32),
         ids_TK=np.empty((0, num_ids), np.int32),
         topk_TK=np.empty((0, num_ids), np.float32),
+        versions_T=np.empty(0, np.int32),
     )
 
 
@@ -75,6 +90,7 @@ def concatenate(records: Sequence[TeacherRecord]) -> TeacherRecord:
         logprobs_T=np.concatenate([one.logprobs_T for one in records]),
         ids_TK=np.concatenate([one.ids_TK for one in records]),
         topk_TK=np.concatenate([one.topk_TK for one in records]),
+        versions_T=np.concatenate([one.versions_T for one in records]),
     )
 
 
@@ -84,7 +100,8 @@ def check_teacher_record(
     """Check what a teacher has answered about a response of ``num_tokens`` tokens.
 
     Raises:
-        WrongTeacherRecord: a number is missing or not finite, or an id is not of the vocabulary.
+        WrongTeacherRecord: a number is missing or not finite, an id is not of the vocabulary, or not all
+            tokens were scored under one version.
     """
     where = f"teacher {teacher}"
     if record.logprobs_T.shape != (num_tokens,):
@@ -105,5 +122,16 @@ def check_teacher_record(
                 f"{where} gave the log-probability {values[is_wrong].flat[0]} of {name} at position {place}; "
                 "must be finite and at most 0"
             )
+    _check_versions(record, num_tokens=num_tokens, where=where)
     if num_tokens and num_ids and not 0 <= record.ids_TK.min() <= record.ids_TK.max() < vocab_size:
         raise WrongTeacherRecord(f"{where} gave an id outside of the vocabulary of {vocab_size}")
+
+
+def _check_versions(record: TeacherRecord, *, num_tokens: int, where: str) -> None:
+    if record.versions_T.shape != (num_tokens,):
+        raise WrongTeacherRecord(
+            f"{where} gave versions of {len(record.versions_T)} tokens; must be {num_tokens}"
+        )
+    if num_tokens and not 0 <= record.versions_T.min() == record.versions_T.max():
+        found = sorted(set(record.versions_T.tolist()))
+        raise WrongTeacherRecord(f"{where} gave scores of the versions {found}; must be one, at least 0")

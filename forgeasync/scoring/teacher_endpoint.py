@@ -142,7 +142,9 @@ def _record(positions: list[Any], ids_S: np.ndarray, *, num_prompt: int, num_ids
             )
         ids_TK[row] = [one for _, one, _ in likeliest]
         topk_TK[row] = [_finite(value) for _, _, value in likeliest]
-    return TeacherRecord(logprobs_T=logprobs_T, ids_TK=ids_TK, topk_TK=topk_TK)
+    # A server keeps its weights: they have no other version.
+    versions_T = np.zeros(num_tokens, np.int32)
+    return TeacherRecord(logprobs_T=logprobs_T, ids_TK=ids_TK, topk_TK=topk_TK, versions_T=versions_T)
 
 
 def _finite(value: float) -> float:

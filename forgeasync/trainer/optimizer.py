@@ -17,6 +17,14 @@ def scheduled_learning_rate(optimizer: OptimizerSection, step: int) -> float:
     return optimizer.learning_rate * factor
 
 
+def set_learning_rate(optimizer: torch.optim.AdamW, section: OptimizerSection, step: int) -> float:
+    """Give the optimizer the learning rate of a batch, counted from 1; returns it."""
+    learning_rate = scheduled_learning_rate(section, step)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    return learning_rate
+
+
 def build_optimizer(
     trained: Sequence[tuple[str, torch.nn.Parameter]], optimizer: OptimizerSection
 ) -> torch.optim.AdamW:

@@ -29,11 +29,10 @@ from forgeasync.trainer.finite import (
     value_ranges,
 )
 from forgeasync.trainer.forward import RowForward
-from forgeasync.trainer.hf_checkpoint import hf_names
 from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
-from forgeasync.trainer.optimizer import build_optimizer, scheduled_learning_rate
+from forgeasync.trainer.optimizer import build_optimizer, set_learning_rate
 from forgeasync.trainer.packing import PackedRow
-from forgeasync.trainer.replay_router import RouterBiasUpdate, checkpoint_weights
+from forgeasync.trainer.replay_router import RouterBiasUpdate
 from forgeasync.trainer.rolling_back import roll_back_if_needed
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.setup import TrainerSetup
@@ -44,6 +43,7 @@ from forgeasync.trainer.step_sums import Probe, StepSums
 from forgeasync.trainer.teacher_rows import asked_ids, full_logprobs, teacher_tokens
 from forgeasync.trainer.trained_targets import TargetCounts, count_targets, trained_mask
 from forgeasync.trainer.trainer_state import TrainerState
+from forgeasync.trainer.weight_average import WeightAverage, named_weights
 from forgeasync.weights.layout import NamedWeight
 
 
@@ -82,7 +82,10 @@ class PolicyTrainer:
         self._optimizer = build_optimizer(self._trained(), section.optimizer)
         self._probe = Probe(section.replay_probe_share)
         self._judge = StepJudge(section.bad_steps)
-        self.state = TrainerState(self.model, self._optimizer, probe=self._probe, spikes=self._judge.spikes)
+        self._average = WeightAverage(self.model, facts, setup.average_alpha, has_adapters=lora is not None)
+        self.state = TrainerState(
+            self.model, self._optimizer, self._average, probe=self._probe, spikes=self._judge.spikes
+        )
         self._checkpoints = checkpoints or CheckpointWriter()
         self._snapshots: Snapshots | None = None
         self._readers: list[Callable[[], None]] = []
@@ -130,7 +133,7 @@ class PolicyTrainer:
         """
         start_s = time.perf_counter()
         self._waited_s = 0.0
-        learning_rate = self._set_learning_rate()
+        learning_rate = set_learning_rate(self._optimizer, self._section.optimizer, self.policy_version + 1)
         proximal = self._proximal_logprobs(minibatches)
         results: list[MinibatchResult] = []
         num_rows = 0
@@ -214,6 +217,7 @@ class PolicyTrainer:
         if bad is None:
             self._optimizer.step()
             self._judge.made(grad_norm)
+            self._average.step()
         if self._router_bias is not None and bad is None:
             self._router_bias.step()
         elif self._router_bias is not None:
@@ -292,18 +296,13 @@ class PolicyTrainer:
             mask_T,
         )
 
-    def _set_learning_rate(self) -> float:
-        learning_rate = scheduled_learning_rate(self._section.optimizer, self.policy_version + 1)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        return learning_rate
-
     def named_weights(self) -> list[NamedWeight]:
-        """This rank's shards of what is published, by Hugging Face (peft) names; without a tied head."""
-        weights = checkpoint_weights(self.model) if self._lora is None else self._trained()
-        return [
-            NamedWeight(names=tuple(hf_names(name, self._facts)), tensor=tensor) for name, tensor in weights
-        ]
+        """This rank's shards of the policy's weights, by Hugging Face (peft) names; without a tied head."""
+        return named_weights(self.model, self._facts, has_adapters=self._lora is not None)
+
+    def published_weights(self) -> list[NamedWeight]:
+        """This rank's shards of what is published: the policy's weights, and those of the average."""
+        return [*self.named_weights(), *self._average.named_weights()]
 
     def require_finite_weights(self, what: str) -> None:
         """Refuse weights that are not finite by ``NonFiniteWeights``, which names ``what``; collective."""

@@ -23,6 +23,8 @@ class TrainerSetup:
     """Hugging Face folder with the first weights; None: they are random."""
     lora: LoraSection | None = None
     """With it the model is frozen, and adapters of it are trained, published and saved instead."""
+    average_alpha: float | None = None
+    """Share that an average of what is trained keeps of itself at a step; None: there is none."""
     max_token_age: int | None = None
     """Tokens older than so many versions are left out of the loss and of what it is divided by."""
     resume_from: Path | None = None

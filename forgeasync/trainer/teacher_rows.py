@@ -42,6 +42,7 @@ def teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Teac
         logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE),
         topk_TK=torch.from_numpy(record.topk_TK).to(DEVICE_TYPE),
         student_topk_TK=predictions.asked_TK[:, 1:],
+        versions_T=torch.from_numpy(record.versions_T).to(DEVICE_TYPE, torch.float32),
     )
 
 

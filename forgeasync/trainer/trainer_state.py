@@ -8,6 +8,7 @@ from forgeasync.trainer import run_checkpoint
 from forgeasync.trainer.bad_steps import SpikeRule
 from forgeasync.trainer.run_checkpoint import NORMS, RNG, State
 from forgeasync.trainer.step_sums import Probe
+from forgeasync.trainer.weight_average import WeightAverage
 
 
 class TrainerState:
@@ -17,6 +18,7 @@ class TrainerState:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.AdamW,
+        average: WeightAverage,
         *,
         probe: Probe,
         spikes: SpikeRule | None,
@@ -26,11 +28,13 @@ class TrainerState:
         self._optimizer = optimizer
         self._probe = probe
         self._spikes = spikes
+        self._average = average
 
     def tensors(self) -> State:
         """The state as it is; what is trained, with its moments, shares the trainer's memory."""
         state = {
             **run_checkpoint.training_state(self._model, self._optimizer),
+            **self._average.tensors(),
             **run_checkpoint.random_state(),
             "policy_version": torch.tensor(self.policy_version),
             "probe_owed": torch.tensor(self._probe.owed, dtype=torch.float64),

@@ -41,10 +41,17 @@ class WeightExchange(Monitor[WeightLedger]):
         )
 
     @asynccontextmanager
-    async def lease(self, reader: int, *, newer_than: int) -> AsyncIterator[Manifest]:
-        """Wait for a version newer than ``newer_than``, and keep its slot from being overwritten."""
+    async def lease(
+        self, reader: int, *, newer_than: int, preferred: int | None = None
+    ) -> AsyncIterator[Manifest]:
+        """Wait for a version newer than ``newer_than``, and keep its slot from being overwritten.
+
+        It is the ``preferred`` one where that is still there, else the newest.
+        """
         manifest = await self.until(
-            lambda ledger: ledger.acquire(reader, newer_than=newer_than, now_s=time.monotonic())
+            lambda ledger: ledger.acquire(
+                reader, newer_than=newer_than, now_s=time.monotonic(), preferred=preferred
+            )
         )
         try:
             yield manifest

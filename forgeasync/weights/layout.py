@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
 import torch
@@ -101,12 +102,46 @@ class RankLayout:
         return -(-self.num_bytes // BLOCK_BYTES)
 
 
+class WeightSet(StrEnum):
+    """Which of the weights of a version a reader takes."""
+
+    POLICY = "policy"
+    AVERAGE = "average"
+    """The trainer's average of the policy's, for teachers that follow it."""
+
+
+AVERAGE_PREFIX = "forgeasync.average."
+
+
+def name_in(weights: WeightSet, name: str) -> str:
+    """What a tensor of a set is called in the layout of all that is published."""
+    return name if weights is WeightSet.POLICY else f"{AVERAGE_PREFIX}{name}"
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """The staging buffers of all ranks; every tensor is published whole, each element once."""
 
     dtype: torch.dtype
     ranks: tuple[RankLayout, ...]
+    part_of: str | None = None
+    """Digest of the layout that this is a part of; None: it is all that is published."""
+
+    def of(self, weights: WeightSet) -> "WeightLayout":
+        """The part that has one set of weights, each under its own name and where it was."""
+        is_average = weights is WeightSet.AVERAGE
+        ranks = tuple(
+            replace(
+                rank,
+                pieces=tuple(
+                    replace(piece, names=tuple(one.removeprefix(AVERAGE_PREFIX) for one in piece.names))
+                    for piece in rank.pieces
+                    if piece.names[0].startswith(AVERAGE_PREFIX) is is_average
+                ),
+            )
+            for rank in self.ranks
+        )
+        return WeightLayout(dtype=self.dtype, ranks=ranks, part_of=self.digest)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,8 +150,11 @@ class WeightLayout:
 
     @cached_property
     def digest(self) -> str:
-        """Tells layouts apart: a manifest names the layout that it was written in."""
-        return hashlib.blake2b(repr((self.dtype, self.ranks)).encode(), digest_size=16).hexdigest()
+        """Tells layouts apart: a manifest names the whole layout that it was written in."""
+        return (
+            self.part_of
+            or hashlib.blake2b(repr((self.dtype, self.ranks)).encode(), digest_size=16).hexdigest()
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -92,9 +92,18 @@ class WeightLedger:
                 self._slots[index] = _Slot()
                 self.is_owing = True
 
-    def acquire(self, reader: int, *, newer_than: int, now_s: float) -> Manifest | None:
-        """Lease the newest version to a reader; None if there is none newer than that."""
-        manifest = self.newest
+    def acquire(
+        self, reader: int, *, newer_than: int, now_s: float, preferred: int | None = None
+    ) -> Manifest | None:
+        """Lease the ``preferred`` version to a reader, or the newest one where a slot does not have that.
+
+        None if there is none newer than ``newer_than``.
+        """
+        readable = [slot.manifest for slot in self._slots if slot.state is SlotState.COMMITTED]
+        manifest = next(
+            (one for one in readable if one is not None and one.version == preferred > newer_than),
+            self.newest,
+        )
         if manifest is None or manifest.version <= newer_than:
             return None
         self._slots[manifest.slot].deadline_s_by_reader[reader] = now_s + self._lease_timeout_s

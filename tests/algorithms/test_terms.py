@@ -33,6 +33,7 @@ def make_row(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torc
             logprobs_T=teacher_TV.gather(1, ids_T1)[:, 0],
             topk_TK=top.values,
             student_topk_TK=full_TV.gather(1, top.indices),
+            versions_T=torch.arange(T) + 4.0,
         ),
     )
 
@@ -63,6 +64,7 @@ def test_the_sampled_term_is_a_policy_gradient_with_minus_the_gap_as_advantage()
     assert float(result.sums["teacher/gap_abs_mean"]) == pytest.approx(
         float(gap_T.abs()[row.mask_T].sum()), rel=1e-6
     )
+    assert float(result.sums["teacher/version"]) == 4.0 + 5.0 + 7.0 + 8.0 + 9.0, "of the trained tokens"
 
 
 def test_gaps_are_capped_and_counted() -> None:
@@ -118,6 +120,7 @@ def test_the_student_teaches_itself_nothing() -> None:
         logprobs_T=row.full_logprobs_T.detach(),
         topk_TK=row.teacher.student_topk_TK.detach(),
         student_topk_TK=row.teacher.student_topk_TK,
+        versions_T=row.teacher.versions_T,
     )
     row = dataclasses.replace(row, teacher=same)
     for divergence in ("forward", "reverse", "jsd"):
@@ -135,7 +138,10 @@ def test_a_row_without_tokens_adds_nothing() -> None:
         make_tokens(empty.clone().requires_grad_()),
         full_logprobs_T=empty.clone().requires_grad_(),
         teacher=TeacherTokens(
-            logprobs_T=empty, topk_TK=torch.empty(0, 4), student_topk_TK=torch.empty(0, 4).requires_grad_()
+            logprobs_T=empty,
+            topk_TK=torch.empty(0, 4),
+            student_topk_TK=torch.empty(0, 4).requires_grad_(),
+            versions_T=empty,
         ),
     )
     terms = [SAMPLED, {"kind": "topk_kl", "top_k": 4}, {"kind": "cross_entropy"}]

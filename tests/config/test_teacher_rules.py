@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.launcher import ProcessLauncher
 from forgeasync.config.run import RunConfig
 from forgeasync.config.teacher_rules import check_teachers
 from forgeasync.config.teachers import TeacherSection
+from tests.support.lora import LORA
 from tests.support.runs import tiny_config
 
 TOPK = {"kind": "topk_kl", "top_k": 5}
@@ -20,6 +22,10 @@ def config_of(
     config = tiny_config(Path("x"))
     algorithm = type(config.algorithm).model_validate(config.algorithm.model_dump() | {"terms": terms} | more)
     return config.model_copy(update={"algorithm": algorithm, "teachers": teachers})
+
+
+def moving(written: str) -> TeacherSection:
+    return TeacherSection.model_validate({"source": "live"} | yaml.safe_load(written))
 
 
 def said(config: RunConfig) -> list[str]:
@@ -53,6 +59,18 @@ def test_a_teacher_for_every_source_is_no_problem() -> None:
         (
             config_of((), {}, objective={"kind": "none"}),
             "algorithm.objective.kind: leaves nothing to train on: algorithm.terms is empty",
+        ),
+        (
+            config_of((TOPK,), {"a": moving("{engine: {dtype: bfloat16}}")}),
+            "teachers.a.engine.dtype: must be generator.dtype = 'float32'",
+        ),
+        (
+            config_of((TOPK,), {"a": moving("{model_path: t}")}).model_copy(update={"lora": LORA}),
+            "teachers.a.model_path: must be null with lora",
+        ),
+        (
+            config_of((TOPK,), {name: moving(f"{{source: {{ema: 0.{name}}}}}") for name in "12"}),
+            "teachers: must be the same for every teacher with ema",
         ),
         (
             config_of((TOPK,), {"a": TeacherSection(model_path="t")}).model_copy(

@@ -94,11 +94,35 @@ def test_a_teacher_that_is_killed_is_replaced_and_no_group_is_lost(config_file: 
     check_ledger(run_dir)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("source", ["live", "{every: 2}", "{ema: 0.5}"])
+def test_a_teacher_that_moves_follows_the_policy(config_file: Path, tmp_path: Path, source: str) -> None:
+    """Self-distillation: the policy's own weights, which read the answer too, teach it as they change."""
+    run_dir = tmp_path / "run"
+    moving = (f"teachers.own.source={source}", "teachers.own.model_path=null")
+    hint = ("teachers.own.max_context_length=160", "teachers.own.prompt=$answer$prompt")
+    more = ("max_steps=8", "max_off_policy_steps=1", "model.max_context_length=150")
+    process = start(config_file, f"run_dir={run_dir}", *moving, *hint, *more, app="apps.distill")
+    code, _, err = finish(process)
+    assert code == 0, err
+    _, *lines = read_lines(run_dir / "metrics.jsonl")
+    served = [line["teacher/served_version"] for line in lines]
+    assert served == sorted(served) and served[-1] >= 4
+    assert all(version % 2 == 0 for version in served) or "every" not in source
+    for line in lines:
+        assert line["teacher/version"] <= line["teacher/served_version"]
+        assert line["teacher/num_failed"] == line["dropped/unscored"] == 0
+    assert lines[0]["teacher/version"] == 0 < lines[-1]["teacher/version"]
+    assert lines[-1]["teacher/num_updates"] >= 2
+    check_ledger(run_dir)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("algorithm.terms=[]", "algorithm.terms"),
         ("teachers.own.sources=[other]", "is no source of data"),
+        ("teachers.own.source=warm", "expected frozen, live, {every: N} or {ema: ALPHA}"),
         ("teachers.own.model_path=/nowhere", "teachers.own.model_path"),
         ("model.max_context_length=160", "model.max_context_length + 1 = 161"),
         ("teachers.own.prompt=$hint", "has $hint, which task"),

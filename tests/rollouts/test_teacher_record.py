@@ -12,6 +12,8 @@ from forgeasync.rollouts.teacher_record import (
     teacher_record,
 )
 
+FIELDS = ("logprobs_T", "ids_TK", "topk_TK", "versions_T")
+
 
 def record(num_tokens: int = 4, num_ids: int = 2) -> TeacherRecord:
     rng = np.random.default_rng(num_tokens)
@@ -19,6 +21,7 @@ def record(num_tokens: int = 4, num_ids: int = 2) -> TeacherRecord:
         logprobs_T=-rng.random(num_tokens).astype(np.float32),
         ids_TK=rng.integers(0, 7, (num_tokens, num_ids)).astype(np.int32),
         topk_TK=-rng.random((num_tokens, num_ids)).astype(np.float32),
+        versions_T=np.full(num_tokens, 5, np.int32),
     )
 
 
@@ -43,9 +46,7 @@ def check(one: TeacherRecord, *, num_tokens: int = 4, num_ids: int = 2) -> None:
 
 def changed(**arrays: np.ndarray) -> TeacherRecord:
     whole = record()
-    return TeacherRecord(
-        **{name: arrays.get(name, getattr(whole, name)) for name in ("logprobs_T", "ids_TK", "topk_TK")}
-    )
+    return TeacherRecord(**{name: arrays.get(name, getattr(whole, name)) for name in FIELDS})
 
 
 def spoiled(array: np.ndarray, value: float) -> np.ndarray:
@@ -65,6 +66,9 @@ def spoiled(array: np.ndarray, value: float) -> np.ndarray:
         (changed(topk_TK=spoiled(record().topk_TK, 0.5)), "0.5 of a likely id at position 0"),
         (changed(ids_TK=spoiled(record().ids_TK, 7)), "an id outside of the vocabulary of 7"),
         (changed(ids_TK=spoiled(record().ids_TK, -1)), "an id outside of the vocabulary of 7"),
+        (changed(versions_T=record(3).versions_T), "versions of 3 tokens; must be 4"),
+        (changed(versions_T=spoiled(record().versions_T, 6)), r"of the versions \[5, 6\]; must be one"),
+        (changed(versions_T=np.full(4, -1, np.int32)), r"of the versions \[-1\]; must be one, at least 0"),
     ],
 )
 def test_what_is_missing_or_no_log_probability_is_refused(wrong: TeacherRecord, said: str) -> None:
@@ -72,3 +76,9 @@ def test_what_is_missing_or_no_log_probability_is_refused(wrong: TeacherRecord, 
     check(no_teacher_tokens(2), num_tokens=0)
     with pytest.raises(WrongTeacherRecord, match=f"teacher t gave .*{said}"):
         check(wrong)
+
+
+def test_a_stored_record_that_mixes_versions_is_refused() -> None:
+    mixed = changed(versions_T=spoiled(record().versions_T, 6))
+    with pytest.raises(WrongTeacherRecord, match="a stored record gave scores of the versions"):
+        teacher_record(mixed.arrays())

@@ -38,6 +38,7 @@ def make_trainer(
     compile: bool = False,
     dtype: Dtype = Dtype.FLOAT32,
     is_fresh: bool = False,
+    average_alpha: float | None = None,
 ) -> PolicyTrainer:
     """A trainer with adapters; unless ``is_fresh``, their B is not zero."""
     section = TrainerSection(
@@ -57,6 +58,7 @@ def make_trainer(
         seed=0,
         checkpoint=folder,
         lora=lora,
+        average_alpha=average_alpha,
     )
     trainer = PolicyTrainer(setup)
     if is_fresh:

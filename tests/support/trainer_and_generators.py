@@ -14,7 +14,9 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.setup import TrainerSetup
 
 
-async def start_both(procs: Procs, config: RunConfig, folder: Path) -> tuple[TrainerMesh, GeneratorRouter]:
+async def start_both(
+    procs: Procs, config: RunConfig, folder: Path, *, average_alpha: float | None = None
+) -> tuple[TrainerMesh, GeneratorRouter]:
     """Start them side by side from the model in ``folder``; their weights are not connected yet."""
     facts = read_model_facts(str(folder))
     setup = TrainerSetup(
@@ -25,6 +27,7 @@ async def start_both(procs: Procs, config: RunConfig, folder: Path) -> tuple[Tra
         seed=0,
         checkpoint=folder,
         lora=config.lora,
+        average_alpha=average_alpha,
     )
     async with asyncio.TaskGroup() as starting:
         generators = starting.create_task(start_generators(procs, config, facts, folder))

@@ -26,6 +26,7 @@ def make_trainer(
     temperature: float = 1.0,
     probe_share: float = 0.0,
     bad_steps: BadStepsSection | None = None,
+    average_alpha: float | None = None,
 ) -> PolicyTrainer:
     section = TrainerSection(
         bad_steps=bad_steps or BadStepsSection(),
@@ -42,6 +43,7 @@ def make_trainer(
         loss=Loss(),
         seed=0,
         checkpoint=folder,
+        average_alpha=average_alpha,
     )
     return PolicyTrainer(setup)
 

@@ -50,6 +50,7 @@ def seen_by_teacher(folder: Path, *, noise: float, num_ids: int = K) -> list[Tra
             logprobs_T=logprobs_TV.gather(1, ids_T[:, None])[:, 0].float().numpy(),
             ids_TK=top.indices.numpy().astype(np.int32),
             topk_TK=top.values.float().numpy(),
+            versions_T=np.full(len(ids_T), number, np.int32),
         )
         # The model's own gate: transformers takes no records.
         seen.append(

@@ -16,10 +16,15 @@ from forgeasync.weights.layout import (
     BLOCK_BYTES,
     SEGMENT_BYTES,
     Box,
+    NamedWeight,
     Piece,
     RankLayout,
     WeightLayout,
+    WeightSet,
     assign_boxes,
+    lay_out,
+    name_in,
+    whole_tensors,
 )
 
 
@@ -244,3 +249,28 @@ def test_ranges_cover_what_is_wanted_in_whole_units(
     ]
     expected = np.repeat(units, granularity // BLOCK_BYTES)[: len(wanted)]
     assert covered.tolist() == expected.tolist()
+
+
+def test_two_sets_of_weights_in_one_layout_are_read_apart() -> None:
+    """Each under its own names and where it is; both with the digest of the whole."""
+    values = {"a": torch.arange(6.0).view(2, 3), "b": torch.full((5,), 7.0)}
+    averages = {name_in(WeightSet.AVERAGE, name): -tensor for name, tensor in values.items()}
+    weights = [NamedWeight(names=(name,), tensor=one) for name, one in (values | averages).items()]
+    rank = lay_out(weights, range(len(weights)), rank=0, host_id="h", itemsize=4)
+    layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
+    image = torch.empty(rank.num_bytes // 4)
+    for piece, weight in zip(rank.pieces, weights, strict=True):
+        image[piece.offset // 4 : piece.offset // 4 + piece.num_elements] = weight.tensor.flatten()
+    for which, sign in ((WeightSet.POLICY, 1.0), (WeightSet.AVERAGE, -1.0)):
+        part = layout.of(which)
+        assert part.digest == layout.digest and part.num_bytes == layout.num_bytes / 2
+        found = dict(whole_tensors(part, [image]))
+        assert found.keys() == values.keys()
+        assert all(torch.equal(found[name], sign * tensor) for name, tensor in values.items())
+
+
+def test_without_an_average_the_policy_is_all_of_a_layout() -> None:
+    weight = NamedWeight(names=("a",), tensor=torch.zeros(3))
+    rank = lay_out([weight], [0], rank=0, host_id="h", itemsize=4)
+    layout = WeightLayout(dtype=torch.float32, ranks=(rank,))
+    assert layout.of(WeightSet.POLICY).ranks == layout.ranks and not layout.of(WeightSet.AVERAGE).shapes

@@ -152,3 +152,20 @@ def test_no_history_lets_a_writer_into_a_leased_slot(events: list[tuple[object, 
             reader = int(arguments[0])  # type: ignore[call-overload]
             ledger.release(reader)
             held.pop(reader, None)
+
+
+def test_a_reader_gets_the_version_that_it_prefers_while_a_slot_has_it() -> None:
+    ledger = WeightLedger(lease_timeout_s=TIMEOUT_S)
+    publish(ledger, 1)
+    publish(ledger, 2)
+
+    def leased(**wish: int) -> int | None:
+        found = ledger.acquire(0, now_s=0.0, **wish)
+        ledger.release(0)
+        return None if found is None else found.version
+
+    assert leased(newer_than=0, preferred=1) == 1
+    assert leased(newer_than=0, preferred=7) == leased(newer_than=0) == 2
+    assert leased(newer_than=2, preferred=1) is None, "it has a newer one already"
+    publish(ledger, 3)
+    assert leased(newer_than=0, preferred=1) == leased(newer_than=2, preferred=2) == 3

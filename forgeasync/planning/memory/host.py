@@ -7,6 +7,7 @@ from pathlib import Path
 from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig, longest_response
+from forgeasync.config.teachers import num_averages
 from forgeasync.config.weights import ShadowMemory
 from forgeasync.models.sizes import (
     BYTES_PER_ELEMENT,
@@ -92,10 +93,10 @@ def check_generator_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: 
 
 
 def _trainer_state_bytes(config: RunConfig, num_parameters: int) -> int:
-    """Bytes on one rank: float32 parameters, gradients and two moments, or a frozen model."""
+    """Bytes on one rank: float32 parameters, gradients, two moments and an average, or a frozen model."""
     if config.lora is not None:
         return num_parameters * BYTES_PER_ELEMENT[config.trainer.dtype]
-    return num_parameters * 4 * FLOAT32_BYTES
+    return num_parameters * (4 + num_averages(config.teachers)) * FLOAT32_BYTES
 
 
 def _gib(num_bytes: int) -> str:
@@ -120,16 +121,23 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
             size = count_merged(facts, config.lora) * element
             how = "what adapters are merged into"
             merged = [MemoryItem(name="merged weights, each replica", num_bytes=size, how=how)]
+    num_sets = 1 + num_averages(config.teachers)
+    beside = " and its average" * (num_sets - 1)
     return [
         MemoryItem(
             name="staging buffers, all ranks",
-            num_bytes=2 * version,
-            how=f"2 x one {what} in {dtype}: one read, one written",
+            num_bytes=2 * num_sets * version,
+            how=f"2 x one {what}{beside} in {dtype}: one read, one written",
         ),
         MemoryItem(
             name="receive buffer, each host",
             num_bytes=version,
             how=f"one {what}, for all replicas of a host",
+        ),
+        *(
+            MemoryItem(name=f"receive buffer, teacher {name}", num_bytes=version, how=f"one {what}")
+            for name, teacher in config.teachers.items()
+            if teacher.moves
         ),
         *_snapshots(config, facts),
         *merged,
@@ -139,17 +147,19 @@ def host_memory(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[
 
 
 def snapshot_memory_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes of shared memory that snapshots of all trainer ranks take: weights and both moments, twice."""
+    """Bytes of shared memory that snapshots of all trainer ranks take: what a checkpoint has, twice."""
     if config.trainer.recovery.snapshot_every_steps is None:
         return 0
     trained = trained_parameters_per_rank(config, facts, count_parameters(facts))
-    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * 3 * FLOAT32_BYTES * trained
+    num_states = 3 + num_averages(config.teachers)
+    return config.trainer.parallel.num_procs * NUM_SNAPSHOTS * num_states * FLOAT32_BYTES * trained
 
 
 def _snapshots(config: RunConfig, facts: ModelFacts) -> list[MemoryItem]:
     if (num_bytes := snapshot_memory_bytes(config, facts)) == 0:
         return []
-    how = f"{NUM_SNAPSHOTS} x what is trained and its moments, float32: one whole, one written"
+    average = ", its average" * num_averages(config.teachers)
+    how = f"{NUM_SNAPSHOTS} x what is trained{average} and its moments, float32: one whole, one written"
     return [MemoryItem(name="trainer snapshots, all ranks", num_bytes=num_bytes, how=how)]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
+from forgeasync.config.teachers import num_averages
 from forgeasync.models.sizes import (
     BYTES_PER_ELEMENT,
     LOGITS_CHUNK_TOKENS,
@@ -82,6 +83,9 @@ def _always(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> li
         MemoryItem(name="gradients", num_bytes=trained * FLOAT32_BYTES, how="float32, own shard"),
         MemoryItem(name="optimizer", num_bytes=2 * trained * FLOAT32_BYTES, how="2 x float32, own shard"),
     ]
+    if num_averages(config.teachers):
+        how = "for teachers with ema: float32, own shard"
+        items.append(MemoryItem(name="average", num_bytes=trained * FLOAT32_BYTES, how=how))
     # With adapters the reference is the trained model without them.
     if config.algorithm.kl is not None and config.lora is None:
         how = f"for algorithm.kl: frozen, in {dtype}, own shard"

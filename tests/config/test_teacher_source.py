@@ -1,0 +1,56 @@
+"""The forms of ``teachers.NAME.source``, and which versions they name."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from forgeasync.config.teacher_source import FORMS, EveryVersions, FixedSource
+from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
+
+SERVER = TeacherEndpoint(base_url="http://localhost:1/v1", model="m")
+
+
+@pytest.mark.parametrize("written", ["frozen", "live", {"every": 7}, {"ema": 0.99}])
+def test_a_source_comes_back_as_it_was_written(written: object) -> None:
+    section = TeacherSection.model_validate({"model_path": "x", "source": written})
+    assert section.moves is (written != "frozen") and section.num_engines == 1
+    assert TeacherSection.model_validate(section.model_dump()) == section
+    assert section.model_dump(mode="json")["source"] == written
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_path": "x", "source": "thawed"}, f"expected {FORMS}"),
+        ({"model_path": "x", "source": 3}, f"expected {FORMS}"),
+        ({"model_path": "x", "source": {"every": 0}}, "greater than 0"),
+        ({"model_path": "x", "source": {"each": 3}}, "source.every.every"),
+        ({"model_path": "x", "source": {"ema": 1.0}}, "less than 1"),
+        ({"model_path": "x", "source": {"ema": 0.9, "every": 2}}, "source.ema.every"),
+        ({"endpoint": SERVER, "source": "live"}, "with an endpoint source must be frozen"),
+        ({"source": "frozen"}, "must have either model_path or endpoint"),
+    ],
+)
+def test_other_forms_are_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        TeacherSection.model_validate(fields)
+    assert said in str(refused.value)
+
+
+def test_a_teacher_that_moves_is_the_policy_by_default() -> None:
+    section = TeacherSection(source=FixedSource.LIVE)
+    assert section.model_path is None and section.endpoint is None and section.num_engines == 1
+
+
+@given(every=st.integers(1, 7), gaps=st.lists(st.integers(1, 9), max_size=40))
+def test_what_is_taken_follows_every_multiple_at_once(every: int, gaps: list[int]) -> None:
+    """Published versions can have gaps, where the exchange has skipped some."""
+    source, newest, version = EveryVersions(every=every), 0, 0
+    for gap in gaps:
+        before, version = version, version + gap
+        is_due = any(one % every == 0 for one in range(before + 1, version + 1))
+        assert source.is_due(version, newest=newest) == is_due
+        if is_due:
+            newest = version
+        assert not source.is_due(version, newest=newest)

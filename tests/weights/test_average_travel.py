@@ -1,0 +1,112 @@
+"""The trainer's average of its weights on its way into an engine, and the policy's beside it. Real procs."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forgeasync.actors.procs import Procs
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.actors.start_generators import make_folders
+from forgeasync.actors.trainer_mesh import TrainerMesh
+from forgeasync.config.run import RunConfig
+from forgeasync.launch.hosts import LocalHosts
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.weights.layout import WeightSet
+from tests.support.engine_weights import assert_engine_holds
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+from tests.support.trainer_and_generators import start_both
+
+ALPHA, NUM_STEPS = 0.75, 3
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    exported: list[Tensors]
+    """The policy after each step."""
+    of_policy: list[Tensors]
+    of_average: list[Tensors]
+    """Parameters of the engine's workers under each set of the last version."""
+    num_bytes_moved: list[int]
+
+
+def _rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> list[list[PackedRow]]:
+    def sequence() -> TrainingSequence:
+        ids = rng.integers(0, vocab_size, 40).astype(np.int32)
+        return TrainingSequence(
+            prompt_ids_P=ids[:8],
+            response_ids_T=ids[8:],
+            behavior_logprobs_T=np.full(32, -3.0, np.float32),
+            ages_T=np.zeros(32, np.int32),
+            advantage=float(rng.normal()),
+        )
+
+    return [[pack_row([sequence()])] for _ in range(num_ranks)]
+
+
+async def _connect(
+    procs: Procs, config: RunConfig, trainer: TrainerMesh, router: GeneratorRouter, weights: WeightSet
+) -> None:
+    """Have the one engine take one set of weights, as a teacher's engine or a generator does."""
+    layout = await trainer.lay_out_weights(config.generator.dtype)
+    host = router.pool.hosts[0]
+    staging = await make_folders([host] * trainer.num_procs, [rank.num_bytes for rank in layout.ranks])
+    choice = config.weights.transport
+    sources = await trainer.open_staging(staging, choice, generator_hosts=frozenset({host.id}))
+    (folder,) = await make_folders([host], [layout.of(weights).num_bytes])
+    await router.connect_weights(layout.of(weights), sources, [folder])
+
+
+async def _update(trainer: TrainerMesh, router: GeneratorRouter, slot: int) -> int:
+    manifest = await trainer.stage_weights(slot)
+    fetched = await router.begin_update(0, manifest)
+    assert fetched is not None and fetched.is_complete, fetched
+    await router.finish_update(0, manifest.version)
+    return fetched.num_bytes_moved
+
+
+async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
+    vocab_size = read_model_facts(str(folder)).vocab_size
+    rng = np.random.default_rng(0)
+    procs = Procs(out / "logs", LocalHosts())
+    try:
+        trainer, router = await start_both(procs, config, folder, average_alpha=ALPHA)
+        exported = []
+        for step in range(1, NUM_STEPS + 1):
+            await trainer.train_rows(_rows(rng, vocab_size, trainer.num_data_ranks), step=step)
+            await trainer.save_hf(out / f"step-{step}", source=folder)
+            exported.append(load_file(out / f"step-{step}" / "model-00001-of-00001.safetensors"))
+        engine, seen = router.pool.replicas[0].actor, []
+        moved = []
+        for weights in (WeightSet.AVERAGE, WeightSet.POLICY):
+            await _connect(procs, config, trainer, router, weights)
+            moved.append(await _update(trainer, router, 0))
+            seen.append(await engine.parameters.call_one())
+        return Seen(exported=exported, of_average=seen[0], of_policy=seen[1], num_bytes_moved=moved)
+    finally:
+        await procs.close()
+
+
+@pytest.mark.procs
+def test_each_reader_gets_its_set_of_weights(tmp_path: Path) -> None:
+    """From two ranks with half of the experts each; averages are those of the exported steps, bit for bit."""
+    folder = write_random_model(tmp_path / "hf", scale=3.0)
+    config = tiny_config(folder)
+    seen = asyncio.run(_scenario(config, folder, tmp_path))
+    average = load_file(folder / "model.safetensors")
+    for exported in seen.exported:
+        for name, tensor in average.items():
+            tensor.mul_(ALPHA).add_(exported[name], alpha=1.0 - ALPHA)
+    assert_engine_holds(seen.of_average, average)
+    assert_engine_holds(seen.of_policy, seen.exported[-1])
+    num_bytes = sum(tensor.nbytes for tensor in average.values())
+    # Whole blocks are fetched.
+    assert all(num_bytes <= one < 2 * num_bytes for one in seen.num_bytes_moved)
