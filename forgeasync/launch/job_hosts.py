@@ -92,8 +92,9 @@ class JobHost:
         return await self.agent.is_running.call_one(pid)
 
     async def kill(self, pid: int) -> None:
-        """See ``Host``."""
-        await self.agent.kill.call_one(pid)
+        """See ``Host``; the procs of a host that is lost end with it."""
+        if not self.is_lost:
+            await self.agent.kill.call_one(pid)
 
     async def remove_files(self, files: Sequence[str]) -> None:
         """See ``Host``."""

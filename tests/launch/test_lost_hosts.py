@@ -62,9 +62,10 @@ class Agent:
     def __init__(self) -> None:
         self.num_beats = 0
         self.is_cut_off = False
-        self.beat = self.limits = self.remove_folders = self.end_host = SimpleNamespace(call_one=self._answer)
+        answers = SimpleNamespace(call_one=self._answer)
+        self.beat = self.limits = self.kill = self.remove_folders = self.end_host = answers
 
-    async def _answer(self) -> int:
+    async def _answer(self, *arguments: object) -> int:
         self.num_beats += 1
         if self.is_cut_off:
             await asyncio.sleep(60)
@@ -103,3 +104,16 @@ def test_hosts_that_are_left_are_called_until_the_run_has_ended(
         assert agents[1].num_beats == num_before, "nothing of a run that has ended is called"
 
     asyncio.run(scenario())
+
+
+def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs() -> None:
+    """Its answer would never come, and the run waits for the end of its procs."""
+
+    async def scenario(problem: str | None) -> int:
+        agent = Agent()
+        one = dataclasses.replace(HOSTS[0], agent=cast(HostAgent, agent), problem=problem)
+        await one.kill(7)
+        return agent.num_beats
+
+    assert asyncio.run(scenario(None)) == 1
+    assert asyncio.run(scenario("no answer")) == 0
