@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from chaos import DEFAULT, Clock, judge, run_overrides
+from chaos import DEFAULT, Clock, judge, parser_of, run_overrides
 from chaos_cluster_hosts import ClusterHosts, NoCluster
 from chaos_faults import CLUSTER_KINDS, HOST, Kind, Planned, plan
 from chaos_injector import Injector, read_lines
@@ -34,8 +34,8 @@ from forgeasync.config.load import load_config
 
 HOST_LIMIT_S = 20.0
 """``timeouts.host_s`` of the run."""
-SHORT_S = 8.0
-"""A partition of so long has to pass without notice."""
+SHORT_S = 5.0
+"""A partition of so long has to pass without notice: even with what TCP waits then, less than a heartbeat."""
 SLOW_S = 20.0
 NOTICE_S = 120.0
 """A fault that the run has not noticed by then is undone all the same, and fails the comparison."""
@@ -123,16 +123,9 @@ def is_noticed(run_dir: Path, since_s: float) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Breaks hosts, and proves that nothing was lost.")
-    parser.add_argument("--faults", type=int, required=True, help="how many")
-    parser.add_argument("--seed", type=int, required=True, help="what they are drawn from")
+    parser = parser_of("Breaks hosts, and proves that nothing was lost.")
     parser.add_argument("--kind", action="append", choices=sorted(CLUSTER_KINDS[HOST]), help="by default all")
     parser.add_argument("--config", type=Path, action="append", help="later ones override earlier ones")
-    parser.add_argument("--steps-per-fault", type=int, default=10)
-    parser.add_argument("--limit-s", type=float, help="kill a run that has not ended by then")
-    parser.add_argument("--off", action="store_true", help="inject nothing: the comparison has to fail")
-    parser.add_argument("--out", type=Path, help="folder for the run and chaos.json")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.set_defaults(witness=False)
     return parser.parse_args()
 

@@ -37,7 +37,7 @@ class Kind(StrEnum):
     """A host's link carries a few MBit/s for a while and drops what waits too long. The run has to take no
     notice."""
     SHORT_PARTITION = "short_partition"
-    """A host's link is down for less than ``timeouts.host_s``. The run has to take no notice."""
+    """A host's link is down for less than every heartbeat. The run has to take no notice."""
     LONG_PARTITION = "long_partition"
     """A host's link is down until the run has noticed, and then for as long again."""
     LOST_NODE = "lost_node"
