@@ -105,10 +105,21 @@ class Clock:
         return 0.0 if self._begin_s is None else self._end_s - self._begin_s
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Breaks a run at random, and proves that nothing was lost.")
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Return what all programs of this kind take on the command line."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--faults", type=int, required=True, help="how many")
     parser.add_argument("--seed", type=int, required=True, help="what they are drawn from")
+    parser.add_argument("--steps-per-fault", type=int, default=10)
+    parser.add_argument("--limit-s", type=float, help="kill a run that has not ended by then")
+    parser.add_argument("--off", action="store_true", help="inject nothing: the comparison has to fail")
+    parser.add_argument("--out", type=Path, help="folder for the runs and chaos.json")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_of("Breaks a run at random, and proves that nothing was lost.")
     parser.add_argument(
         "--role", action="append", choices=sorted(KINDS), help="by default all that there are"
     )
@@ -117,17 +128,12 @@ def parse() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--config", type=Path, action="append", help="later ones override earlier ones")
     what.add_argument("--witness", action="store_true", help="on a model whose weights count their groups")
-    parser.add_argument("--steps-per-fault", type=int, default=10)
     parser.add_argument("--disk-mib", type=int, help="put the run on a disk of this size")
-    parser.add_argument("--limit-s", type=float, help="kill a run that has not ended by then")
-    parser.add_argument("--off", action="store_true", help="inject nothing: the comparison has to fail")
     band = parser.add_mutually_exclusive_group()
     band.add_argument("--band", nargs=2, type=float, metavar=("LOW", "HIGH"), help="of held-out accuracies")
     band.add_argument(
         "--reference-runs", type=int, default=0, help="runs without faults, to measure the band"
     )
-    parser.add_argument("--out", type=Path, help="folder for the runs and chaos.json")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     return parser.parse_args()
 
 

@@ -33,6 +33,17 @@ class Kind(StrEnum):
     """The same with EIO."""
     EVERYTHING = "everything"
     """All processes are killed at once, the supervisor too; then ``--resume latest`` is given by hand."""
+    SLOW_LINK = "slow_link"
+    """A host's link carries a few MBit/s for a while and drops what waits too long. The run has to take no
+    notice."""
+    SHORT_PARTITION = "short_partition"
+    """A host's link is down for less than every heartbeat. The run has to take no notice."""
+    LONG_PARTITION = "long_partition"
+    """A host's link is down until the run has noticed, and then for as long again."""
+    LOST_NODE = "lost_node"
+    """Everything on a host is killed, Slurm's daemon too; the host comes back once that was noticed."""
+    CANCELLED_JOB = "cancelled_job"
+    """Somebody cancels the job (scancel)."""
 
 
 class Moment(StrEnum):
@@ -60,6 +71,8 @@ DEADLY = (Kind.SIGKILL, Kind.SIGSEGV, Kind.EXIT)
 MESSAGES = (Kind.DELAYED_MESSAGES, Kind.DROPPED_MESSAGES)
 COLLECTIVES = (Kind.ABORTED_COLLECTIVE, Kind.HUNG_COLLECTIVE)
 DISKS = (Kind.FULL_DISK, Kind.FAILING_DISK)
+UNNOTICED = (Kind.DELAYED_MESSAGES, Kind.SLOW_LINK, Kind.SHORT_PARTITION)
+"""Kinds of which the run has to take no notice."""
 
 CONTROLLER = "controller"
 STORAGE = "storage"
@@ -79,6 +92,17 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 }
 """What can be injected, by role as ``procs.json`` names it. A controller that was stopped would be noticed by
 nobody."""
+
+CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
+    HOST: (
+        Kind.SLOW_LINK,
+        Kind.SHORT_PARTITION,
+        Kind.LONG_PARTITION,
+        Kind.LOST_NODE,
+        Kind.CANCELLED_JOB,
+    ),
+}
+"""What ``chaos_cluster.py`` injects."""
 
 MOMENTS: Mapping[Moment, tuple[Kind, ...]] = {
     Moment.STEP: tuple(Kind),
@@ -112,7 +136,7 @@ class Planned:
     @property
     def is_noticed(self) -> bool:
         """Whether the run has to notice it."""
-        return self.kind is not Kind.DELAYED_MESSAGES
+        return self.kind not in UNNOTICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +187,11 @@ def plan(
     steps_per_fault: int,
     moments: Sequence[Moment] = (Moment.STEP,),
     kinds: Sequence[Kind] = tuple(Kind),
+    kinds_of: Mapping[str, Sequence[Kind]] = KINDS,
 ) -> list[Planned]:
     """Draw faults, at most one for every ``steps_per_fault`` steps; the same for the same arguments.
+
+    ``kinds_of`` says what can be injected into a role.
 
     Raises:
         ValueError: nothing is known of a role, or a role can have none of the kinds at any of the moments.
@@ -186,7 +213,7 @@ def plan(
                 is_last=number == num_faults - 1,
                 is_supervised=is_supervised,
             )
-            if (found := [kind for kind in KINDS[role] if kind in MOMENTS[moment] and kind in kinds])
+            if (found := [kind for kind in kinds_of[role] if kind in MOMENTS[moment] and kind in kinds])
         }
         if not possible:
             raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chaos_faults import CONTROLLER, HOST, STORAGE, Injected, Kind, Moment
+from chaos_faults import CONTROLLER, HOST, STORAGE, UNNOTICED, Injected, Moment
 
 EARLY_S = 0.01
 """Times in faults.jsonl are rounded."""
@@ -29,7 +29,7 @@ class Match:
     @property
     def is_expected(self) -> bool:
         """Whether it has to be detected: delays have not, and what dies at the end may not be missed."""
-        is_delay = self.injected.kind is Kind.DELAYED_MESSAGES
+        is_delay = self.injected.kind in UNNOTICED
         is_over = self.injected.moment is Moment.SHUTDOWN and self.injected.role != CONTROLLER
         return not is_delay and not is_over
 
@@ -49,7 +49,7 @@ def match(
     found: list[Match] = []
     for one in sorted(injected, key=lambda one: one.time_s):
         event = None
-        if one.kind is not Kind.DELAYED_MESSAGES:
+        if one.kind not in UNNOTICED:
             roles = [one.role, *([CONTROLLER] if one.moment in AS_CONTROLLER else [])]
             fitting = [at for at in left if at["time_s"] >= one.time_s - EARLY_S and at["role"] in roles]
             event = min(fitting, key=lambda at: (roles.index(at["role"]), at["time_s"]), default=None)

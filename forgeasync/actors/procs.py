@@ -115,11 +115,9 @@ class Procs:
     async def _watch_hosts(self) -> None:
         try:
             await self.hosts.watch()
-        except* HostLost as lost:
-            error = lost.exceptions[0]
-            assert isinstance(error, HostLost)
-            self._note_lost_host(error)
-            self._fail(error)
+        except HostLost as lost:
+            self._note_lost_host(lost)
+            self._fail(lost)
 
     async def _close_hosts(self) -> None:
         try:

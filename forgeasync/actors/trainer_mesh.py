@@ -56,8 +56,8 @@ class TrainerMesh:
         self._timeouts = timeouts
         self._data_ranks: list[int] = []
         self._turn = asyncio.Lock()
-        self.is_stuck = False
-        """Some ranks wait in a collective for one that has failed: they answer no call any more."""
+        self._stuck_by: Exception | None = None
+        """The error of a rank for which others wait in a collective."""
         self._staged = "the initial weights"
         self._layout: WeightLayout | None = None
         self._sources: list[StagingSource] = []
@@ -65,11 +65,24 @@ class TrainerMesh:
         self.members: tuple[Proc, ...] = ()
         """The process of each rank, by rank."""
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether some ranks wait in a collective for one that has failed: they answer no call any more."""
+        return self._stuck_by is not None
+
     async def _on_every_rank(
         self, calls: Callable[[], Sequence[Awaitable[T]]], limit_s: float, *, call: str, key: str
     ) -> list[T]:
-        """Return the ranks' replies by rank, once the calls before this one have ended."""
+        """Return the ranks' replies by rank, once the calls before this one have ended.
+
+        Raises:
+            Exception: a rank's own error, also that of a call before which has left other ranks in a
+                collective: gloo ends ranks that meet in the collectives of two calls.
+        """
         await self._turn.acquire()
+        if self._stuck_by is not None:
+            self._turn.release()
+            raise self._stuck_by
 
         async def answers() -> list[T]:
             async with deadline(limit_s, call=f"the trainer {call}", key=f"timeouts.{key}"):
@@ -84,9 +97,10 @@ class TrainerMesh:
         """Return all replies, or raise the first error once the other ranks have ended too or cannot."""
         try:
             return list(await asyncio.gather(*answers))
-        except Exception:
+        except Exception as error:
             _, pending = await asyncio.wait(answers, timeout=PEERS_S)
-            self.is_stuck = self.is_stuck or bool(pending)
+            if pending and self._stuck_by is None:
+                self._stuck_by = error
             raise
 
     def _end_turn(self, work: asyncio.Task[object]) -> None:

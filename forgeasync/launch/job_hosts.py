@@ -30,7 +30,7 @@ from forgeasync.launch.placement import GpuAllocator, spawn_role
 from forgeasync.launch.submission import LaunchFailed, Submission
 from forgeasync.rollouts.in_flight_log import InFlightRead
 from forgeasync.rollouts.run_folder import sweep_stale_folders
-from forgeasync.waiting import DeadlineExceeded, deadline
+from forgeasync.waiting import DeadlineExceeded, deadline, forget
 
 BEAT_S = 1.0
 ASK_JOB_S = 5.0
@@ -92,8 +92,9 @@ class JobHost:
         return await self.agent.is_running.call_one(pid)
 
     async def kill(self, pid: int) -> None:
-        """See ``Host``."""
-        await self.agent.kill.call_one(pid)
+        """See ``Host``; the procs of a host that is lost end with it."""
+        if not self.is_lost:
+            await self.agent.kill.call_one(pid)
 
     async def remove_files(self, files: Sequence[str]) -> None:
         """See ``Host``."""
@@ -140,6 +141,7 @@ class JobHosts:
         self._gpus = {role: GpuAllocator(gpus_per_host(launcher)) for role in JOB_ROLES}
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
         """GPUs of each proc of one host, for the roles that were spawned; all hosts of a role are alike."""
+        self._watching: list[asyncio.Task[None]] = []
 
     @property
     def _all(self) -> list[JobHost]:
@@ -268,9 +270,14 @@ class JobHosts:
 
     async def watch(self) -> None:
         """See ``Hosts``."""
-        async with asyncio.TaskGroup() as watching:
-            for host in self._all:
-                watching.create_task(self._watch(host))
+        # All go on until the hosts are closed: ending the run in order takes the hosts that are left, and
+        # one that is not called any more ends itself.
+        self._watching = [asyncio.create_task(self._watch(host)) for host in self._all]
+        for watching in self._watching:
+            watching.add_done_callback(forget)
+        ended, _ = await asyncio.wait(self._watching, return_when=asyncio.FIRST_COMPLETED)
+        for watching in ended:
+            watching.result()
 
     async def _watch(self, host: JobHost) -> None:
         while True:
@@ -301,6 +308,8 @@ class JobHosts:
         Raises:
             HostLost: one is, whatever the run has ended with: connections to it break before it is missed.
         """
+        for watching in self._watching:
+            watching.cancel()
         if self._is_open:
             await asyncio.gather(
                 *(self._check(host) for host in self._all if not host.is_lost), return_exceptions=True

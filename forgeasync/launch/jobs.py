@@ -83,7 +83,9 @@ def _slurm_job(launcher: SlurmLauncher, meshes: dict[str, int], run_name: str, l
     return SlurmJob(
         meshes,
         python_exe=launcher.python,
-        slurm_args=launcher.slurm_args,
+        # Slurm starts a batch job again that has lost a node. Its hosts would wait for nobody: a run that has
+        # lost hosts asks for a new job.
+        slurm_args=("--no-requeue", *launcher.slurm_args),
         monarch_port=launcher.port,
         job_name=run_name,
         time_limit=launcher.time_limit,

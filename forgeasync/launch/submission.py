@@ -41,6 +41,9 @@ ENDINGS = {
 }
 """What Slurm's states of a job that is over mean here (squeue(1), JOB STATE CODES)."""
 
+REQUEUED = "was put back into the queue (scontrol requeue), which ends its hosts"
+"""What it means that a job waits again whose hosts had started."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +62,7 @@ class Submission:
         self._submitted = threading.Event()
         self._slurm_id: str | None = None
         self._is_started = False
+        self._has_hosts = False
 
     async def start(self, tell: Callable[[str], None]) -> JobState:
         """Submit the job and wait for its hosts, for which a scheduler may need hours.
@@ -69,6 +73,11 @@ class Submission:
             LaunchFailed: the job was refused, has not started within ``launcher.start_timeout_s``, or has
                 ended.
         """
+        state = await self._start(tell)
+        self._has_hosts = True
+        return state
+
+    async def _start(self, tell: Callable[[str], None]) -> JobState:
         self._is_started = True
         waiting = asyncio.wrap_future(_in_thread(self._run))
         if not isinstance(self._launcher, SlurmLauncher):
@@ -120,6 +129,8 @@ class Submission:
         """What ended the job; None: it is there, as far as this machine can tell."""
         if isinstance(self._job, SlurmJob) and self._slurm_id is not None:
             state = (await self._state_and_reason()).split(" ")[0]
+            if state == "PENDING" and self._has_hosts:
+                return f"{self._name} {REQUEUED}"
             return f"{self._name} {ENDINGS[state]}" if state in ENDINGS else None
         if isinstance(self._job, LoginJob):
             ended = [name for name, one in self._job._host_to_pid.items() if not is_running(one.pid)]

@@ -228,6 +228,27 @@ def test_ranks_that_wait_for_one_that_has_failed_are_noticed(monkeypatch: pytest
     assert asyncio.run(scenario(asyncio.sleep(60)))
 
 
+def test_ranks_in_a_collective_of_one_call_are_not_sent_into_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that reads from a lost host fails in the step; the call that saves the weights comes next."""
+    monkeypatch.setattr(trainer_mesh, "PEERS_S", 0.05)
+
+    async def fails() -> None:
+        raise ValueError("its payload is on a host that is gone")
+
+    async def scenario() -> None:
+        mesh = make_mesh(rank := Rank())
+        with pytest.raises(ValueError, match="its payload"):
+            await mesh._together([asyncio.ensure_future(one) for one in (fails(), asyncio.sleep(60))])
+        for _ in range(2):
+            with pytest.raises(ValueError, match="its payload"):
+                await mesh.save_hf(Path("final"), source=Path("model"))
+        assert rank.log == []
+
+    asyncio.run(scenario())
+
+
 def raised(error: Exception) -> Exception:
     try:
         raise error

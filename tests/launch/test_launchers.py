@@ -135,6 +135,7 @@ def test_the_sbatch_script_asks_for_what_the_config_does() -> None:
         "--account=me",
         "--exclusive",
         "--constraint=h100",
+        "--no-requeue",
     } <= directives
     (output,) = [line for line in directives if line.startswith("--output=")]
     assert output.startswith("--output=runs/big/logs/slurm_%j_qwen3_30b_a3b")

@@ -1,12 +1,20 @@
-"""What is said of hosts that are lost; nothing is started."""
+"""What is said of hosts that are lost, and what the others hear meanwhile; nothing is started."""
 
+import asyncio
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
+from forgeasync.config.launcher import SlurmLauncher
+from forgeasync.config.run import TimeoutSection
+from forgeasync.launch import job_hosts
 from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.host_limits import gather_host_limits
-from forgeasync.launch.job_hosts import JobHost, lost_words
+from forgeasync.launch.hosts import HostLost
+from forgeasync.launch.job_hosts import JobHost, JobHosts, lost_words
 from forgeasync.launch.jobs import HostRole
 
 
@@ -46,3 +54,66 @@ def test_what_has_ended_the_job_comes_before_what_was_seen_of_it() -> None:
 def test_a_host_that_is_called_as_its_machine_is_named_once() -> None:
     named = [host("node1", "node1", heard_s=0.0, problem="no answer")]
     assert lost_words(named, None).startswith("host node1 (trainer) is lost: no answer")
+
+
+class Agent:
+    """An agent in this process, whose host can be cut off."""
+
+    def __init__(self) -> None:
+        self.num_beats = 0
+        self.is_cut_off = False
+        answers = SimpleNamespace(call_one=self._answer)
+        self.beat = self.limits = self.kill = self.remove_folders = self.end_host = answers
+
+    async def _answer(self, *arguments: object) -> int:
+        self.num_beats += 1
+        if self.is_cut_off:
+            await asyncio.sleep(60)
+        return 0
+
+
+def test_hosts_that_are_left_are_called_until_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody calls ends itself: the trainer would, while it saves the weights."""
+    monkeypatch.setattr(job_hosts, "BEAT_S", 0.005)
+
+    async def scenario() -> None:
+        launcher = SlurmLauncher(kind="slurm", gpus_per_host=0, partition="main")
+        hosts = JobHosts(launcher, "test", tmp_path, TimeoutSection(host_s=0.2))
+        agents = [Agent(), Agent()]
+        hosts._hosts = {
+            HostRole.TRAINER: [
+                dataclasses.replace(one, agent=cast(HostAgent, agent), problem=None)
+                for one, agent in zip(HOSTS, agents, strict=False)
+            ]
+        }
+        watching = asyncio.create_task(hosts.watch())
+        agents[0].is_cut_off = True
+        with pytest.raises(HostLost, match=r"host trainer-0 .* is lost: waiting for an answer took longer"):
+            await watching
+        num_before = agents[1].num_beats
+        async with asyncio.timeout(10):
+            while agents[1].num_beats < num_before + 3:
+                await asyncio.sleep(0.01)
+        hosts._is_open = True
+        with pytest.raises(HostLost, match="trainer-0"):
+            await hosts.close()
+        num_before = agents[1].num_beats
+        await asyncio.sleep(0.05)
+        assert agents[1].num_beats == num_before, "nothing of a run that has ended is called"
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_asked_of_a_host_that_is_lost_to_end_its_procs() -> None:
+    """Its answer would never come, and the run waits for the end of its procs."""
+
+    async def scenario(problem: str | None) -> int:
+        agent = Agent()
+        one = dataclasses.replace(HOSTS[0], agent=cast(HostAgent, agent), problem=problem)
+        await one.kill(7)
+        return agent.num_beats
+
+    assert asyncio.run(scenario(None)) == 1
+    assert asyncio.run(scenario("no answer")) == 0

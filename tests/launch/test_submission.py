@@ -92,6 +92,22 @@ def test_a_job_that_has_gone_from_the_queue_is_told_as_what_it_is(
     assert told.splitlines()[-1].startswith(words), told
 
 
+def test_a_job_that_waits_again_after_its_start_is_told_as_that(tmp_path: Path) -> None:
+    """Its hosts are lost, and nothing else says why."""
+    why = run_apart(_why_gone, tmp_path)
+    assert why == [None, "Slurm job 7 was put back into the queue (scontrol requeue), which ends its hosts"]
+
+
+def _why_gone(commands: Path) -> list[str | None]:
+    os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"
+    write_squeue(commands, "PENDING", "PENDING (BeginTime)")
+    job = Submission(build_job(SLURM, "test", commands), SLURM, commands)
+    job._slurm_id = "7"
+    before = asyncio.run(job.why_gone())
+    job._has_hosts = True
+    return [before, asyncio.run(job.why_gone())]
+
+
 def test_a_job_that_slurm_refuses_has_slurms_words(commands: Path) -> None:
     write(commands, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
     write_squeue(commands, None, "")

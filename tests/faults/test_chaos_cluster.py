@@ -1,0 +1,123 @@
+"""benchmarks/chaos_cluster.py: what it plans, where it refuses to work, and what it waits for; no cluster."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos_cluster import ClusterInjector, overrides_of
+from chaos_cluster_hosts import ClusterHosts, hosts_in, problem
+from chaos_faults import CLUSTER_KINDS, HOST, Injected, Kind, Moment, Planned, plan
+from chaos_match import match
+from chaos_orders import Orders
+
+from forgeasync.config.load import load_config
+
+REPOSITORY = Path(__file__).parents[2]
+PASSING = {Kind.SLOW_LINK, Kind.SHORT_PARTITION}
+"""What a run has to take no notice of."""
+
+
+def test_a_plan_has_every_kind_of_a_cluster_and_is_the_seeds() -> None:
+    def draw(seed: int) -> list[Planned]:
+        return plan(seed, 300, [HOST], steps_per_fault=10, kinds_of=CLUSTER_KINDS)
+
+    assert draw(3) == draw(3) != draw(4)
+    assert {one.kind for one in draw(3)} == set(CLUSTER_KINDS[HOST])
+    assert {one.role for one in draw(3)} == {HOST} and {one.moment for one in draw(3)} == {Moment.STEP}
+    assert {one.kind for one in draw(3) if not one.is_noticed} == PASSING
+
+
+def test_a_run_without_a_cluster_gets_none_of_its_faults() -> None:
+    kinds = {one.kind for one in plan(3, 300, [HOST], steps_per_fault=10)}
+    assert kinds == {Kind.SIGKILL}
+
+
+@pytest.mark.parametrize("kind", CLUSTER_KINDS[HOST])
+def test_a_lost_host_is_matched_and_what_has_to_pass_without_notice_is_not(kind: Kind) -> None:
+    injected = Injected(number=0, time_s=100.0, role=HOST, rank=1, kind=kind, moment=Moment.STEP, pid=0)
+    event = {"event": "detected", "number": 0, "role": HOST, "time_s": 121.0}
+    (one,), extra = match([injected], [event])
+    assert one.is_expected == (kind not in PASSING)
+    assert (one.detected, extra) == ((None, [event]) if kind in PASSING else (event, []))
+
+
+LISTED = "node2 (id: 1)\nnode10 (id: 4)\nnode1\nnodes\nother (id: 3)\n"
+
+
+def test_hosts_are_found_in_the_order_of_their_numbers() -> None:
+    assert hosts_in(LISTED) == ["node1", "node2", "node10"]
+    assert hosts_in("") == []
+
+
+@pytest.mark.parametrize(
+    ("names", "idle", "address", "said"),
+    [
+        (["node1"], ["node1"], "10.77.0.254", "there are 1, must be 2 or more"),
+        (["node1", "node2"], ["node1"], "10.77.0.254", "Slurm does not call node2 idle"),
+        (["node1", "node2"], ["node2", "node1"], "127.0.1.1", "is 127.0.1.1, which no host reaches"),
+        (["node1", "node2"], ["node2", "node1"], "10.77.0.254", None),
+    ],
+)
+def test_where_no_faults_can_be_injected_it_is_said(
+    names: list[str], idle: list[str], address: str, said: str | None
+) -> None:
+    words = problem(names, idle, address)
+    assert words is None if said is None else words is not None and said in words
+
+
+def test_a_run_is_placed_on_all_hosts_unless_the_command_line_says_otherwise() -> None:
+    default = [REPOSITORY / "configs" / "tiny_moe_cpu.yaml"]
+    config = load_config(default, overrides_of(3, ["timeouts.host_s=33"]))
+    assert config.launcher.kind == "slurm" and config.launcher.hosts.generators == 2
+    assert (config.generator.num_replicas, config.timeouts.host_s) == (2, 33.0)
+
+
+class Recorded(ClusterHosts):
+    """Hosts to which nothing is done; what would be is written down."""
+
+    def note(self, what: str, host: str) -> None:
+        self.done.append((what, host))
+
+    def __init__(self) -> None:
+        super().__init__(names=["node1", "node2", "node3"])
+        self.done: list[tuple[str, str]] = []
+
+    def cut(self, host: str) -> None:
+        self.note("cut", host)
+
+    def join(self, host: str) -> None:
+        self.note("join", host)
+
+
+def test_a_long_partition_heals_only_after_it_was_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chaos_cluster.HOST_LIMIT_S", 0.0)
+    fault = Planned(role=HOST, kind=Kind.LONG_PARTITION, at_step=1, pause_share=0.0, which=0.5)
+    injector = ClusterInjector(
+        tmp_path,
+        [fault],
+        tmp_path / "witness.jsonl",
+        orders=Orders(tmp_path / "orders"),
+        hosts=(hosts := Recorded()),
+        max_steps=9,
+    )
+
+    def look() -> list[tuple[str, str]]:
+        for _ in range(5):
+            injector.look()
+        return hosts.done
+
+    def write(name: str, line: dict[str, Any]) -> None:
+        (tmp_path / name).write_text(json.dumps(line) + "\n")
+
+    assert look() == []
+    write("metrics.jsonl", {"step": 1, "time/step_s": 0.0})
+    assert look() == [("cut", "node2")]
+    write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1.0})
+    assert look() == [("cut", "node2")], "a fault of long ago"
+    write("faults.jsonl", {"event": "detected", "number": 0, "role": HOST, "time_s": 1e12})
+    assert look() == [("cut", "node2"), ("join", "node2")]
+    (one,) = injector.injected
+    assert (one.rank, one.words) == (1, "node2")
