@@ -1,0 +1,96 @@
+"""A vLLM pooling engine with a process reward model: scores of steps, at their tags.
+
+Synchronous and without threads, for a process of its own: whoever has the engine adds requests and steps it.
+Requests that are added between two steps are computed together.
+
+Shape suffixes: J tags of one request, C classes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm import EngineArgs, PoolingParams
+from vllm.config import PoolerConfig
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import PoolingRequestOutput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.generator.workarounds.rendezvous import name_rendezvous
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTags:
+    """The engine's answer to one request."""
+
+    request_id: str
+    values: tuple[float, ...]
+    """The score at each tag of the request, from 0 to 1."""
+    problem: str | None = None
+    """Why there are none."""
+
+
+class StepEngine:
+    """One engine."""
+
+    def __init__(self, section: ProcessRewardModel, *, tag_id: int) -> None:
+        """Load the model. Raises whatever vLLM raises where it cannot."""
+        name_rendezvous()
+        self._tag_id = tag_id
+        self._num_tags: dict[str, int] = {}
+        self._llm = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=section.model_path,
+                runner="pooling",
+                dtype=section.dtype.value,
+                max_model_len=section.max_context_length,
+                max_num_seqs=section.max_num_seqs,
+                max_num_batched_tokens=section.max_num_batched_tokens,
+                kv_cache_memory_bytes=int(section.kv_cache_gib * 2**30),
+                enforce_eager=True,
+                async_scheduling=False,
+                # A prefix that is not computed has no scores at its tags.
+                enable_prefix_caching=False,
+                pooler_config=PoolerConfig(
+                    task="token_classify", tok_pooling_type="STEP", step_tag_id=tag_id
+                ),
+                disable_log_stats=True,
+            )
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not been answered yet."""
+        return self._llm.has_unfinished_requests()
+
+    def add(self, request_id: str, ids: Sequence[int]) -> None:
+        """Ask for the scores at the tags of a sequence, of at most ``max_context_length`` tokens."""
+        self._num_tags[request_id] = ids.count(self._tag_id)
+        self._llm.add_request(request_id, tokens_input(list(ids)), PoolingParams(task="token_classify"))
+
+    def step(self) -> list[ScoredTags]:
+        """One forward pass; the answers that are complete after it."""
+        answers = []
+        for output in self._llm.step():
+            assert isinstance(output, PoolingRequestOutput)
+            if output.finished:
+                answers.append(self._answer(output.request_id, output.outputs.data))
+        return answers
+
+    def _answer(self, request_id: str, classes_JC: torch.Tensor) -> ScoredTags:
+        num_tags = self._num_tags.pop(request_id)
+        if classes_JC.ndim != 2 or len(classes_JC) != num_tags:
+            shape = tuple(classes_JC.shape)
+            return _without_values(request_id, f"gave scores of shape {shape} at {num_tags} step tags")
+        # Of two classes, wrong and right, the last is right; one class alone is right itself.
+        values = tuple(classes_JC[:, -1].double().tolist())
+        for value in values:
+            if not (math.isfinite(value) and 0.0 <= value <= 1.0):
+                return _without_values(request_id, f"gave a step the score {value}, which is not from 0 to 1")
+        return ScoredTags(request_id=request_id, values=values)
+
+
+def _without_values(request_id: str, problem: str) -> ScoredTags:
+    return ScoredTags(request_id=request_id, values=(), problem=problem)
