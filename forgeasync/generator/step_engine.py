@@ -44,6 +44,8 @@ class StepEngine:
             EngineArgs(
                 model=section.model_path,
                 runner="pooling",
+                # It gets tokens and gives no text.
+                skip_tokenizer_init=True,
                 dtype=section.dtype.value,
                 max_model_len=section.max_context_length,
                 max_num_seqs=section.max_num_seqs,

@@ -46,9 +46,10 @@ class StepTokenizer:
             OSError, ValueError: the folder has no tokenizer that can be read.
         """
         # transformers takes a second to import.
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast
 
-        whole = AutoTokenizer.from_pretrained(section.model_path)
+        # As tokenizer.json says: AutoTokenizer would build a Qwen2 tokenizer anew and drop what differs.
+        whole = PreTrainedTokenizerFast.from_pretrained(section.model_path)
         self._plain = _without_added_tokens(whole.backend_tokenizer)
         tag = whole.encode(section.step_tag, add_special_tokens=False)
         if len(tag) != 1 or tag[0] == whole.unk_token_id:
