@@ -162,8 +162,8 @@ SCORING = Topic(
         ),
         Metric(
             key="scoring/num_oversized",
-            meaning="Responses so far that scored 0 since they are longer than what a verifier, judge or process "
-            "reward model is given.",
+            meaning="Responses so far that scored 0 since they are longer than what a verifier, judge or "
+            "process reward model is given.",
         ),
         Metric(
             key="scoring/num_killed_rewards",
