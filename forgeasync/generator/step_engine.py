@@ -6,7 +6,6 @@ Requests that are added between two steps are computed together.
 Shape suffixes: J tags of one request, C classes.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +69,9 @@ class StepEngine:
     def add(self, request_id: str, ids: Sequence[int]) -> None:
         """Ask for the scores at the tags of a sequence, of at most ``max_context_length`` tokens."""
         self._num_tags[request_id] = ids.count(self._tag_id)
-        self._llm.add_request(request_id, tokens_input(list(ids)), PoolingParams(task="token_classify"))
+        # Which activation vLLM chooses depends on the model's config; for one class it can be none.
+        parameters = PoolingParams(task="token_classify", use_activation=False)
+        self._llm.add_request(request_id, tokens_input(list(ids)), parameters)
 
     def step(self) -> list[ScoredTags]:
         """One forward pass; the answers that are complete after it."""
@@ -81,17 +82,17 @@ class StepEngine:
                 answers.append(self._answer(output.request_id, output.outputs.data))
         return answers
 
-    def _answer(self, request_id: str, classes_JC: torch.Tensor) -> ScoredTags:
+    def _answer(self, request_id: str, logits_JC: torch.Tensor) -> ScoredTags:
         num_tags = self._num_tags.pop(request_id)
-        if classes_JC.ndim != 2 or len(classes_JC) != num_tags:
-            shape = tuple(classes_JC.shape)
+        if logits_JC.ndim != 2 or len(logits_JC) != num_tags or logits_JC.shape[1] not in (1, 2):
+            shape = tuple(logits_JC.shape)
             return _without_values(request_id, f"gave scores of shape {shape} at {num_tags} step tags")
-        # Of two classes, wrong and right, the last is right; one class alone is right itself.
-        values = tuple(classes_JC[:, -1].double().tolist())
-        for value in values:
-            if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-                return _without_values(request_id, f"gave a step the score {value}, which is not from 0 to 1")
-        return ScoredTags(request_id=request_id, values=values)
+        if not bool(logits_JC.isfinite().all()):
+            return _without_values(request_id, f"gave steps logits that are not finite: {logits_JC.tolist()}")
+        logits_JC = logits_JC.double()
+        # Of two classes, wrong and right, the second is right; one class alone is right itself.
+        values_J = logits_JC[:, 0].sigmoid() if logits_JC.shape[1] == 1 else logits_JC.softmax(-1)[:, 1]
+        return ScoredTags(request_id=request_id, values=tuple(values_J.tolist()))
 
 
 def _without_values(request_id: str, problem: str) -> ScoredTags:

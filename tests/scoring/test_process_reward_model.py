@@ -289,8 +289,8 @@ class TestEngine:
             before, failed, after = asyncio.run(go())
             assert isinstance(failed, RewardFailure)
             assert re.search(
-                r"^reward 'process_reward_model' \(.*\) on task t1, rollout 1: the model gave a step the "
-                "score nan, which is not from 0 to 1$",
+                r"^reward 'process_reward_model' \(.*\) on task t1, rollout 1: the model gave steps "
+                r"logits that are not finite: \[.*nan",
                 str(failed),
             )
             for scores in (before, after, self.scored(rewards, "1;2")):
@@ -342,6 +342,6 @@ def test_a_model_of_one_class_scores_by_its_sigmoid(tmp_path: Path) -> None:
 def test_a_model_that_cannot_score_is_refused_when_it_starts(tmp_path: Path) -> None:
     folder = write_process_reward_model(tmp_path, nan_at="1")
     with pytest.raises(
-        ValueError, match="cannot be started: ValueError: the model gave a step the score nan"
+        ValueError, match="cannot be started: ValueError: the model gave steps logits that are not"
     ):
         started(section_of(folder))
