@@ -15,6 +15,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.config.data import NamedSource, PythonReward, RewardSection, ScoredUnit, name_of
 from forgeasync.config.judge import JudgeReward
+from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.environments.worker_mark import mark_this_process
@@ -24,6 +25,7 @@ from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.judge import Judge
 from forgeasync.scoring.limited import Limited, OneReward, all_of, is_limited
+from forgeasync.scoring.process_reward_pool import ProcessRewardPool
 from forgeasync.scoring.reward_pool import RewardPool
 from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
 from forgeasync.scoring.unavailable import RewardUnavailable
@@ -56,13 +58,16 @@ class _Verified:
         self._scorer.close()
 
 
-class _Own:
-    """A user's own reward."""
+class _InProcesses:
+    """A reward with processes of its own: a user's own one, or a process reward model."""
 
-    def __init__(self, section: PythonReward, *, num_workers: int, limit_s: float) -> None:
-        self._section = section
+    def __init__(
+        self, pool: RewardPool | ProcessRewardPool, *, limit_s: float, is_whole: bool = False
+    ) -> None:
+        """With ``is_whole`` one call scores all responses."""
+        self._is_whole = is_whole
         self._limit_s = limit_s
-        self._pool = RewardPool(section, num_workers)
+        self._pool = pool
         self._scoring: ResponseScoring[Sequence[tuple[int, Response]], tuple[Score, ...]] | None = None
 
     def start(self) -> str:
@@ -75,8 +80,7 @@ class _Own:
     async def score(self, task: Task, responses: Sequence[Response], first: int) -> tuple[Score, ...]:
         assert self._scoring is not None, "started"
         numbered = list(enumerate(responses, first))
-        is_whole = self._section.scores is ScoredUnit.GROUP
-        calls = await self._scoring.score(task, [numbered] if is_whole else [[one] for one in numbered])
+        calls = await self._scoring.score(task, [numbered] if self._is_whole else [[one] for one in numbered])
         return tuple(score for scores in calls for score in scores)
 
     @property
@@ -85,7 +89,7 @@ class _Own:
 
     @property
     def counts(self) -> VerifierCounts:
-        return VerifierCounts(num_killed_rewards=self._pool.num_killed)
+        return self._pool.counts
 
     def close(self) -> None:
         self._pool.close()
@@ -96,7 +100,7 @@ class _Own:
 class _Rollouts:
     """Calls of a reward whose errors name the rollouts."""
 
-    def __init__(self, pool: RewardPool) -> None:
+    def __init__(self, pool: RewardPool | ProcessRewardPool) -> None:
         self._pool = pool
 
     def score(self, task: Task, rollouts: Sequence[tuple[int, Response]], /) -> tuple[Score, ...]:
@@ -128,7 +132,11 @@ class RunRewards:
         if isinstance(reward, JudgeReward):
             build = functools.partial(Judge, reward, num_replicas=self._section.num_replicas)
         elif isinstance(reward, PythonReward):
-            build = functools.partial(_Own, reward, **sizes)
+            pool = RewardPool(reward, self._section.num_workers)
+            is_whole = reward.scores is ScoredUnit.GROUP
+            build = functools.partial(_InProcesses, pool, limit_s=self._limit_s, is_whole=is_whole)
+        elif isinstance(reward, ProcessRewardModel):
+            build = functools.partial(_InProcesses, ProcessRewardPool(reward), limit_s=self._limit_s)
         else:
             choice = verifier_choice(reward, source, seed=seed)
             limits = reward.model_dump_json(exclude={"weight", "name"}).encode()

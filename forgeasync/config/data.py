@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from forgeasync.config.coding import CodingSource
 from forgeasync.config.games import GameSource
 from forgeasync.config.judge import JudgeReward
+from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.reward_limits import LimitedReward
 from forgeasync.config.serving import ServedSource
 from forgeasync.schema.python_code import PythonCode
@@ -73,7 +74,8 @@ class PythonReward(LimitedReward, PythonCode):
 
 
 RewardSection = Annotated[
-    ReasoningGymReward | MathReward | PythonReward | JudgeReward, Field(discriminator="kind")
+    ReasoningGymReward | MathReward | PythonReward | JudgeReward | ProcessRewardModel,
+    Field(discriminator="kind"),
 ]
 
 

@@ -2,8 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from forgeasync.algorithms.advantages import Grpo
+from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.config.data import (
     PART_NAME_RULE,
     NamedSource,
@@ -17,6 +19,7 @@ from forgeasync.config.data import (
 )
 from forgeasync.config.evaluation import named_sets
 from forgeasync.config.generator import SamplingSection
+from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.run import RunConfig
 from forgeasync.schema.problems import Problem
 
@@ -60,6 +63,7 @@ def check_data(config: RunConfig) -> Iterator[Problem]:
         for problem in _check_rewards(source, config.timeouts.score_s, config.scorer.num_replicas)
     ]
     yield from {(problem.field, str(problem)): problem for problem in found}.values()
+    yield from _check_step_rewards(sources, config.algorithm)
     yield from _check_template(config)
     if config.environment is not None:
         yield from _check_unused_rewards(config)
@@ -103,6 +107,9 @@ def _check_rewards(source: NamedSource, score_s: float, num_replicas: int) -> It
                 remedy="needs a source of kind 'reasoning_gym', whose verifier it is; "
                 f"{source.field} is of kind {source.source.kind!r}; use 'math' or 'python'",
             )
+        if isinstance(reward, ProcessRewardModel) and len(source.rewards) > 1:
+            remedy = "scores steps, which only a reward without others can; must not be in a list"
+            yield Problem(field=f"{field}.kind", value=reward.kind, remedy=remedy)
         if counts[name] > 1:
             remedy = "is the name of another reward in the list too; give each its own name"
             yield Problem(field=f"{field}.name", value=name, remedy=remedy)
@@ -118,12 +125,22 @@ def _check_rewards(source: NamedSource, score_s: float, num_replicas: int) -> It
                 value=reward.max_concurrent,
                 remedy=f"must be at least scorer.num_replicas = {num_replicas}: every scorer has its share",
             )
-        if isinstance(reward, PythonReward) and reward.limit_s >= score_s:
+        if isinstance(reward, PythonReward | ProcessRewardModel) and reward.limit_s >= score_s:
             yield Problem(
                 field=f"{field}.limit_s",
                 value=reward.limit_s,
                 remedy=f"must be less than timeouts.score_s = {score_s:g}, the limit for a whole group",
             )
+
+
+def _check_step_rewards(sources: Sequence[NamedSource], algorithm: AlgorithmSection) -> Iterator[Problem]:
+    """A process reward model scores steps, and not every advantage takes them."""
+    scores_steps = any(isinstance(one, ProcessRewardModel) for source in sources for one in source.rewards)
+    if scores_steps and not isinstance(algorithm.advantage, Grpo):
+        remedy = (
+            "has no formula for rewards of steps, which kind 'process_reward_model' gives; must be 'grpo'"
+        )
+        yield Problem(field="algorithm.advantage", value=algorithm.advantage.kind, remedy=remedy)
 
 
 def _check_template(config: RunConfig) -> Iterator[Problem]:

@@ -162,11 +162,13 @@ SCORING = Topic(
         ),
         Metric(
             key="scoring/num_oversized",
-            meaning="Answers so far that scored 0 since they are longer than what a verifier is given.",
+            meaning="Responses so far that scored 0 since they are longer than what a verifier, judge or "
+            "process reward model is given.",
         ),
         Metric(
             key="scoring/num_killed_rewards",
-            meaning="Processes of a user's own rewards so far that were killed because a call did not end.",
+            meaning="Processes of a user's own rewards and of process reward models so far that were killed "
+            "because a call did not end.",
         ),
         Metric(key="scoring/num_judge_requests", meaning="Requests to judges so far."),
         Metric(

@@ -155,9 +155,10 @@ class VerifierCounts:
     num_errors: int = 0
     """Their verifier raised an exception, or gave no finite number from -1 to 1."""
     num_oversized: int = 0
-    """Longer than any verifier is given to read."""
+    """Longer than what scores them is given to read."""
     num_killed_rewards: int = 0
-    """Processes of a user's own rewards that were killed because a call did not end."""
+    """Processes of a user's own rewards and of process reward models that were killed because a call did not
+    end."""
     num_judge_requests: int = 0
     num_judge_cached: int = 0
     """Responses whose verdicts were there already."""

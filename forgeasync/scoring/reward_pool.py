@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from forgeasync.config.data import PythonReward, name_of
 from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.score import Score, VerifierCounts
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.reward_process import (
     ProcessKilled,
@@ -46,6 +46,11 @@ class RewardPool:
     def num_killed(self) -> int:
         """Number of processes that were killed because a call did not end."""
         return sum(process.num_killed for process in self._processes)
+
+    @property
+    def counts(self) -> VerifierCounts:
+        """Counts since it began."""
+        return VerifierCounts(num_killed_rewards=self.num_killed)
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""One process that runs a user's own reward, as its parent sees it: calls, their limit, replacement."""
+"""One process that runs a reward, as its parent sees it: calls, their limit, replacement.
+
+The reward is a user's own or a process reward model; the processes of both speak alike.
+"""
 
 import dataclasses
 import json
@@ -13,6 +16,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from forgeasync.config.data import PythonReward
+from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.environments.reward import Response
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
@@ -25,6 +29,10 @@ STARTUP_LIMIT_S = 120.0
 
 GRACE_S = 1.0
 """Seconds after which the parent kills a process that failed to cancel a coroutine at its limit."""
+
+
+ProcessReward = PythonReward | ProcessRewardModel
+"""The rewards that have processes of this kind."""
 
 
 class RewardFailure(RuntimeError):
@@ -42,14 +50,14 @@ class ProcessKilled(RuntimeError):
 class _Running:
     """One process, the calls that it works on, and the thread that hands its replies out."""
 
-    def __init__(self, section: PythonReward) -> None:
+    def __init__(self, section: ProcessReward) -> None:
         """Raises as ``RewardProcess.start``."""
         self._process = process = subprocess.Popen(
-            # Unlike a verifier's process it has the environment of the run: its code is the user's.
-            [sys.executable, "-m", "forgeasync.scoring.reward_worker"],
+            [sys.executable, "-m", _module(section)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": python_path()},
+            # Unlike a verifier's process it has the environment of the run: its code is the user's or ours.
+            env=os.environ | {"PYTHONPATH": python_path()} | _own_environment(section),
             # A process group of its own, to be killed as one; Ctrl-C does not reach it.
             start_new_session=True,
         )
@@ -69,16 +77,17 @@ class _Running:
         )
         reader.start()
 
-    def _build(self, section: PythonReward) -> tuple[bool, str]:
+    def _build(self, section: ProcessReward) -> tuple[bool, str]:
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()
+        limit_s = section.start_limit_s if isinstance(section, ProcessRewardModel) else STARTUP_LIMIT_S
 
         def give_up() -> None:
             is_late.set()
             kill_group(process)
 
-        timer = threading.Timer(STARTUP_LIMIT_S, give_up)
+        timer = threading.Timer(limit_s, give_up)
         timer.daemon = True
         timer.start()
         line = b""
@@ -88,7 +97,7 @@ class _Running:
             line = process.stdout.readline()
         timer.cancel()
         if is_late.is_set():
-            raise RewardTimeout(f"was not imported and built within {STARTUP_LIMIT_S:g} s")
+            raise RewardTimeout(f"was not imported and built within {limit_s:g} s")
         if not line.endswith(b"\n"):
             status = process.wait()
             raise ValueError(f"ended its process (exit status {status}) while it was imported and built")
@@ -147,6 +156,20 @@ class _Running:
             future.set_exception(ProcessKilled() if is_killed else error)
 
 
+def _module(section: ProcessReward) -> str:
+    """What the process runs."""
+    if isinstance(section, ProcessRewardModel):
+        return "forgeasync.scoring.process_reward_worker"
+    return "forgeasync.scoring.reward_worker"
+
+
+def _own_environment(section: ProcessReward) -> dict[str, str]:
+    """Variables of the process alone. Scorers themselves see no GPU."""
+    if isinstance(section, ProcessRewardModel) and section.gpu is not None:
+        return {"CUDA_VISIBLE_DEVICES": str(section.gpu)}
+    return {}
+
+
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
@@ -167,7 +190,7 @@ def _read_replies(running_ref: weakref.ref[_Running], replies: BinaryIO) -> None
 class RewardProcess:
     """Runs calls of one reward; thread-safe. The process starts when needed, and again after its end."""
 
-    def __init__(self, section: PythonReward) -> None:
+    def __init__(self, section: ProcessReward) -> None:
         self._section = section
         self._running: _Running | None = None
         self._starting = threading.Lock()
@@ -180,8 +203,13 @@ class RewardProcess:
         return None if self._running is None else self._running.pid
 
     @property
+    def is_running(self) -> bool:
+        """Whether a call needs no new process, as far as is known."""
+        return self._running is not None and not self._running.has_ended
+
+    @property
     def version(self) -> str:
-        """A digest of the reward's code; "" without a process."""
+        """A digest of what decides the reward; "" without a process."""
         return "" if self._running is None else self._running.version
 
     def start(self) -> bool:

@@ -1,4 +1,4 @@
-"""Tries the user's own rewards and judges before a run starts: what is wrong with them shows at once."""
+"""Tries rewards that need more than the config before a run starts: what is wrong with them shows at once."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from forgeasync.config.data import NamedSource, PythonReward, ScoredUnit
 from forgeasync.config.judge import JudgeReward
+from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.environments.reward import Response
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.task import Task
@@ -13,6 +14,7 @@ from forgeasync.schema.problems import Problem
 from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
 from forgeasync.scoring.judge_endpoint import JudgeEndpoint
 from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
+from forgeasync.scoring.process_reward_checks import problem_of_model
 from forgeasync.scoring.reward_process import RewardFailure, RewardProcess
 
 MADE_UP_TEXT = "0"
@@ -24,7 +26,7 @@ def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task])
 
     Every reward of kind ``python`` is built, in a process of its own, and called once with a made-up response
     to a task of its source; where no task is known (a data set of the hub), it is only built. Every judge is
-    asked for one verdict.
+    asked for one verdict. Of a process reward model all but the weights is looked at.
     """
     refused: set[str] = set()
     for source in sources:
@@ -38,6 +40,11 @@ def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task])
                     yield Problem(field=f"{field}.factory", value=reward.factory, remedy=reason)
             elif isinstance(reward, JudgeReward) and field not in refused:
                 problem = _problem_of_judge(reward, first_tasks.get(source.name), field)
+                if problem is not None:
+                    refused.add(field)
+                    yield problem
+            elif isinstance(reward, ProcessRewardModel) and field not in refused:
+                problem = problem_of_model(reward, first_tasks.get(source.name), field)
                 if problem is not None:
                     refused.add(field)
                     yield problem

@@ -1,0 +1,99 @@
+"""A vLLM pooling engine with a process reward model: scores of steps, at their tags.
+
+Synchronous and without threads, for a process of its own: whoever has the engine adds requests and steps it.
+Requests that are added between two steps are computed together.
+
+Shape suffixes: J tags of one request, C classes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm import EngineArgs, PoolingParams
+from vllm.config import PoolerConfig
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import PoolingRequestOutput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.generator.workarounds.rendezvous import name_rendezvous
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTags:
+    """The engine's answer to one request."""
+
+    request_id: str
+    values: tuple[float, ...]
+    """The score at each tag of the request, from 0 to 1."""
+    problem: str | None = None
+    """Why there are none."""
+
+
+class StepEngine:
+    """One engine."""
+
+    def __init__(self, section: ProcessRewardModel, *, tag_id: int) -> None:
+        """Load the model. Raises whatever vLLM raises where it cannot."""
+        name_rendezvous()
+        self._tag_id = tag_id
+        self._num_tags: dict[str, int] = {}
+        self._llm = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=section.model_path,
+                runner="pooling",
+                # It gets tokens and gives no text.
+                skip_tokenizer_init=True,
+                dtype=section.dtype.value,
+                max_model_len=section.max_context_length,
+                max_num_seqs=section.max_num_seqs,
+                max_num_batched_tokens=section.max_num_batched_tokens,
+                kv_cache_memory_bytes=int(section.kv_cache_gib * 2**30),
+                enforce_eager=True,
+                async_scheduling=False,
+                # A prefix that is not computed has no scores at its tags.
+                enable_prefix_caching=False,
+                pooler_config=PoolerConfig(
+                    task="token_classify", tok_pooling_type="STEP", step_tag_id=tag_id
+                ),
+                disable_log_stats=True,
+            )
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not been answered yet."""
+        return self._llm.has_unfinished_requests()
+
+    def add(self, request_id: str, ids: Sequence[int]) -> None:
+        """Ask for the scores at the tags of a sequence, of at most ``max_context_length`` tokens."""
+        self._num_tags[request_id] = ids.count(self._tag_id)
+        # Which activation vLLM chooses depends on the model's config; for one class it can be none.
+        parameters = PoolingParams(task="token_classify", use_activation=False)
+        self._llm.add_request(request_id, tokens_input(list(ids)), parameters)
+
+    def step(self) -> list[ScoredTags]:
+        """One forward pass; the answers that are complete after it."""
+        answers = []
+        for output in self._llm.step():
+            assert isinstance(output, PoolingRequestOutput)
+            if output.finished:
+                answers.append(self._answer(output.request_id, output.outputs.data))
+        return answers
+
+    def _answer(self, request_id: str, logits_JC: torch.Tensor) -> ScoredTags:
+        num_tags = self._num_tags.pop(request_id)
+        if logits_JC.ndim != 2 or len(logits_JC) != num_tags or logits_JC.shape[1] not in (1, 2):
+            shape = tuple(logits_JC.shape)
+            return _without_values(request_id, f"gave scores of shape {shape} at {num_tags} step tags")
+        if not bool(logits_JC.isfinite().all()):
+            return _without_values(request_id, f"gave steps logits that are not finite: {logits_JC.tolist()}")
+        logits_JC = logits_JC.double()
+        # Of two classes, wrong and right, the second is right; one class alone is right itself.
+        values_J = logits_JC[:, 0].sigmoid() if logits_JC.shape[1] == 1 else logits_JC.softmax(-1)[:, 1]
+        return ScoredTags(request_id=request_id, values=tuple(values_J.tolist()))
+
+
+def _without_values(request_id: str, problem: str) -> ScoredTags:
+    return ScoredTags(request_id=request_id, values=(), problem=problem)

@@ -1,0 +1,161 @@
+"""The process with the engine of a process reward model: JSON lines as in ``reward_worker``.
+
+Started by ``forgeasync.scoring.reward_process`` as ``python -m forgeasync.scoring.process_reward_worker``. It
+is no part of the scorer's own process: a forward pass would keep that one's event loop from its heartbeat,
+and an engine that dies is replaced alone.
+
+    {"reward": {...}}                                  ->  {"is_async": true, "version": "..."}
+                                                         or {"refused": "<reason>"}
+    {"call": 7, "task": {...}, "responses": [{...}]}   ->  {"call": 7, "scores": [{...}]}
+                                                         or {"call": 7, "error": "<reason>"}
+
+One thread reads requests, the main thread steps the engine: whatever has come meanwhile is in its next step.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.environments.reward import Response
+from forgeasync.generator.step_engine import ScoredTags, StepEngine
+from forgeasync.rollouts.rollout import FinishReason
+from forgeasync.rollouts.score import Score, ScoreStatus
+from forgeasync.scoring.process_reward_score import score_of_steps, score_without_steps, steps_of_response
+from forgeasync.scoring.process_reward_tokens import StepTokenizer
+from forgeasync.scoring.response_steps import WrittenSteps
+from forgeasync.scoring.reward_worker import MAX_REASON_CHARS, encode_score, write
+
+END_BYTES = 1 << 20
+"""Of every file of weights so much from its end tells versions of a model apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A response whose steps are with the engine."""
+
+    response: Response
+    steps: WrittenSteps
+    counted_tags: tuple[int, ...]
+
+
+class StepScoring:
+    """Scores responses: the tokenizer, the engine, and what is asked of it. For one thread."""
+
+    def __init__(self, section: ProcessRewardModel) -> None:
+        """Load the model and have it score a made-up text.
+
+        Raises:
+            ValueError: it gives no scores.
+        """
+        self._section = section
+        self._tokenizer = StepTokenizer(section)
+        self._engine = StepEngine(section, tag_id=self._tokenizer.tag_id)
+        self._asked: dict[str, _Asked] = {}
+        trial = Response("1", 1, FinishReason.STOP)
+        if self.begin("trial", "1", trial) is None:
+            while self._engine.has_work:
+                for _, result in self.step():
+                    if isinstance(result, str):
+                        raise ValueError(result)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a response has not been scored yet."""
+        return self._engine.has_work
+
+    def begin(self, call: str, prompt: str, response: Response) -> Score | None:
+        """Give a response to the engine; its score where the engine is not needed."""
+        steps = steps_of_response(response, self._section)
+        if not steps.whole:
+            return score_without_steps(response)
+        tagged = self._tokenizer.tagged(prompt, [step.text for step in steps.whole])
+        if len(tagged.ids) > self._section.max_context_length:
+            return score_without_steps(response, status=ScoreStatus.OVERSIZED)
+        self._asked[call] = _Asked(response=response, steps=steps, counted_tags=tagged.counted_tags)
+        self._engine.add(call, tagged.ids)
+        return None
+
+    def step(self) -> list[tuple[str, Score | str]]:
+        """One step of the engine: what is scored now, by call, or why it is not."""
+        return [(scored.request_id, self._result(scored)) for scored in self._engine.step()]
+
+    def _result(self, scored: ScoredTags) -> Score | str:
+        asked = self._asked.pop(scored.request_id)
+        if scored.problem is not None:
+            return f"the model {scored.problem}"
+        values = [scored.values[place] for place in asked.counted_tags]
+        return score_of_steps(asked.response, asked.steps, values, self._section)
+
+
+def model_version(section: ProcessRewardModel) -> str:
+    """A digest of the section and of the model's files, of weights only of their sizes and ends."""
+    folder = Path(section.model_path)
+    digest = hashlib.sha256(section.model_dump_json(exclude={"model_path", "weight", "name"}).encode())
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            if file.suffix == ".safetensors":
+                opened.seek(max(0, size - END_BYTES))
+            digest.update(opened.read())
+    return digest.hexdigest()[:12]
+
+
+def _read_into(requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    for line in sys.stdin.buffer:
+        requests.put(json.loads(line))
+    # Nobody waits for what is still computed.
+    os._exit(0)
+
+
+def _begin(scoring: StepScoring, request: dict[str, Any], replies: BinaryIO) -> None:
+    call = request["call"]
+    (one,) = request["responses"]
+    response = Response(one["text"], one["num_tokens"], FinishReason(one["finish_reason"]))
+    try:
+        score = scoring.begin(str(call), request["task"]["prompt"], response)
+    except ValueError as error:
+        write(replies, {"call": call, "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
+        return
+    if score is not None:
+        write(replies, {"call": call, "scores": [encode_score(score)]})
+
+
+def _answer(scoring: StepScoring, requests: "queue.SimpleQueue[dict[str, Any]]", replies: BinaryIO) -> None:
+    """Answer requests until stdin ends, which ends the process."""
+    while True:
+        while not requests.empty() or not scoring.has_work:
+            _begin(scoring, requests.get(), replies)
+        for call, result in scoring.step():
+            reply = {"error": result} if isinstance(result, str) else {"scores": [encode_score(result)]}
+            write(replies, {"call": int(call), **reply})
+
+
+def serve() -> None:
+    """Load the model of the first request, and answer requests until stdin ends."""
+    # Replies get a private descriptor, so that nothing that is printed can end up among them.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    section = ProcessRewardModel.model_validate(json.loads(sys.stdin.buffer.readline())["reward"])
+    try:
+        scoring = StepScoring(section)
+        version = model_version(section)
+    except Exception as error:  # any type: vLLM raises many, and the run is to say why
+        reason = f"cannot be started: {type(error).__name__}: {' '.join(str(error).split())}"
+        write(replies, {"refused": reason[:MAX_REASON_CHARS]})
+        return
+    write(replies, {"is_async": True, "version": version})
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_into, args=[requests], daemon=True).start()
+    _answer(scoring, requests, replies)
+
+
+if __name__ == "__main__":
+    serve()
