@@ -118,6 +118,9 @@ class Procs:
         except HostLost as lost:
             self._note_lost_host(lost)
             self._fail(lost)
+        except Exception as error:
+            # Hosts that nobody watches any more would be lost unnoticed.
+            self._fail(error)
 
     async def _close_hosts(self) -> None:
         try:

@@ -93,7 +93,7 @@ class LostHosts(LocalHosts):
 
     async def watch(self) -> None:
         if self._is_watched:
-            raise ExceptionGroup("hosts", [HostLost("host b is lost"), HostLost("host c is lost")])
+            raise HostLost("host b is lost")
         await super().watch()
 
     async def close(self) -> None:
@@ -116,6 +116,22 @@ def test_a_lost_host_is_one_fault_of_its_own_role(is_watched: bool) -> None:
     faults = asyncio.run(scenario()).faults
     (fault,) = faults.open
     assert (fault.role, fault.what) == (Role.HOST, "are not whole: host b is lost")
+
+
+class UnwatchedHosts(LocalHosts):
+    async def watch(self) -> None:
+        raise ConnectionError("no agent can be called")
+
+
+def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
+    async def scenario() -> None:
+        fleet = Procs(Path("logs"), UnwatchedHosts())
+        await fleet.open(lambda line: None)
+        with pytest.raises(ConnectionError, match="no agent can be called"):
+            await asyncio.wait_for(fleet.watch(), 10)
+        await fleet.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_death_is_told_instead_of_what_the_survivors_say(monkeypatch: pytest.MonkeyPatch) -> None:

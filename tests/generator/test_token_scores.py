@@ -81,13 +81,15 @@ def answer(ids: list[int], *, others: list[int], skip: int | None = None) -> Sim
             flat.append(None)
             continue
         flat.append_fast([token, *others], [-1.0, *([-2.0] * len(others))], iter([1] * 9), [None] * 9)
-    return SimpleNamespace(prompt_logprobs=flat)
+    sampled = SimpleNamespace(weight_versions=[SimpleNamespace(version="3")])
+    return SimpleNamespace(prompt_logprobs=flat, outputs=[sampled])
 
 
 def test_an_answer_about_other_tokens_is_refused() -> None:
     ids_S = np.arange(6, dtype=np.int32)
     right = read_scores(answer([0, 1, 2, 3, 4, 5], others=[7, 8]), ids_S, num_prompt=2, num_ids=2)
     assert right.ids_TK.tolist() == [[7, 8]] * 4 and right.logprobs_T.tolist() == [-1.0] * 4
+    assert right.versions_T.tolist() == [3] * 4
     for wrong, said in (
         (answer([0, 1, 2, 9, 4, 5], others=[7, 8]), "token 9 at position 3; must be token 3"),
         (answer([0, 1, 2, 3, 4], others=[7, 8]), "scored 5 positions; must be 6"),
