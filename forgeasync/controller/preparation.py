@@ -226,6 +226,8 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     resumed = None if resume is None else find_checkpoint(config, facts, resume)
     num_gpus = torch.cuda.device_count()
     gpu_problems, warnings = check_local_gpus(config, facts)
+    # Before the memory of their engines is counted.
+    raise_if_any(check_teacher_models(config, facts))
     raise_if_any(
         [
             *check_prerequisites(config.launcher),
@@ -238,7 +240,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     )
     sets = named_sets(config.evaluation)
     folder = model_folder(config.model.path)
-    raise_if_any([*check_checkpoint_shapes(folder, facts), *check_teacher_models(config, facts)])
+    raise_if_any(check_checkpoint_shapes(folder, facts))
     prompts = load_prompts(config, folder, facts)
     try:
         source = build_source(config.data, seed=config.seed, sets=sets)

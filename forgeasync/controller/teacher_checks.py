@@ -20,6 +20,8 @@ from forgeasync.scoring.unavailable import RewardUnavailable
 
 def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Problem]:
     """Find teachers that cannot read what the policy writes; ``facts`` are the policy's."""
+    if not config.teachers:
+        return
     own = _vocabulary(model_folder(config.model.path))
     for name, section in config.teachers.items():
         if section.endpoint is not None:

@@ -71,13 +71,28 @@ def _processes(config: RunConfig) -> list[Row]:
     split = f"{generator.num_replicas} replicas x {generator.tensor_parallel} tensor-parallel"
     if generator.expert_parallel:
         split += ", experts split over them"
+    num_generators = generator.num_engines * generator.tensor_parallel
     return [
         ("GPUs, all", str(num_all), "on a machine without GPUs: CPU processes"),
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
-        ("GPUs, generators", str(num_all - num_trainer), split),
+        ("GPUs, generators", str(num_generators), split),
+        *_teachers(config),
         *_cpu_procs(config),
         *_hosts(config),
     ]
+
+
+def _teachers(config: RunConfig) -> list[Row]:
+    rows = []
+    for name, teacher in config.teachers.items():
+        if teacher.endpoint is not None:
+            rows.append((f"GPUs, teacher {name}", "0", f"a server: {teacher.endpoint.base_url}"))
+            continue
+        tensor = teacher.engine.tensor_parallel
+        model = teacher.model_path or "the policy itself"
+        split = f"{teacher.engine.num_replicas} replicas x {tensor} tensor-parallel; {model}"
+        rows.append((f"GPUs, teacher {name}", str(teacher.num_engines * tensor), split))
+    return rows
 
 
 def _cpu_procs(config: RunConfig) -> list[Row]:

@@ -1,6 +1,7 @@
 """What a run is sure to allocate, against the memory of the machine that it is started on."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import psutil
@@ -8,8 +9,14 @@ import pytest
 
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import read_model_facts
 from forgeasync.planning.memory.host import available_host_bytes, check_memory
+from forgeasync.planning.memory.items import Machine
+from forgeasync.planning.memory.parameters import count_parameters
+from forgeasync.planning.memory.teachers import all_teacher_bytes, teacher_memory
+from forgeasync.schema.problems import ConfigError
 from tests.support.config_samples import FACTS, MINIMAL, only
+from tests.support.models import write_random_model
 
 GIB = 2**30
 LARGE = dataclasses.replace(FACTS, vocab_size=2**24)
@@ -50,6 +57,49 @@ def test_weights_and_optimizer_count(tmp_path: Path) -> None:
     # A frozen model has no moments.
     adapted = config(tmp_path, "generator.kv_cache_gib=4", "lora={rank: 2, alpha: 4, targets: [q_proj]}")
     assert list(check_memory(adapted, LARGE, host_bytes=21 * GIB)) == []
+
+
+def with_teacher(tmp_path: Path, **teacher: object) -> RunConfig:
+    section = {"engine": {"kv_cache_gib": 3, "num_replicas": 2}} | teacher
+    return config(
+        tmp_path,
+        "generator.kv_cache_gib=4",
+        "algorithm.terms=[{kind: sampled_reverse_kl}]",
+        f"teachers={json.dumps({'wise': section})}",
+    )
+
+
+def test_engines_of_teachers_count(tmp_path: Path) -> None:
+    folder = str(write_random_model(tmp_path / "hf"))
+    run = with_teacher(tmp_path, model_path=folder)
+    message = only(list(check_memory(run, FACTS, host_bytes=9 * GIB)))
+    assert "must be at most 2.99:" in message and "6 GiB for weights and KV caches of teachers" in message
+    assert list(check_memory(run, FACTS, host_bytes=11 * GIB)) == []
+    with pytest.raises(ConfigError, match=r"^teachers\.wise\.model_path = '.*gone'"):
+        list(check_memory(with_teacher(tmp_path, model_path=str(tmp_path / "gone")), FACTS, host_bytes=GIB))
+
+
+def test_only_a_teacher_that_moves_has_a_place_for_the_next_version(tmp_path: Path) -> None:
+    folder = str(write_random_model(tmp_path / "hf"))
+
+    def planned(**teacher: object) -> dict[str, int]:
+        run = with_teacher(tmp_path, model_path=folder, **teacher)
+        ((name, items),) = teacher_memory(run, Machine.CPU)
+        assert name == "wise"
+        return {item.name: item.num_bytes for item in items}
+
+    frozen, live = planned(), planned(source="live")
+    assert set(live) - set(frozen) == {"shadow weights"} and frozen == {name: live[name] for name in frozen}
+    assert frozen["KV cache"] == 3 * GIB
+    facts = read_model_facts(folder)
+    padding = 2 * (64 - facts.vocab_size) * facts.hidden_size
+    assert frozen["weights"] == 4 * (count_parameters(facts).total + padding)
+
+
+def test_a_server_takes_no_memory_here(tmp_path: Path) -> None:
+    server = {"endpoint": {"base_url": "http://localhost:1/v1", "model": "m"}}
+    run = with_teacher(tmp_path, **server)
+    assert list(teacher_memory(run, Machine.CPU)) == [] and all_teacher_bytes(run) == 0
 
 
 def test_other_machines_are_not_this_one(tmp_path: Path) -> None:

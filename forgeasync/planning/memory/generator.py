@@ -14,16 +14,36 @@ from forgeasync.planning.memory.parameters import (
 
 
 def generator_memory(
-    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+    config: RunConfig,
+    facts: ModelFacts,
+    counts: ParameterCounts,
+    machine: Machine,
+    *,
+    section: str = "generator",
 ) -> list[MemoryItem]:
-    """Items of one engine rank; the forward pass is an upper estimate, the rest what is allocated."""
+    """Items of one rank of an engine that takes new weights; see ``engine_memory``."""
+    return [
+        *engine_memory(config, facts, counts, section=section),
+        *_update_memory(config, facts, counts, machine),
+    ]
+
+
+def engine_memory(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, *, section: str
+) -> list[MemoryItem]:
+    """Items of one engine rank; the forward pass is an upper estimate, the rest what is allocated.
+
+    ``config.generator`` says what the engine is like, ``section`` where that stands in the user's config.
+    """
     generator = config.generator
-    element = BYTES_PER_ELEMENT[generator.dtype]
-    weights = generator_parameters_per_rank(config, facts, counts) * element
-    items = [
-        MemoryItem(name="weights", num_bytes=weights, how=generator.dtype.value),
+    return [
         MemoryItem(
-            name="KV cache", num_bytes=round(generator.kv_cache_gib * 2**30), how="generator.kv_cache_gib"
+            name="weights",
+            num_bytes=_weights(config, facts, counts),
+            how=generator.dtype.value,
+        ),
+        MemoryItem(
+            name="KV cache", num_bytes=round(generator.kv_cache_gib * 2**30), how=f"{section}.kv_cache_gib"
         ),
         MemoryItem(
             name="forward pass",
@@ -31,19 +51,32 @@ def generator_memory(
             how=f"{generator.max_num_batched_tokens:,} tokens, {generator.max_num_seqs} sequences' logits",
         ),
     ]
+
+
+def _weights(config: RunConfig, facts: ModelFacts, counts: ParameterCounts) -> int:
+    return generator_parameters_per_rank(config, facts, counts) * BYTES_PER_ELEMENT[config.generator.dtype]
+
+
+def _update_memory(
+    config: RunConfig, facts: ModelFacts, counts: ParameterCounts, machine: Machine
+) -> list[MemoryItem]:
+    """What the next version takes beside the one in use."""
+    generator = config.generator
+    element = BYTES_PER_ELEMENT[generator.dtype]
     if config.lora is not None and not merges_adapters(config, machine):
         adapters = num_adapter_parameters(facts, config.lora) // generator.tensor_parallel * element
-        items.append(MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model"))
-    elif machine is Machine.CPU:
-        changed = weights
+        return [MemoryItem(name="adapters", num_bytes=adapters, how="served beside the base model")]
+    if machine is Machine.CPU:
+        changed = _weights(config, facts, counts)
         if config.lora is not None:
             changed = count_merged(facts, config.lora) // generator.tensor_parallel * element
         shadows = changed + _largest_packed_parameter(config, facts)
         how = "the next version, and its largest experts before packing"
-        items.append(MemoryItem(name="shadow weights", num_bytes=shadows, how=how))
-    elif config.lora is None and config.weights.shadow is ShadowMemory.DEVICE:
-        items.append(MemoryItem(name="shadow weights", num_bytes=weights, how="weights.shadow: device"))
-    return items
+        return [MemoryItem(name="shadow weights", num_bytes=shadows, how=how)]
+    if config.lora is None and config.weights.shadow is ShadowMemory.DEVICE:
+        weights = _weights(config, facts, counts)
+        return [MemoryItem(name="shadow weights", num_bytes=weights, how="weights.shadow: device")]
+    return []
 
 
 def _forward_pass(config: RunConfig, facts: ModelFacts) -> int:

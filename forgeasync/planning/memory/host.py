@@ -27,6 +27,7 @@ from forgeasync.planning.memory.parameters import (
     trained_parameters_per_rank,
     trainer_parameters_per_rank,
 )
+from forgeasync.planning.memory.teachers import all_teacher_bytes
 from forgeasync.schema.problems import Problem
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -44,7 +45,11 @@ def available_host_bytes() -> int:
 
 
 def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> Iterator[Problem]:
-    """Check that a run on CPUs fits this machine's memory."""
+    """Check that a run on CPUs fits this machine's memory.
+
+    Raises:
+        ConfigError: a teacher's folder has no config.json that can be read.
+    """
     if not isinstance(config.launcher, LocalLauncher | ProcessLauncher):
         # The run is not on this machine: its memory says nothing.
         return
@@ -54,13 +59,16 @@ def check_memory(config: RunConfig, facts: ModelFacts, *, host_bytes: int) -> It
     num_engines = generator.num_engines * generator.tensor_parallel
     num_procs = config.trainer.parallel.num_procs
     states = _trainer_state_bytes(config, trainer_parameters_per_rank(config, counts))
-    others = num_engines * weights + num_procs * states
+    teachers = all_teacher_bytes(config)
+    others = num_engines * weights + num_procs * states + teachers
     if num_engines * kv_cache + others <= host_bytes:
         return
     parts = (
         f"{_gib(num_engines * weights)} GiB for the weights of {num_engines} engine processes and "
         f"{_gib(num_procs * states)} GiB for parameters and optimizer of {num_procs} trainer procs"
     )
+    if teachers:
+        parts += f" and {_gib(teachers)} GiB for weights and KV caches of teachers"
     if others >= host_bytes:
         yield Problem(
             field="model.path",

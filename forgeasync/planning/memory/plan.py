@@ -10,6 +10,7 @@ from forgeasync.planning.memory.generator import generator_memory
 from forgeasync.planning.memory.host import host_memory
 from forgeasync.planning.memory.items import Machine, MemoryItem, total_bytes
 from forgeasync.planning.memory.parameters import count_parameters
+from forgeasync.planning.memory.teachers import teacher_memory
 from forgeasync.planning.memory.trainer import trainer_memory
 
 NOTE = (
@@ -38,7 +39,11 @@ def planned_machine(config: RunConfig) -> Machine:
 
 
 def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ...]:
-    """Sections of the plan; ``config`` was checked with these facts."""
+    """Sections of the plan; ``config`` was checked with these facts.
+
+    Raises:
+        ConfigError: a teacher's folder has no config.json that can be read.
+    """
     machine = planned_machine(config)
     counts = count_parameters(facts)
     trainer = trainer_memory(config, facts, counts, machine)
@@ -48,12 +53,19 @@ def memory_plan(config: RunConfig, facts: ModelFacts) -> tuple[MemorySection, ..
         num_bytes=trainer.total_bytes,
         how=f"of a {machine.value}, in the {trainer.fullest.name}: not all of the above is there at once",
     )
-    whole = MemoryItem(name="total", num_bytes=total_bytes(generator), how=f"of a {machine.value}")
     return (
         MemorySection(owner="trainer rank", items=(*trainer.always, *trainer.come_and_go), total=fullest),
-        MemorySection(owner="generator rank", items=generator, total=whole),
+        MemorySection(owner="generator rank", items=generator, total=_whole(generator, machine)),
+        *(
+            MemorySection(owner=f"rank of teacher {name}", items=items, total=_whole(items, machine))
+            for name, items in teacher_memory(config, machine)
+        ),
         MemorySection(owner="host", items=host_memory(config, facts, machine), total=None),
     )
+
+
+def _whole(items: Sequence[MemoryItem], machine: Machine) -> MemoryItem:
+    return MemoryItem(name="total", num_bytes=total_bytes(items), how=f"of a {machine.value}")
 
 
 def memory_rows(section: MemorySection) -> list[Row]:
