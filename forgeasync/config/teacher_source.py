@@ -1,9 +1,10 @@
 """The setting ``teachers.NAME.source``: which of the policy's published versions a teacher takes."""
 
+import contextlib
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
@@ -49,19 +50,29 @@ class AveragedPolicy(Section):
         return version > newest
 
 
-FORMS = "frozen, live, {every: N} or {ema: ALPHA}"
+FORMS = "frozen, live, {every: N} with N from 1, or {ema: ALPHA} with ALPHA between 0 and 1"
 
 
 def _form(value: Any) -> str:
-    if isinstance(value, AveragedPolicy) or (isinstance(value, dict) and "ema" in value):
-        return "ema"
-    return "every" if isinstance(value, dict | EveryVersions) else "fixed"
+    match value:
+        case AveragedPolicy():
+            return "ema"
+        case EveryVersions():
+            return "every"
+        case _:
+            return "fixed"
 
 
-def _is_known(value: Any) -> Any:
-    if isinstance(value, dict | Section) or value in tuple(FixedSource):
-        return value
-    raise PydanticCustomError("literal_error", "expected {forms}", {"forms": FORMS})
+def _read(value: Any) -> Any:
+    """Read a section by its only key; what is wrong with it is told of the whole, by ``FORMS``."""
+    match value:
+        case FixedSource() | "frozen" | "live" | EveryVersions() | AveragedPolicy():
+            return value
+        case {"every": _} | {"ema": _}:
+            section = EveryVersions if "every" in value else AveragedPolicy
+            with contextlib.suppress(ValidationError):
+                return section.model_validate(value, strict=True)
+    raise PydanticCustomError("teacher_source", "expected {forms}", {"forms": FORMS})
 
 
 TeacherSource = Annotated[
@@ -69,7 +80,7 @@ TeacherSource = Annotated[
     | Annotated[EveryVersions, Tag("every")]
     | Annotated[AveragedPolicy, Tag("ema")],
     Discriminator(_form),
-    BeforeValidator(_is_known),
+    BeforeValidator(_read),
 ]
 """One of ``FORMS``."""
 

@@ -1,12 +1,17 @@
 """The forms of ``teachers.NAME.source``, and which versions they name."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from forgeasync.config.load import load_config
 from forgeasync.config.teacher_source import FORMS, EveryVersions, FixedSource
 from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
+from forgeasync.schema.problems import ConfigError
+from tests.support.config_samples import MINIMAL
 
 SERVER = TeacherEndpoint(base_url="http://localhost:1/v1", model="m")
 
@@ -24,10 +29,11 @@ def test_a_source_comes_back_as_it_was_written(written: object) -> None:
     [
         ({"model_path": "x", "source": "thawed"}, f"expected {FORMS}"),
         ({"model_path": "x", "source": 3}, f"expected {FORMS}"),
-        ({"model_path": "x", "source": {"every": 0}}, "greater than 0"),
-        ({"model_path": "x", "source": {"each": 3}}, "source.every.every"),
-        ({"model_path": "x", "source": {"ema": 1.0}}, "less than 1"),
-        ({"model_path": "x", "source": {"ema": 0.9, "every": 2}}, "source.ema.every"),
+        ({"model_path": "x", "source": {"every": 0}}, f"expected {FORMS}"),
+        ({"model_path": "x", "source": {"every": 2.5}}, f"expected {FORMS}"),
+        ({"model_path": "x", "source": {"each": 3}}, f"expected {FORMS}"),
+        ({"model_path": "x", "source": {"ema": 1.0}}, f"expected {FORMS}"),
+        ({"model_path": "x", "source": {"ema": 0.9, "every": 2}}, f"expected {FORMS}"),
         ({"endpoint": SERVER, "source": "live"}, "with an endpoint source must be frozen"),
         ({"source": "frozen"}, "must have either model_path or endpoint"),
     ],
@@ -36,6 +42,23 @@ def test_other_forms_are_refused(fields: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError) as refused:
         TeacherSection.model_validate(fields)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("written", ["warm", "3", "{each: 3}", "{every: 0}", "{ema: 1.0}", "[live]", "null"])
+def test_a_config_with_another_form_is_refused_by_its_field(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, [f"teachers={{own: {{source: {written}}}}}"])
+    (problem,) = refused.value.problems
+    assert (problem.field, problem.remedy) == ("teachers.own.source", f"expected {FORMS}")
+
+
+@pytest.mark.parametrize("written", ["live", "{every: 2}", "{ema: 0.5}"])
+def test_a_config_has_every_form(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    assert load_config(file, [f"teachers={{own: {{source: {written}}}}}"]).teachers["own"].moves
 
 
 def test_a_teacher_that_moves_is_the_policy_by_default() -> None:

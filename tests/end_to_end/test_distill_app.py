@@ -122,7 +122,7 @@ def test_a_teacher_that_moves_follows_the_policy(config_file: Path, tmp_path: Pa
     [
         ("algorithm.terms=[]", "algorithm.terms"),
         ("teachers.own.sources=[other]", "is no source of data"),
-        ("teachers.own.source=warm", "expected frozen, live, {every: N} or {ema: ALPHA}"),
+        ("teachers.own.source=warm", "expected frozen, live, {every: N} with N from 1"),
         ("teachers.own.model_path=/nowhere", "teachers.own.model_path"),
         ("model.max_context_length=160", "model.max_context_length + 1 = 161"),
         ("teachers.own.prompt=$hint", "has $hint, which task"),
