@@ -13,7 +13,7 @@ import pytest
 
 from forgeasync.config.load import dump_config
 from forgeasync.config.run import CheckpointSection
-from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.faults.run_mark import RUN_MARK, files_of
 from forgeasync.rollouts.run_folder import SHARED_MEMORY
 from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start
 from tests.support.models import write_random_model
@@ -72,8 +72,10 @@ def num_recovered(run_dir: Path) -> int:
     return file.read_text().count('"recovered"') if file.exists() else 0
 
 
-def semaphores() -> set[Path]:
-    return set(SHARED_MEMORY.glob("sem.forgeasync-*"))
+def mark_in(run_dir: Path) -> str:
+    """What everything carries that the process in run.lock has started."""
+    mark: str = json.loads((run_dir / "run.lock").read_text())["mark"]
+    return mark
 
 
 @pytest.mark.exhaustive
@@ -84,7 +86,6 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
     )
     config_file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
     config_file.write_text(dump_config(config))
-    semaphores_before = semaphores()
     for name in ("imported", "second"):
         (tmp_path / name).mkdir()
     # What is imported once makes the second start quick: the first run must still be there.
@@ -108,6 +109,7 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
         first = seen.running()
         os.kill(holder["pid"], signal.SIGKILL)
         wait_until(lambda: num_recovered(run_dir) == 1 or process.poll() is not None, seen)
+        marks = {holder["mark"], mark_in(run_dir)}
         resumed_at = newest(run_dir)
         assert resumed_at >= 2, "from a checkpoint"
         wait_until(lambda: newest(run_dir) > resumed_at or process.poll() is not None, seen)
@@ -129,7 +131,8 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
     assert code == 0, err
     assert "the controller of this run has died: process " in out
     assert not seen.files() and not list(SHARED_MEMORY.glob(f"*-{process.pid}-*"))
-    assert semaphores() <= semaphores_before
+    marks.add(mark_in(run_dir))
+    assert len(marks) == 3 and not [file for mark in marks for file in files_of(mark)]
 
     lines = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
