@@ -45,6 +45,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.exhaustive
 def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: Path) -> None:
     """At temperature 0.7 with kept sets: the first step is made under the teacher's very weights."""
     run_dir = tmp_path / "run"

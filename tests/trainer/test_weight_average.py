@@ -111,11 +111,8 @@ def _train(folder: Path, sequences: list[TrainingSequence], has_adapters: bool, 
     )
 
 
-@pytest.mark.parametrize(
-    "has_adapters",
-    [False, pytest.param(True, marks=pytest.mark.exhaustive)],
-    ids=["experts", "adapters"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("has_adapters", [False, True], ids=["experts", "adapters"])
 def test_the_average_of_100_steps(has_adapters: bool, tmp_path: Path) -> None:
     """Over whole weights of two ranks with half of the experts each, and over adapters."""
     folder = write_random_model(tmp_path / "hf", scale=4.0)
