@@ -118,8 +118,7 @@ async def _start_pool(
 ) -> GeneratorPool:
     name = groups.teacher
     section = config.teachers[name]
-    # Null is the policy itself.
-    model_path = section.model_path or config.model.path
+    model_path = section.path(config.model.path)
     engine = section.engine.model_copy(update={"keep_in_flight": False})
     setup = GeneratorSetup(
         model_path=model_folder(model_path).resolve(),

@@ -62,6 +62,10 @@ class TeacherSection(Section):
         """Engines that the run starts for it."""
         return 0 if self.endpoint is not None else self.engine.num_engines
 
+    def path(self, policy: str) -> str:
+        """Folder or hub id of the model that its engines begin with; ``policy`` is ``model.path``."""
+        return self.model_path or policy
+
     @property
     def moves(self) -> bool:
         """Whether its weights change during a run."""

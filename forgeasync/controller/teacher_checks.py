@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
 from forgeasync.config.teachers import TeacherEndpoint
-from forgeasync.models.config_file import model_folder, read_model_facts
+from forgeasync.models.config_file import model_folder
+from forgeasync.planning.memory.teachers import teacher_facts
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.teacher_prompt import teacher_prompt
@@ -26,13 +27,12 @@ def check_teacher_models(config: RunConfig, facts: ModelFacts) -> Iterator[Probl
     for name, section in config.teachers.items():
         if section.endpoint is not None:
             continue
-        path = section.model_path or config.model.path
+        path = section.path(config.model.path)
         field = f"teachers.{name}.model_path"
         try:
-            teacher = read_model_facts(path)
+            teacher = teacher_facts(config, name)
         except ConfigError as error:
-            for problem in error.problems:
-                yield Problem(field=field, value=path, remedy=problem.remedy)
+            yield from error.problems
             continue
         if section.moves and teacher != facts:
             remedy = (

@@ -12,7 +12,7 @@ from forgeasync.config.trainer import BadStepsSection, OptimizerSection, Paralle
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
 
@@ -74,6 +74,22 @@ def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequen
             )
         )
     return sequences
+
+
+def random_rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> list[list[PackedRow]]:
+    """A row for each rank, with one sequence of 8 prompt and 32 response tokens; nothing is replayed."""
+
+    def sequence() -> TrainingSequence:
+        ids = rng.integers(0, vocab_size, 40).astype(np.int32)
+        return TrainingSequence(
+            prompt_ids_P=ids[:8],
+            response_ids_T=ids[8:],
+            behavior_logprobs_T=np.full(32, -3.0, np.float32),
+            ages_T=np.zeros(32, np.int32),
+            advantage=float(rng.normal()),
+        )
+
+    return [[pack_row([sequence()])] for _ in range(num_ranks)]
 
 
 def random_expert_ids(rng: np.random.Generator, num_tokens: int, facts: ModelFacts) -> np.ndarray:

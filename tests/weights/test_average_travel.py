@@ -16,12 +16,12 @@ from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.config.run import RunConfig
 from forgeasync.launch.hosts import LocalHosts
 from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.weights.layout import WeightSet
 from tests.support.engine_weights import assert_engine_holds
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 from tests.support.trainer_and_generators import start_both
+from tests.support.trainers import random_rows
 
 ALPHA, NUM_STEPS = 0.75, 3
 
@@ -36,20 +36,6 @@ class Seen:
     of_average: list[Tensors]
     """Parameters of the engine's workers under each set of the last version."""
     num_bytes_moved: list[int]
-
-
-def _rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> list[list[PackedRow]]:
-    def sequence() -> TrainingSequence:
-        ids = rng.integers(0, vocab_size, 40).astype(np.int32)
-        return TrainingSequence(
-            prompt_ids_P=ids[:8],
-            response_ids_T=ids[8:],
-            behavior_logprobs_T=np.full(32, -3.0, np.float32),
-            ages_T=np.zeros(32, np.int32),
-            advantage=float(rng.normal()),
-        )
-
-    return [[pack_row([sequence()])] for _ in range(num_ranks)]
 
 
 async def _connect(
@@ -81,7 +67,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
         trainer, router = await start_both(procs, config, folder, average_alpha=ALPHA)
         exported = []
         for step in range(1, NUM_STEPS + 1):
-            await trainer.train_rows(_rows(rng, vocab_size, trainer.num_data_ranks), step=step)
+            await trainer.train_rows(random_rows(rng, vocab_size, trainer.num_data_ranks), step=step)
             await trainer.save_hf(out / f"step-{step}", source=folder)
             exported.append(load_file(out / f"step-{step}" / "model-00001-of-00001.safetensors"))
         engine, seen = router.pool.replicas[0].actor, []

@@ -26,7 +26,6 @@ from forgeasync.config.trainer import ParallelSection
 from forgeasync.config.weights import TransportChoice, WeightsSection
 from forgeasync.launch.hosts import LocalHosts
 from forgeasync.models.config_file import read_model_facts
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.weights.exchange import WeightExchange
 from forgeasync.weights.fetcher import FetchReport
 from forgeasync.weights.ledger import WeightLedger
@@ -35,6 +34,7 @@ from tests.support.models import write_random_model
 from tests.support.own_transport import write_own_transport
 from tests.support.runs import tiny_config
 from tests.support.trainer_and_generators import start_both
+from tests.support.trainers import random_rows
 
 NUM_UPDATES = 20
 ROW_TOKENS = 64
@@ -88,20 +88,6 @@ class Seen:
     num_skipped: int
 
 
-def _random_rows(rng: np.random.Generator, vocab_size: int, num_ranks: int) -> list[list[PackedRow]]:
-    def sequence() -> TrainingSequence:
-        ids = rng.integers(0, vocab_size, 40).astype(np.int32)
-        return TrainingSequence(
-            prompt_ids_P=ids[:8],
-            response_ids_T=ids[8:],
-            behavior_logprobs_T=np.full(32, -3.0, np.float32),
-            ages_T=np.zeros(32, np.int32),
-            advantage=float(rng.normal()),
-        )
-
-    return [[pack_row([sequence()])] for _ in range(num_ranks)]
-
-
 _group_ids = itertools.count()
 
 
@@ -133,7 +119,7 @@ async def _serve(
 async def _publish(trainer: TrainerMesh, exchange: WeightExchange, vocab_size: int) -> None:
     rng = np.random.default_rng(0)
     for update in range(NUM_UPDATES):
-        rows = _random_rows(rng, vocab_size, trainer.num_data_ranks)
+        rows = random_rows(rng, vocab_size, trainer.num_data_ranks)
         await trainer.train_rows(rows, step=update + 1)
         await exchange.publish(trainer.stage_weights)
 

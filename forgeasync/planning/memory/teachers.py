@@ -37,18 +37,30 @@ def all_teacher_bytes(config: RunConfig) -> int:
     return total
 
 
+def teacher_facts(config: RunConfig, name: str) -> ModelFacts:
+    """Read the shape of a teacher that the run starts engines for.
+
+    Raises:
+        ConfigError: its folder has no config.json that can be read.
+    """
+    path = config.teachers[name].path(config.model.path)
+    try:
+        return read_model_facts(path)
+    except ConfigError as error:
+        field = f"teachers.{name}.model_path"
+        raise ConfigError(
+            [Problem(field=field, value=path, remedy=problem.remedy) for problem in error.problems]
+        ) from error
+
+
 def _engines(config: RunConfig) -> Iterator[tuple[str, ModelFacts, RunConfig]]:
     """Each teacher with engines: its name, its shape, and the config as if it were the generator."""
     for name, teacher in config.teachers.items():
         if not teacher.num_engines:
             continue
-        path = teacher.model_path or config.model.path
-        try:
-            facts = read_model_facts(path)
-        except ConfigError as error:
-            field = f"teachers.{name}.model_path"
-            raise ConfigError(
-                [Problem(field=field, value=path, remedy=problem.remedy) for problem in error.problems]
-            ) from error
         lora = config.lora if teacher.moves else None
-        yield name, facts, config.model_copy(update={"generator": teacher.engine, "lora": lora})
+        yield (
+            name,
+            teacher_facts(config, name),
+            config.model_copy(update={"generator": teacher.engine, "lora": lora}),
+        )
