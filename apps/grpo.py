@@ -45,12 +45,13 @@ from forgeasync.controller.group_endings import GroupEndings, payload_budget
 from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.leftovers import take_over
 from forgeasync.controller.preparation import Prepared, prepare
-from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
+from forgeasync.controller.recorder import RunRecorder, StepRecord
 from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
 from forgeasync.controller.resume import RunFiles, open_files, resume_or_begin_anew
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.starting import Roles, open_procs, start_roles
+from forgeasync.controller.step_clock import Part, StepClock
 from forgeasync.controller.stopping import run_main, telling
 from forgeasync.controller.supervisor import become_supervisor
 from forgeasync.environments.order import sampling_seed, weighted_order
@@ -64,6 +65,8 @@ from forgeasync.observability.summary import closing_lines
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.tracing.proc_trace import close_trace, doing, open_trace, started
+from forgeasync.tracing.states import State
 from forgeasync.trainer.advantage_spans import steps_problem
 from forgeasync.trainer.bad_steps import BadStepWatch
 from forgeasync.trainer.batch import assign_rows, split_by_groups, training_items
@@ -236,63 +239,55 @@ class GrpoRun:
             self.evaluations.resume(self.first_version)
         else:
             start_s = time.perf_counter()
-            held_out = await self.evaluations.first()
+            with doing(State.EVALUATING):
+                held_out = await self.evaluations.first()
             eval_s = time.perf_counter() - start_s
             self.recorder.record_initial(held_out, eval_s, await self.generators.stats())
         for step in range(self.first_version + 1, config.max_steps + 1):
-            start_s = time.perf_counter()
-            batch = await self.buffer.take.call_one()
-            wait_s = time.perf_counter() - start_s
-
-            items = training_items(batch.groups, batch.weights, config.algorithm)
-            minibatches = [
-                assign_rows(
-                    of_step,
-                    tokens_per_row=config.trainer.tokens_per_row,
-                    num_ranks=self.trainer.num_data_ranks,
-                )
-                for of_step in split_by_groups(items, batch.groups, config.trainer.steps_per_batch)
-            ]
-            train_start_s = time.perf_counter()
-            result = await self.trainer.train_items(minibatches, step=step)
-            train_s = time.perf_counter() - train_start_s
-            update = Update.MADE if result.skip_reason is None else Update.SKIPPED
-            await self.endings.commit(batch, trainer_wait_share=wait_s / (wait_s + train_s), update=update)
+            clock = StepClock(step)
+            with clock.part(Part.WAIT):
+                batch = await self.buffer.take.call_one()
+            with clock.part(Part.ASSIGN):
+                items = training_items(batch.groups, batch.weights, config.algorithm)
+                minibatches = [
+                    assign_rows(
+                        of_step,
+                        tokens_per_row=config.trainer.tokens_per_row,
+                        num_ranks=self.trainer.num_data_ranks,
+                    )
+                    for of_step in split_by_groups(items, batch.groups, config.trainer.steps_per_batch)
+                ]
+            with clock.part(Part.TRAIN):
+                result = await self.trainer.train_items(minibatches, step=step)
+            with clock.part(Part.COMMIT):
+                update = Update.MADE if result.skip_reason is None else Update.SKIPPED
+                await self.endings.commit(batch, trainer_wait_share=clock.wait_share, update=update)
             self.trained.put_nowait((step, batch))
             self.version += 1
-
-            publish_start_s = time.perf_counter()
-            await self.serving.publish()
-            publish_s = time.perf_counter() - publish_start_s
-
-            eval_start_s = time.perf_counter()
-            ended = await self.evaluations.after_step(step)
-            waited_s = time.perf_counter() - eval_start_s if self.evaluations.waits_after(step) else 0.0
-            times = StepTimes(
-                step_s=time.perf_counter() - start_s,
-                wait_for_batch_s=wait_s,
-                train_s=train_s,
-                publish_weights_s=publish_s,
-                eval_s=waited_s,
-            )
-            self.recorder.record(
-                StepRecord(
-                    step=step,
-                    batch=batch,
-                    result=result,
-                    times=times,
-                    engines=tuple(await self.generators.stats()),
-                    buffer=await self.with_ledger(self.buffer.report.call_one()),
-                    counters=self.counters(),
-                    held_out=ended,
+            with clock.part(Part.PUBLISH):
+                await self.serving.publish()
+            with clock.part(Part.EVALUATE):
+                ended = await self.evaluations.after_step(step)
+            times = clock.times(has_evaluated=self.evaluations.waits_after(step))
+            with clock.part(Part.RECORD):
+                self.recorder.record(
+                    StepRecord(
+                        step=step,
+                        batch=batch,
+                        result=result,
+                        times=times,
+                        engines=tuple(await self.generators.stats()),
+                        buffer=await self.with_ledger(self.buffer.report.call_one()),
+                        counters=self.counters(),
+                        held_out=ended,
+                    )
                 )
-            )
-            self.bad_steps.count(step, result)
-            await self.storage.until_written(self.recorder.files)
+                self.bad_steps.count(step, result)
+                await self.storage.until_written(self.recorder.files)
             if await self.checkpoints.is_due(step):
-                checkpoint_start_s = time.perf_counter()
-                await self.checkpoints.begin(step)
-                self.recorder.record_checkpoint(time.perf_counter() - checkpoint_start_s)
+                with clock.part(Part.CHECKPOINT):
+                    await self.checkpoints.begin(step)
+                self.recorder.record_checkpoint(clock.took_s(Part.CHECKPOINT))
         await self.checkpoints.finish_last(config.max_steps)
 
     async def with_ledger(self, call: Awaitable[T]) -> T:
@@ -321,6 +316,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
     run_dir = files.run_dir
     separate_native_output(run_dir.log("controller"))
     configure_controller_logging(run_dir.log("controller"))
+    open_trace(run_dir.logs, "controller", idle=State.COMPUTING)
     resumed = None if prepared.resumed is None else prepared.resumed.state
     with (
         RunLog(run_dir.run_log) as log,
@@ -344,6 +340,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
                 console.message(roles.scorer.isolation)
                 run = GrpoRun(config, prepared, roles, recorder=recorder, files=files)
                 desk = control_desk(run_dir.control.resolve(), fleet, roles.generators.pool, config)
+                started()
                 await run.run(fleet, desk)
                 final = run_dir.checkpoints.resolve() / FINAL
                 console.phase(f"writing {final}")
@@ -361,6 +358,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
         finally:
             console.phase("ending all procs")
             await fleet.close()
+            close_trace()
         for line in closing_lines(run_dir):
             console.message(line)
 

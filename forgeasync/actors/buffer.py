@@ -24,6 +24,8 @@ from forgeasync.rollouts.kept_groups import KeptGroup
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
+from forgeasync.tracing.proc_trace import doing, open_trace, span, started
+from forgeasync.tracing.states import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,9 @@ class BufferActor(Actor):
     """One replay buffer in one proc."""
 
     def __init__(self, log_dir: Path) -> None:
-        redirect_process_output(log_dir / f"buffer-{current_rank().rank}.log")
+        name = f"buffer-{current_rank().rank}"
+        redirect_process_output(log_dir / f"{name}.log")
+        open_trace(log_dir, name, idle=State.WAITING_FOR_BATCH)
 
     @concurrent_endpoint
     async def setup(self, config: RunConfig, ledger: Path, resumed: ResumedBuffer | None) -> int:
@@ -61,6 +65,7 @@ class BufferActor(Actor):
             )
         self._buffer = open_buffer(state, ledger, config, resumed)
         await self._buffer.durable()
+        started()
         return os.getpid()
 
     @concurrent_endpoint
@@ -138,7 +143,9 @@ class BufferActor(Actor):
         """Return the buffer's counts, once the ledger up to here is on the disk."""
         state = self._buffer.state
         metrics, num_dropped = state.metrics(), Counter(state.num_dropped)
-        return BufferReport(metrics=metrics | await self._buffer.durable(), num_dropped=num_dropped)
+        with doing(State.COMPUTING), span("ledger to disk"):
+            written = await self._buffer.durable()
+        return BufferReport(metrics=metrics | written, num_dropped=num_dropped)
 
     @concurrent_endpoint
     async def refusal(self) -> Refusal | None:

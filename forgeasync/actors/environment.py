@@ -38,6 +38,8 @@ from forgeasync.environments.served.untrained import Continuation, UntrainedTurn
 from forgeasync.environments.worker_mark import mark_this_process
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.rollouts.outcome import EpisodeOutcome
+from forgeasync.tracing.proc_trace import doing, open_trace, span, started
+from forgeasync.tracing.states import State
 from forgeasync.waiting import Monitor, deadline
 
 LINGER_S = 1.0
@@ -109,6 +111,7 @@ class EnvironmentActor(Actor):
         self._losses = Monitor(KnownLosses())
         """Generators that are gone; turns wait for them."""
         redirect_process_output(log_dir / f"environment-{number}.log")
+        open_trace(log_dir, f"environment-{number}", idle=State.WAITING_FOR_BATCH)
 
     @concurrent_endpoint
     async def setup(self, setup: EnvironmentSetup, serving: ServingSetup | None) -> WorkerReady:
@@ -164,6 +167,7 @@ class EnvironmentActor(Actor):
             limit_s=setup.timeouts.episode_s,
             open_session=open_session,
         )
+        started()
         return WorkerReady(
             pid=os.getpid(),
             mark=mark_this_process(),
@@ -198,15 +202,18 @@ class EnvironmentActor(Actor):
     @concurrent_endpoint
     async def run_episode(self, request: EpisodeRequest) -> EpisodeOutcome | CancelledGroup:
         """Run an episode; its arrays stay with the generator."""
+        episode = request.episode
+        facts = {"group": episode.group_id, "index": episode.index, "attempt": episode.attempt}
         try:
-            return await self._episodes.run(
-                request.task,
-                request.episode,
-                max_turn_tokens=request.sampling.max_response_tokens,
-                sample=self._sampler(request),
-                keeps_record=request.keeps_record,
-                artifacts_folder=self._setup.artifacts,
-            )
+            with doing(State.COMPUTING), span("episode", facts):
+                return await self._episodes.run(
+                    request.task,
+                    episode,
+                    max_turn_tokens=request.sampling.max_response_tokens,
+                    sample=self._sampler(request),
+                    keeps_record=request.keeps_record,
+                    artifacts_folder=self._setup.artifacts,
+                )
         except EpisodeCancelled:
             return CancelledGroup()
 

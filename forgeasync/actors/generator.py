@@ -43,6 +43,8 @@ from forgeasync.rollouts.records import check_rollout
 from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
 from forgeasync.rollouts.routing import RecordError
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
+from forgeasync.tracing.proc_trace import open_trace, span, started
+from forgeasync.tracing.states import State
 from forgeasync.weights.fetcher import FetchReport, HostShare
 from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
 from forgeasync.weights.manifest import Manifest
@@ -64,6 +66,7 @@ class GeneratorActor(Actor):
         """``rank`` is its place among the run's generators; another one may have had it before."""
         self._rank, self._name = rank, f"generator-{rank}"
         redirect_process_output(log_dir / f"{self._name}.log")
+        open_trace(log_dir, self._name, idle=State.WAITING_FOR_ROOM)
         self._engine: GeneratorEngine | None = None
         self._memory = MemoryWatch(with_descendants=True)
 
@@ -115,6 +118,7 @@ class GeneratorActor(Actor):
             num_scored_ids=setup.num_scored_ids,
         )
         self._episodes = EngineEpisodes(self._engine)
+        started()
         return os.getpid()
 
     @concurrent_endpoint
@@ -145,15 +149,16 @@ class GeneratorActor(Actor):
             finished.send(FinishedResponse(index=index, response=response_of(rollout)))
 
         try:
-            rollouts = await self._engine.generate(
-                prompt_ids_P=prompt_ids_P,
-                num_samples=num_samples,
-                sampling=sampling,
-                seed=seed,
-                group_id=group_id,
-                continued=() if continued is None else group_turns(continued),
-                on_finished=None if finished is None else tell,
-            )
+            with span("sample group", {"group": group_id}):
+                rollouts = await self._engine.generate(
+                    prompt_ids_P=prompt_ids_P,
+                    num_samples=num_samples,
+                    sampling=sampling,
+                    seed=seed,
+                    group_id=group_id,
+                    continued=() if continued is None else group_turns(continued),
+                    on_finished=None if finished is None else tell,
+                )
         except GroupCancelled:
             return CancelledGroup()
         self._forget_later(group_id)

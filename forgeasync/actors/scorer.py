@@ -31,6 +31,8 @@ from forgeasync.scoring.scorer import VerifiedScorer, verifier_choice
 from forgeasync.scoring.unavailable import RewardUnavailable
 from forgeasync.scoring.verifier import CHOICE_CODEC
 from forgeasync.scoring.weighted import weighted_score
+from forgeasync.tracing.proc_trace import doing, open_trace, span, started
+from forgeasync.tracing.states import State
 from forgeasync.waiting import deadline
 
 
@@ -298,6 +300,7 @@ class ScorerActor(Actor):
     def __init__(self, log_dir: Path, rank: int) -> None:
         """``rank`` is its place among the run's scorers; another one may have had it before."""
         redirect_process_output(log_dir / f"scorer-{rank}.log")
+        open_trace(log_dir, f"scorer-{rank}", idle=State.WAITING_FOR_BATCH)
         self._rewards: RunRewards | None = None
         self._memory = MemoryWatch(with_descendants=True)
 
@@ -308,7 +311,9 @@ class ScorerActor(Actor):
         """Start what scores; ``limit_s`` is for one group."""
         mark = mark_this_process()
         self._rewards = RunRewards(sources, section, limit_s=limit_s, seed=seed)
-        return ScorerReady(isolation=self._rewards.start(), pid=os.getpid(), mark=mark)
+        isolation = self._rewards.start()
+        started()
+        return ScorerReady(isolation=isolation, pid=os.getpid(), mark=mark)
 
     @concurrent_endpoint
     async def beat(self) -> None:
@@ -321,7 +326,8 @@ class ScorerActor(Actor):
         """The score of each response to one task; ``first`` is the place of the first one in its group."""
         assert self._rewards is not None
         try:
-            scores = await self._rewards.score(task, responses, first)
+            with doing(State.COMPUTING), span("score", {"task": task.task_id, "first": first}):
+                scores = await self._rewards.score(task, responses, first)
         except RewardUnavailable as error:
             return Unavailable(reason=error.reason, retry_after_s=error.retry_after_s)
         return ScoredResponses(scores=scores, counts=self._rewards.counts, memory=self._memory.peak())

@@ -18,6 +18,8 @@ from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.tracing.proc_trace import open_trace
+from forgeasync.tracing.states import State
 
 
 class TeacherActor(GeneratorActor):
@@ -27,6 +29,7 @@ class TeacherActor(GeneratorActor):
         """``rank`` is its place among the engines of the teacher ``name``."""
         self._rank, self._name = rank, f"teacher-{name}-{rank}"
         redirect_process_output(log_dir / f"{self._name}.log")
+        open_trace(log_dir, self._name, idle=State.WAITING_FOR_BATCH)
         self._engine = None
         self._memory = MemoryWatch(with_descendants=True)
 

@@ -31,6 +31,8 @@ from forgeasync.rollouts.group_payload import Arrays, decode_rollout
 from forgeasync.rollouts.payload_format import EVERY_HOST, PayloadRef
 from forgeasync.rollouts.payload_remote import RemotePayloadReader
 from forgeasync.rollouts.payload_store import PayloadReader
+from forgeasync.tracing.proc_trace import doing, open_trace, span, started
+from forgeasync.tracing.states import State
 from forgeasync.trainer.advantage_spans import TokenPlaces
 from forgeasync.trainer.bad_rows import write_rows
 from forgeasync.trainer.batch import TrainingItem, training_sequence
@@ -57,6 +59,7 @@ class TrainerActor(Actor):
     def __init__(self, log_dir: Path) -> None:
         self._rank = current_rank().rank
         redirect_process_output(log_dir / f"trainer-{self._rank}.log")
+        open_trace(log_dir, f"trainer-{self._rank}", idle=State.WAITING_FOR_BATCH)
         self._thread = OrderedThread("trainer")
         self._built: PolicyTrainer | None = None
         self._checkpoints: CheckpointWriter | None = None
@@ -79,7 +82,9 @@ class TrainerActor(Actor):
         # The model's folder has its tokenizer too.
         self._places = TokenPlaces(setup.checkpoint)
         self._remote_payloads = RemotePayloadReader(PAYLOAD_TIMEOUT_S)
-        return await self._thread.call(lambda: self._build(setup))
+        data_rank = await self._thread.call(lambda: self._build(setup))
+        started()
+        return data_rank
 
     def _build(self, setup: TrainerSetup) -> int:
         # TorchTitan takes seconds to import: only the procs that train pay for it.
@@ -146,7 +151,9 @@ class TrainerActor(Actor):
     @concurrent_endpoint
     async def train_rows(self, rows: list[PackedRow]) -> StepResult:
         """One optimizer step; these are this data rank's rows."""
-        result = await self._thread.call(lambda: self._trainer.train_step(rows))
+        async with self._thread.turn():
+            with doing(State.COMPUTING), span("train", {"version": self._trainer.policy_version}):
+                result = await self._thread.run(lambda: self._trainer.train_step(rows))
         result = await self._keep_if_bad(result, rows)
         return dataclasses.replace(result, memory=self._memory.peak())
 
@@ -177,18 +184,21 @@ class TrainerActor(Actor):
             self._num_read = {"shared": 0, "remote": 0, "disk": 0}
             # The rollouts of a group share their prompt's payload: it is read once.
             prompts: dict[str, Arrays] = {}
-            packed = [
-                [
-                    pack_row([await self._read(item, trained_version, prompts) for item in items])
-                    for items in rows
+            facts = {"version": trained_version}
+            with doing(State.FETCHING), span("read rollouts", facts):
+                packed = [
+                    [
+                        pack_row([await self._read(item, trained_version, prompts) for item in items])
+                        for items in rows
+                    ]
+                    for rows in minibatches
                 ]
-                for rows in minibatches
-            ]
             read_s = time.perf_counter() - start_s
             limit = self._section.max_fresh_mismatch
-            result = await self._thread.run(
-                lambda: self._trainer.train_batch(packed, max_fresh_mismatch=limit)
-            )
+            with doing(State.COMPUTING), span("train", facts):
+                result = await self._thread.run(
+                    lambda: self._trainer.train_batch(packed, max_fresh_mismatch=limit)
+                )
         result = await self._keep_if_bad(result, [row for rows in packed for row in rows])
         read = {f"payload/num_read_{how}": float(count) for how, count in self._num_read.items()}
         metrics = result.metrics | read | {"time/read_payloads_s": read_s}
@@ -254,8 +264,9 @@ class TrainerActor(Actor):
         def begin() -> float:
             start_s = time.perf_counter()
             trainer = self._trainer
-            trainer.require_finite_weights(f"publishing version {trainer.policy_version}")
-            publication = self._publisher.begin(slot, trainer.policy_version, trainer.published_weights())
+            with doing(State.PUBLISHING), span("begin publishing", {"version": trainer.policy_version}):
+                trainer.require_finite_weights(f"publishing version {trainer.policy_version}")
+                publication = self._publisher.begin(slot, trainer.policy_version, trainer.published_weights())
             trainer.let_read(publication.until_copied)
             self._publications[slot] = publication
             return time.perf_counter() - start_s
@@ -265,7 +276,8 @@ class TrainerActor(Actor):
     @concurrent_endpoint
     async def finish_staging(self, slot: int) -> StagedShard:
         """Wait until the version begun in the slot is staged there; no other call waits for this one."""
-        return await self._publications.pop(slot).finished()
+        with doing(State.PUBLISHING), span("publish"):
+            return await self._publications.pop(slot).finished()
 
     @concurrent_endpoint
     async def begin_checkpoint(self, folder: Path, run_state: bytes, keep: int) -> None:

@@ -55,6 +55,8 @@ from forgeasync.generator.workarounds.served_adapters import (
 from forgeasync.rollouts.in_flight import LoggedTurn
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.rollout import FinishReason, Rollout
+from forgeasync.tracing.proc_trace import doing
+from forgeasync.tracing.states import State
 
 R = TypeVar("R")
 
@@ -260,7 +262,7 @@ class GeneratorEngine:
             GroupCancelled: ``cancel`` was called with the group's number, or ``cancel_episode``.
         """
         episode = turn.episode
-        with self.busy.running():
+        with self.busy.running(), doing(State.COMPUTING if group_key >= 0 else State.EVALUATING):
             turn.stop = sampling.stop
             self.log_turn(turn, group_key)
             self.resume_turn(turn, group, max_tokens=max_tokens)

@@ -18,6 +18,8 @@ from vllm.v1.request import Request
 from forgeasync.config.weights import Interruption
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
 from forgeasync.rollouts.rollout import GroupProgress
+from forgeasync.tracing.proc_trace import doing
+from forgeasync.tracing.states import State
 
 Prefetch = Callable[[], Awaitable[None]]
 
@@ -178,10 +180,11 @@ class Blocking(InFlight):
 
     @asynccontextmanager
     async def prefetch(self, fetch: Prefetch) -> AsyncIterator[float]:
-        async with self.client.standing_still():
-            start_s = time.perf_counter()
-            await fetch()
-            yield time.perf_counter() - start_s
+        with doing(State.SWAPPING):
+            async with self.client.standing_still():
+                start_s = time.perf_counter()
+                await fetch()
+                yield time.perf_counter() - start_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from forgeasync.generator.interruption import EPISODE_ARGUMENT, GROUP_ARGUMENT, NO_GROUP, SAMPLE_ARGUMENT
 from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
+from forgeasync.tracing.proc_trace import doing
+from forgeasync.tracing.states import State
 
 if TYPE_CHECKING:
     from forgeasync.generator.engine import GeneratorEngine
@@ -33,7 +35,7 @@ async def score_tokens(
         WrongTeacherRecord: the engine's answer is not about these tokens.
     """
     params = scoring_params(num_ids, episode=engine.new_episode(0).number)
-    with engine.busy.running():
+    with engine.busy.running(), doing(State.COMPUTING):
         output = await engine.run_request(ids_S.tolist(), params)
     return read_scores(output, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 

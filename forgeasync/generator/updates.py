@@ -11,6 +11,8 @@ from forgeasync.config.weights import KvAfterSwap
 from forgeasync.generator.interruption import Groups, InFlight, Prefetch
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient
+from forgeasync.tracing.proc_trace import doing, span
+from forgeasync.tracing.states import State
 
 
 class WeightUpdates:
@@ -30,9 +32,12 @@ class WeightUpdates:
     ) -> SwapReport:
         """One update; what either function raises reaches the caller and leaves the version as it was."""
         async with self._one_at_a_time, self._policy.prefetch(prefetch) as waited_s:
-            return await self._client.between_steps(
-                lambda core: self._swap(core, version, install, waited_s=waited_s)
-            )
+
+            def swap(core: EngineCore) -> SwapReport:
+                with doing(State.SWAPPING), span("swap", {"version": version}):
+                    return self._swap(core, version, install, waited_s=waited_s)
+
+            return await self._client.between_steps(swap)
 
     def _swap(
         self, core: EngineCore, version: int, install: Callable[[EngineCore], None], *, waited_s: float

@@ -24,6 +24,8 @@ from forgeasync.generator.host_memory import HostMemory
 from forgeasync.generator.reports import SwapReport
 from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.served_adapters import ServedAdapter, install
+from forgeasync.tracing.proc_trace import doing, span
+from forgeasync.tracing.states import State
 from forgeasync.weights.fetcher import (
     ALONE,
     FetchReport,
@@ -158,10 +160,13 @@ class WeightReceiver:
         ready: list[Install] = []
 
         async def prefetch() -> None:
-            update.fetched.set_result(await self._fetcher.fetch(manifest))
+            facts = {"version": manifest.version}
+            with doing(State.FETCHING), span("fetch", facts):
+                update.fetched.set_result(await self._fetcher.fetch(manifest))
             if not await update.is_whole:
                 raise IncompleteFetch(f"version {manifest.version}")
-            ready.append(await self._make_ready(manifest.version, self._share))
+            with doing(State.FETCHING), span("make ready", facts):
+                ready.append(await self._make_ready(manifest.version, self._share))
             update.staged.set_result(None)
             await update.all_staged
 

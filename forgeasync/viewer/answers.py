@@ -15,6 +15,7 @@ from forgeasync.viewer.group_answers import (
 )
 from forgeasync.viewer.group_lives import Fate
 from forgeasync.viewer.metric_table import ELAPSED_S, Column
+from forgeasync.viewer.proc_answers import lanes_answer
 from forgeasync.viewer.rollout_index import RolloutGone
 from forgeasync.viewer.run_clock import RunClock
 from forgeasync.viewer.run_reader import RunReader
@@ -186,6 +187,10 @@ class Answers:
             ],
             "procs": run.procs(),
         }
+
+    def lanes(self, number: int, *, first_step: int | None, last_step: int | None, width: int) -> Answer:
+        """What the run's processes did, in bars: over some steps, or the whole run."""
+        return lanes_answer(self._runs[number], first_step=first_step, last_step=last_step, width=width)
 
     def settings(self) -> Answer:
         """The configs: keys in which runs differ, and all of them."""

@@ -1,7 +1,8 @@
 """A run as one file for ui.perfetto.dev and chrome://tracing, from what its files say.
 
-The form is Chrome's JSON ("Trace Event Format"): times are microseconds on the run's own clock
-(``time/elapsed_s``). Times of groups are those of the steps around them (``forgeasync.viewer.run_clock``).
+The form is Chrome's JSON ("Trace Event Format"). Times are microseconds since the first process began, or on
+the run's own clock (``time/elapsed_s``) where no process has left a trace. Times of groups are those of the
+steps around them (``forgeasync.viewer.run_clock``).
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from forgeasync.faults.fault_log import Role
 from forgeasync.viewer.definitions import HEADLINES
 from forgeasync.viewer.group_lives import Fate, GroupLife
 from forgeasync.viewer.metric_table import ELAPSED_S, STEP
+from forgeasync.viewer.perfetto_procs import FileClock, proc_events
 from forgeasync.viewer.run_clock import RunClock
 from forgeasync.viewer.run_reader import RunReader
 
@@ -60,20 +62,16 @@ def trace_events(run: RunReader) -> Iterator[Event]:
         yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
     for thread, name in ((_STEPS, "steps"), (_VERSIONS, "weight versions"), (_EVALUATIONS, "evaluations")):
         yield {"ph": "M", "pid": TRAINER, "tid": thread, "name": "thread_name", "args": {"name": name}}
-    times = _times(run)
+    file_clock = FileClock(_by_step(run, ELAPSED_S), run.traces.lanes)
+    times = {step: file_clock.of_run(at_s) for step, at_s in _by_step(run, ELAPSED_S).items()}
     yield from _steps(run, times)
     yield from _counters(run, times)
     clock, lives = RunClock(run.ledger.lives, run.metrics), run.ledger.lives
     end_s = max(times.values(), default=0.0)
     for row in range(len(lives)):
-        yield from _group(row, lives.at(row), clock, end_s)
-    yield from _faults(run, times)
-
-
-def _times(run: RunReader) -> dict[int, float]:
-    """Seconds at the end of every step."""
-    column = run.metrics.column(ELAPSED_S)
-    return dict(zip(column.steps_N.tolist(), column.values_N.tolist(), strict=True))
+        yield from _group(row, lives.at(row), clock, file_clock, end_s)
+    yield from _faults(run, times, file_clock)
+    yield from proc_events(run.traces.lanes, file_clock)
 
 
 def _by_step(run: RunReader, key: str) -> dict[int, float]:
@@ -122,17 +120,24 @@ def _counters(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
                 yield {"ph": "C", "pid": TRAINER, "tid": 0, "name": key, "ts": at, "args": {"value": value}}
 
 
-def _group(row: int, life: GroupLife, clock: RunClock, end_s: float) -> Iterator[Event]:
+def _group(
+    row: int, life: GroupLife, clock: RunClock, file_clock: FileClock, end_s: float
+) -> Iterator[Event]:
     """The parts of a group's life, nested in the whole. One that goes on ends where the metrics do.
 
     A group whose start has no time, since there was no step around it, is left out.
     """
-    started_s = clock.about_s(life.started_line)
+
+    def placed(line: int | None) -> float | None:
+        about_s = clock.about_s(line)
+        return None if about_s is None else file_clock.of_run(about_s)
+
+    started_s = placed(life.started_line)
     if started_s is None:
         return
-    sampled_s, scored_s = clock.about_s(life.sampled_line), clock.about_s(life.scored_line)
+    sampled_s, scored_s = placed(life.sampled_line), placed(life.scored_line)
     # What follows the last step has no time.
-    stopped_s = clock.about_s(life.ended_line or life.undone_line)
+    stopped_s = placed(life.ended_line or life.undone_line)
     stopped_s = max(started_s, end_s) if stopped_s is None else stopped_s
     what = life.fate.word if life.reason is None else f"{life.fate.word}: {life.reason}"
     args = {"prompt": life.prompt, "attempt": life.attempt, "fate": what, "step": life.step}
@@ -153,8 +158,8 @@ def _part(row: int, name: str, begin_s: float, end_s: float, args: dict[str, obj
     yield {"ph": "e", **common, "ts": _microseconds(max(begin_s, end_s))}
 
 
-def _faults(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
-    """Each fault at the end of the first step whose metrics count it: its own time is the wall clock's."""
+def _faults(run: RunReader, times: dict[int, float], file_clock: FileClock) -> Iterator[Event]:
+    """Each fault when it was noticed; without traces at the end of the first step whose metrics count it."""
     counts: dict[int, float] = dict.fromkeys(times, 0.0)
     for role in Role:
         for step, value in _by_step(run, f"faults/detected_{role}").items():
@@ -163,7 +168,9 @@ def _faults(run: RunReader, times: dict[int, float]) -> Iterator[Event]:
     counts_N = np.array([counts[step] for step in steps])
     for place, fault in enumerate(run.faults.faults):
         counted = np.flatnonzero(counts_N > place)
-        at_s = times[steps[int(counted[0])]] if len(counted) else max(times.values(), default=0.0)
+        at_s = file_clock.of_unix(fault.detected_s)
+        if at_s is None:
+            at_s = times[steps[int(counted[0])]] if len(counted) else max(times.values(), default=0.0)
         yield {
             "ph": "X",
             "pid": FAULTS,

@@ -113,6 +113,15 @@ def _rollout(given: Parameters) -> Question:
     return lambda answers: answers.rollout(_run(given, answers), number)
 
 
+def _lanes(given: Parameters) -> Question:
+    width = given.number("width", default=400, below=MAX_WIDTH + 1)
+    assert width is not None
+    first, last = given.number("first", default=None), given.number("last", default=None)
+    return lambda answers: answers.lanes(
+        _run(given, answers), first_step=first, last_step=last, width=max(width, 1)
+    )
+
+
 def _run(given: Parameters, answers: Answers) -> int:
     found = given.number("run", default=0, below=answers.num_runs)
     assert found is not None
@@ -128,6 +137,7 @@ _QUESTIONS: dict[str, Callable[[Parameters], Question]] = {
     "group": _group,
     "rollouts": _rollouts,
     "rollout": _rollout,
+    "lanes": _lanes,
     "faults": lambda given: lambda answers: answers.faults(_run(given, answers)),
     "settings": lambda given: Answers.settings,
 }

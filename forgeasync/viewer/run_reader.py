@@ -14,6 +14,7 @@ from forgeasync.viewer.ledger_lines import LedgerLines
 from forgeasync.viewer.metric_table import MetricTable
 from forgeasync.viewer.rollout_index import RolloutIndex
 from forgeasync.viewer.settings import ConfigUnreadable, read_settings
+from forgeasync.viewer.traces import Traces
 
 DEMO_RUN = Path(__file__).parent / "demo"
 """A small recorded run; its generator was killed on the way."""
@@ -57,6 +58,7 @@ class RunReader:
         self.ledger = LedgerLines()
         self.faults = FaultLines()
         self.rollouts = RolloutIndex()
+        self.traces = Traces(self.run_dir.logs)
         self._files = [AppendedLines(self.run_dir.metrics), AppendedLines(self.run_dir.faults)]
         self._files.append(AppendedLines(self.run_dir.ledger))
         if with_rollouts:
@@ -71,14 +73,14 @@ class RunReader:
     def read_some(self) -> bool:
         """Read a piece of the first file that has anything new; returns whether one had.
 
-        Curves come before groups, and groups before rollouts.
+        Curves come before groups, groups before rollouts, and those before the processes' traces.
         """
         self._read_settings()
         for file in self._files:
             if (piece := file.read()) is not None:
                 self._take(file.path, piece)
                 return True
-        return False
+        return self.traces.read_some()
 
     def read_all(self) -> None:
         """Read everything that is there."""
@@ -141,6 +143,7 @@ class RunReader:
     def problems(self) -> list[str]:
         """What of the folder could not be read, or was left out; in words."""
         found = [file.problem for file in self._files if file.problem is not None]
+        found += self.traces.problems
         if self._settings_problem is not None:
             found.append(self._settings_problem)
         if self.ledger.refusal is not None:

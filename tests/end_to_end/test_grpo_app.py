@@ -24,6 +24,7 @@ from tests.support.app_runs import (
 )
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
+from tests.support.traces import check_traces
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,7 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     assert check_ledger(run_dir)["ends"]["trained"] == 4 * tiny_config(Path("x")).algorithm.groups_per_step
     assert (run_dir / "checkpoints" / "final" / "model.safetensors.index.json").exists()
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
+    check_traces(run_dir)
 
 
 @pytest.mark.exhaustive

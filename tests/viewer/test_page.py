@@ -160,7 +160,7 @@ def test_everything_can_be_done_with_keys(browser: Browser, served: Served) -> N
     browser.wait_for("document.getElementById('help').open")
     browser.press(ESCAPE)
     browser.wait_for("!document.getElementById('help').open")
-    browser.press("7")
+    browser.press("8")
     browser.wait_for("document.title.startsWith('glossary')")
     browser.press("/")
     browser.wait_for("document.activeElement.id === 'search'")

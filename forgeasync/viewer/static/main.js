@@ -5,17 +5,18 @@ import { curves, overview } from "./curves.js";
 import { address, h } from "./dom.js";
 import { config, faults, glossary } from "./facts.js";
 import { group, groups } from "./groups.js";
+import { procs } from "./procs.js";
 import { rollout, rollouts } from "./rollouts.js";
 
 const LOOK_MS = 2000;
 
-const PAGES = { overview, curves, groups, rollouts, faults, config, glossary, group, rollout };
-const IN_NAV = ["overview", "curves", "groups", "rollouts", "faults", "config", "glossary"];
+const PAGES = { overview, curves, groups, rollouts, procs, faults, config, glossary, group, rollout };
+const IN_NAV = ["overview", "curves", "groups", "rollouts", "procs", "faults", "config", "glossary"];
 
 const KEYS = [
-  ["1 to 7", "the pages, in the order of the navigation"], ["/", "the page's search field"],
+  ["1 to 8", "the pages, in the order of the navigation"], ["/", "the page's search field"],
   ["j, k", "the next and the previous row, or curve"], ["Enter", "opens the row"],
-  ["←, →", "move along a curve that has the focus"], ["Backspace", "back"], ["?", "this list"],
+  ["←, →", "move along a curve or a lane that has the focus"], ["Backspace", "back"], ["?", "this list"],
 ];
 
 const main = document.getElementById("main");
@@ -94,7 +95,7 @@ async function keepingFocus(draw) {
 }
 
 function move(way) {
-  const stops = [...main.querySelectorAll("tr.row a:first-of-type, figure[tabindex]")].filter((one) => one.tagName !== "A" || one.closest("td")?.cellIndex === 0);
+  const stops = [...main.querySelectorAll("tr.row a:first-of-type, figure[tabindex], .lane[tabindex]")].filter((one) => one.tagName !== "A" || one.closest("td")?.cellIndex === 0);
   if (!stops.length) return;
   const next = stops.indexOf(document.activeElement) + way;
   stops[Math.min(stops.length - 1, Math.max(0, next))].focus();
