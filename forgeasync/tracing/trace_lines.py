@@ -131,58 +131,40 @@ class Pending:
     def __init__(self, state: State, *, max_lines: int) -> None:
         """``state`` is the one that the file says so far."""
         self._written = state
-        self._lines: list[Changed | Ended] = []
-        self._last_change: int | None = None
-        """Place of the newest change among the lines."""
+        self._changes: list[Changed] = []
+        self._spans: list[Ended] = []
         self._max_lines = max_lines
         self._num_lost = 0
         self._unsaid: State | None = None
         """The newest state, if the changes since the last ``take`` were too many."""
 
     def change(self, at_s: float, state: State) -> None:
-        """Note a change of state; spans that ended meanwhile stay where they are."""
-        place = self._last_change
-        if place is not None:
-            last = self._lines[place]
-            assert isinstance(last, Changed)
-            if at_s - last.at_s < SHORTEST_S:
-                del self._lines[place]
-                self._last_change = self._place_of_change()
-                at_s = last.at_s
-        if len(self._lines) >= self._max_lines:
+        """Note a change of state."""
+        changes = self._changes
+        if changes and at_s - changes[-1].at_s < SHORTEST_S:
+            at_s = changes.pop().at_s
+        if len(changes) >= self._max_lines:
             self._unsaid = state
             self._num_lost += 1
-        elif state is not self._state_now():
-            self._last_change = len(self._lines)
-            self._lines.append(Changed(at_s=at_s, state=state))
-
-    def _place_of_change(self) -> int | None:
-        return next(
-            (i for i in reversed(range(len(self._lines))) if isinstance(self._lines[i], Changed)), None
-        )
-
-    def _state_now(self) -> State:
-        if self._last_change is None:
-            return self._written
-        last = self._lines[self._last_change]
-        assert isinstance(last, Changed)
-        return last.state
+        elif state is not (changes[-1].state if changes else self._written):
+            changes.append(Changed(at_s=at_s, state=state))
 
     def add(self, span: Ended) -> None:
         """Note a span; counted instead where too many lines wait for a disk."""
-        if len(self._lines) < self._max_lines:
-            self._lines.append(span)
+        if len(self._spans) < self._max_lines:
+            self._spans.append(span)
         else:
             self._num_lost += 1
 
     def take(self, at_s: float, *, says_lived: bool) -> list[Line]:
         """Return what is to be written now, and forget it; with ``says_lived`` at least a sign of life."""
-        lines: list[Line] = list(self._lines)
-        self._written = self._state_now()
+        lines: list[Line] = [*self._changes, *self._spans]
+        if self._changes:
+            self._written = self._changes[-1].state
         if self._unsaid is not None:
+            lines.append(Changed(at_s=at_s, state=self._unsaid))
             self._written, self._unsaid = self._unsaid, None
-            lines.append(Changed(at_s=at_s, state=self._written))
-        self._lines, self._last_change = [], None
+        self._changes, self._spans = [], []
         if self._num_lost or (says_lived and not lines):
             lines.append(Lived(at_s=at_s, num_lost=self._num_lost))
             self._num_lost = 0

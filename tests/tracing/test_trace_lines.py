@@ -113,8 +113,8 @@ def test_what_is_too_much_is_counted_and_the_newest_state_is_said() -> None:
     for number in range(10):
         pending.change(float(number), ORDER[number % 2 + 1])
         pending.add(Ended(at_s=float(number), took_s=0.5, name="x", facts={}))
-    lines = pending.take(20.0, says_lived=False)
-    kept = [line for line in lines if isinstance(line, Changed | Ended)]
-    assert lines[-1] == Lived(at_s=20.0, num_lost=20 - 3)
-    assert len(kept) == 4 and kept[-1] == Changed(at_s=20.0, state=ORDER[2])
+    *kept, newest, lost = pending.take(20.0, says_lived=False)
+    assert [type(line) for line in kept] == [Changed] * 3 + [Ended] * 3
+    assert newest == Changed(at_s=20.0, state=ORDER[2])
+    assert lost == Lived(at_s=20.0, num_lost=7 + 7)
     assert pending.take(21.0, says_lived=True) == [Lived(at_s=21.0, num_lost=0)]

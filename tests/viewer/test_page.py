@@ -14,7 +14,14 @@ import pytest
 from forgeasync.viewer.run_reader import RunReader
 from forgeasync.viewer.server import serve
 from tests.support.browser import BROWSER, DRIVER, Browser, open_browser
-from tests.support.viewer_runs import eventful_ledger, ledger_of_steps, ledger_text, rollout_of, write_run
+from tests.support.made_traces import write_traces
+from tests.support.viewer_runs import (
+    eventful_ledger,
+    ledger_of_steps,
+    ledger_text,
+    rollout_of,
+    write_run,
+)
 
 pytestmark = pytest.mark.skipif(
     BROWSER is None or DRIVER is None,
@@ -25,6 +32,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>document.t
 
 PAGES = (
     *("overview", "curves", "curves?q=reward&time=1", "groups", "groups?run=1&fate=undone", "faults?run=1"),
+    *("procs", "procs?run=1", "procs?run=1&first=2&last=5"),
     *("group?run=1&group=2", "rollouts?step=3", "rollout?run=1&number=0", "config", "glossary?q=age"),
 )
 
@@ -74,6 +82,7 @@ def folders(tmp_path_factory) -> list[Path]:
     }
     (second / "faults.jsonl").write_text(json.dumps(fault) + "\n")
     (second / "run.log").write_text(HOSTILE + "\n")
+    write_traces(second, num_steps=60)
     return [first, second]
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from forgeasync.viewer.perfetto import FAULTS, GROUPS, TRAINER, write_trace
 from forgeasync.viewer.run_reader import RunReader
-from tests.support.viewer_runs import STEP_S, eventful_ledger, ledger_text, metrics_of, write_run
+from tests.support.made_traces import TRACE_BEGIN_S, write_traces
+from tests.support.viewer_runs import (
+    STEP_S,
+    eventful_ledger,
+    ledger_text,
+    metrics_of,
+    write_run,
+)
 
 
 def trace_of(folder: Path, file: Path) -> list[dict]:
@@ -28,7 +35,8 @@ def check_structure(events: list[dict]) -> None:
         assert event["ph"] in "MXiCbe"
         assert isinstance(event["pid"], int) and isinstance(event["name"], str)
         if event["ph"] == "M":
-            assert event["args"]["name"]
+            is_order = event["name"] == "process_sort_index"
+            assert isinstance(event["args"]["sort_index"], int) if is_order else event["args"]["name"]
             continue
         assert isinstance(event["ts"], int | float)
         if event["ph"] == "X":
@@ -88,6 +96,34 @@ def test_a_fault_is_at_the_step_whose_metrics_count_it_first(tmp_path: Path) -> 
     ]
     # The second one is in no line yet.
     assert [one["ts"] for one in found] == [STEP_S * 2e6, STEP_S * 3e6]
+
+
+def test_processes_steps_and_faults_have_one_clock(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "made", num_steps=3)
+    write_traces(folder, num_steps=3)
+    fault = {"time_s": TRACE_BEGIN_S + 11.0, "event": "detected", "number": 0, "role": "generator"}
+    (folder / "faults.jsonl").write_text(json.dumps({**fault, "who": "generator 0", "what": "died"}) + "\n")
+    events = trace_of(folder, tmp_path / "trace.json")
+    names = {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"}
+    bars = {
+        name: [one for one in events if one["ph"] == "X" and one["pid"] == names[name]]
+        for name in ("controller", "generator-0")
+    }
+    steps = [one for one in events if one["ph"] == "X" and one["pid"] == TRAINER]
+    # The first step begins when its first span does, ten seconds after the first process.
+    ends = [one["ts"] + one["dur"] for one in steps]
+    assert ends == pytest.approx([10e6 + STEP_S * 1e6 * step for step in (1, 2, 3)], abs=1.0)
+    assert [one["ts"] for one in bars["controller"] if one["name"] == "train"] == [10.5e6, 12.5e6, 14.5e6]
+    states = [(one["name"], one["ts"], one["dur"]) for one in bars["generator-0"] if one["tid"] == 0]
+    assert states == [
+        ("starting", 1e6, 3e6),
+        ("computing", 4e6, 7e6),
+        ("starting", 12e6, 1e6),
+        ("waiting for room", 13e6, 3e6),
+    ]
+    rows = {one["args"]["group"]: one["tid"] for one in bars["generator-0"] if one["name"] == "sample group"}
+    assert rows == {0: 1, 1: 2}, "spans that overlap have rows of their own"
+    assert [one["ts"] for one in events if one["pid"] == FAULTS and one["ph"] == "X"] == [11e6]
 
 
 def test_a_run_without_a_step_has_a_trace_too(tmp_path: Path) -> None:

@@ -71,9 +71,14 @@ function lanePanel(answer, lane, width, readout) {
 
 function stepRuler(answer, width) {
   const scale = (at) => ((at - answer.begin_s) / (answer.end_s - answer.begin_s)) * width;
-  const every = Math.ceil(answer.steps.length / Math.max(1, Math.floor(width / 70)));
+  let free = 0;
+  const shown = answer.steps.filter(([, begin]) => {
+    const hasRoom = scale(begin) >= free && scale(begin) <= width - 60;
+    if (hasRoom) free = scale(begin) + 60;
+    return hasRoom;
+  });
   return svg("svg", { height: 18, viewBox: `0 0 ${width} 18`, preserveAspectRatio: "none", "aria-hidden": "true" },
-    answer.steps.filter((_, i) => i % every === 0).map(([step, begin]) => [
+    shown.map(([step, begin]) => [
       svg("line", { class: "axis", x1: scale(begin), x2: scale(begin), y1: 0, y2: 18 }),
       svg("text", { x: scale(begin) + 3, y: 13 }, `step ${step}`)]));
 }
