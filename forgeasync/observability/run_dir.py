@@ -15,7 +15,7 @@ runs/<name>-<time>/
     bad_steps/       batches of steps that were not made because something was not finite, or far too large
     payloads/        finished groups that no checkpoint has, for a run that is resumed
     checkpoints/     what a later run resumes from or samples with
-    logs/            output of the controller's libraries and of every process; what each did when (*.trace.jsonl)
+    logs/            output of the controller's libraries and of every process, and what each did when
     tensorboard/     event files
 """
 

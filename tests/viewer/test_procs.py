@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forgeasync.tracing.states import ORDER, State
-from forgeasync.tracing.trace_lines import Changed, Lived, encode
+from forgeasync.tracing.trace_lines import Changed, Ended, Lived, Opened, encode
 from forgeasync.viewer.answers import Answers
 from forgeasync.viewer.questions import BadQuestion, Parameters, question_of
 from forgeasync.viewer.run_reader import RunReader
@@ -57,6 +57,16 @@ def test_some_steps_only(reader: RunReader) -> None:
     assert [span["name"] for span in loop["spans"]] == ["wait for a batch", "train"]
     assert generator["spans"] == []
     assert ask(reader, first="9")["lanes"] == [], "no such step"
+
+
+def test_a_step_that_was_made_again_is_the_newer_one(reader: RunReader) -> None:
+    lines = [
+        Opened(at_s=TRACE_BEGIN_S + 50.0, proc="controller", pid=9, host="here", state=State.STARTING),
+        Ended(at_s=TRACE_BEGIN_S + 60.0, took_s=1.0, name="train", facts={"step": 3}),
+    ]
+    (reader.run_dir.logs / "controller-9.trace.jsonl").write_bytes(b"".join(map(encode, lines)))
+    reader.read_all()
+    assert ask(reader)["steps"] == [[1, 10.0, 12.0], [2, 12.0, 14.0], [3, 60.0, 61.0]]
 
 
 def test_what_is_wrong_in_an_address_is_said(reader: RunReader) -> None:
