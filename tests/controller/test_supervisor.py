@@ -174,6 +174,7 @@ def test_a_run_that_is_killed_comes_back_until_it_is_done(tmp_path: Path) -> Non
     assert has_ended(run_dir) and newest_step(run_dir.metrics) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_given_checkpoint_is_gone_on_from_until_later_ones_are_out_of_the_way(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for name in ("step-00000001", "step-00000002"):
@@ -187,6 +188,7 @@ def test_a_given_checkpoint_is_gone_on_from_until_later_ones_are_out_of_the_way(
     assert starts == [f"--resume {given}", f"--resume {given}", "--resume latest"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_makes_no_step_is_given_up_with_its_last_failure(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     plan = ["step1+checkpoint+SIGKILL", *["SIGKILL"] * (MAX_STARTS_WITHOUT_STEP - 1), "log+exit1", "exit0"]
@@ -201,6 +203,7 @@ def test_a_run_that_makes_no_step_is_given_up_with_its_last_failure(tmp_path: Pa
     assert events(folder)[-1][:2] == ("detected", "controller")
 
 
+@pytest.mark.exhaustive
 def test_a_start_that_fails_is_a_fault_although_an_earlier_one_is_open(tmp_path: Path) -> None:
     with supervised(tmp_path / "run", "step1+checkpoint+buffer+exit1", "stillborn", "step2+exit0") as process:
         _, err = process.communicate(timeout=WAIT_S)
@@ -214,6 +217,7 @@ def test_a_start_that_fails_is_a_fault_although_an_earlier_one_is_open(tmp_path:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_ends_over_a_lost_role_is_that_roles_fault(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     plan = ["step1+checkpoint+buffer+exit1", "step2+buffer+SIGKILL", "exit0"]
@@ -231,7 +235,10 @@ def test_a_run_that_ends_over_a_lost_role_is_that_roles_fault(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize(("what", "code"), [("exit2", 2), ("exit0", 0), ("exit143", 143)])
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [pytest.param("exit2", 2, marks=pytest.mark.exhaustive), ("exit0", 0), ("exit143", 143)],
+)
 def test_a_run_that_ends_by_itself_is_left_alone(tmp_path: Path, what: str, code: int) -> None:
     folder = tmp_path / "run"
     with supervised(folder, what) as process:
@@ -324,6 +331,7 @@ def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None
     assert f"the run {silence}: killing it" in err and "with --resume latest" in err
 
 
+@pytest.mark.exhaustive
 def test_a_supervisor_that_stood_still_holds_nothing_against_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with supervised(folder, "beat+wait") as process:

@@ -90,6 +90,7 @@ def test_episodes_run_against_a_server_of_others(config_file: Path, tmp_path: Pa
             assert (tmp_path / "out" / kept).read_text() == "right"
 
 
+@pytest.mark.exhaustive
 def test_a_folder_is_evaluated_by_engines_of_ours(config_file: Path, tmp_path: Path) -> None:
     """Single responses; without a trainer everything is of version 0."""
     code, _, err = evaluate(config_file, "--samples=4", f"--out={tmp_path / 'out'}")

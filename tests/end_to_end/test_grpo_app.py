@@ -215,9 +215,10 @@ def folders_of(controller: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"forgeasync_payloads-{controller}-*"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive), (signal.SIGTERM, 143)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
 def test_a_signal_ends_the_run_cleanly(
     config_file: Path, tmp_path: Path, number: signal.Signals, expected: int

@@ -71,6 +71,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
     config_file: Path, whole_run: Path, interrupted: Path
 ) -> None:

@@ -17,6 +17,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_episodes_run(tmp_path_factory.mktemp("environment"))
 
 
+@pytest.mark.exhaustive
 def test_both_turns_train_as_exactly_as_one(config_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code, out, err = finish(

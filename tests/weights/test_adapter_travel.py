@@ -105,14 +105,9 @@ def _adapter_tensors(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tenso
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.procs
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "one_of_a_fused_parameter" else pytest.mark.exhaustive)
-        for name in TARGETS
-    ],
-)
+@pytest.mark.parametrize("name", TARGETS)
 def test_the_engine_samples_under_the_merged_adapters(name: str, tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "hf", scale=3.0)
     lora = LoraSection(rank=4, alpha=8.0, targets=TARGETS[name])

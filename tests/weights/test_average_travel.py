@@ -81,6 +81,7 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Seen:
         await procs.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.procs
 def test_each_reader_gets_its_set_of_weights(tmp_path: Path) -> None:
     """From two ranks with half of the experts each; averages are those of the exported steps, bit for bit."""

@@ -162,8 +162,8 @@ async def _scenario(config: RunConfig, case: Case, folder: Path, out: Path) -> S
         await fleet.close()
 
 
-REPRESENTATIVE = ("ep2-rdma-1_generator", "tp2-torchstore-1_generator")
-"""Each transport once: whole runs take the other one."""
+REPRESENTATIVE = ("ep2-rdma-1_generator",)
+"""Whole runs take shared memory."""
 
 
 @pytest.mark.procs
