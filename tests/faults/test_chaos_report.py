@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from chaos import measured_band
+from chaos_effective import effective_share, evaluation_s, lost_times, share_with, step_median_s
 from chaos_faults import (
     HOST,
     STORAGE,
@@ -15,16 +17,11 @@ from chaos_faults import (
     Moment,
     Planned,
 )
+from chaos_lengths import Lengths, compare, distance
 from chaos_match import match
-from chaos_report import (
-    Evidence,
-    accuracy_of,
-    effective_share,
-    evaluation_s,
-    first_difference,
-    rows,
-    step_median_s,
-)
+from chaos_report import Evidence, accuracy_of, first_difference, rows
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def planned(role: str, kind: Kind, *, at_step: int, **more: Any) -> Planned:
@@ -179,6 +176,10 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
         (_with(witness_problem="its row says 2 times"), "the counting witness: its row says 2 times"),
         (_last_step(**{"eval__accuracy": 0.39}), "accuracy is 0.39, .* 0.4 to 0.6"),
         (_last_step(**{"eval__accuracy": float("nan")}), "accuracy is nan"),
+        (
+            _with(lengths=Lengths(from_references=2.1, between_references=1.0)),
+            "2.10 tokens from those of runs without faults, which are 1.00",
+        ),
         (_with(left=("process 12",)), "left behind: process 12"),
     ],
 )
@@ -251,6 +252,51 @@ def test_effective_time_and_bands() -> None:
     assert accuracy_of(steps) == 0.5 and accuracy_of(steps[:3]) is None
     assert measured_band([0.5, 0.6]) == pytest.approx((0.4, 0.7))
     assert measured_band([0.5]) == pytest.approx((0.48, 0.52))
+
+
+def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
+    # Steps of 2 s from second 0; one is 3 s late after the first fault, two are 2 s and 7 s late after the
+    # next.
+    seen_s = {0: 0.0, 1: 2.0, 2: 7.0, 3: 11.0, 4: 20.0, 5: 22.5}
+    steps = [{"step": step, "time/eval_s": 0.5 if step == 5 else 0.0} for step in seen_s]
+    resumed = [
+        _fault("controller", Kind.SIGKILL, Moment.RESUME, 7.5),
+        _fault("trainer", Kind.SIGKILL, Moment.RESUME, 15.0),
+    ]
+    faults = [
+        dataclasses.replace(_fault("scorer", Kind.SIGKILL, Moment.STEP, 3.0), number=0),
+        *(dataclasses.replace(one, number=1) for one in resumed),
+    ]
+    lost = lost_times(faults, seen_s, steps, undisturbed_step_s=2.0)
+    assert [(one.role, one.moment, one.lost_s) for one in lost] == [
+        ("scorer", "step", pytest.approx(3.0)),
+        ("trainer", "resume", pytest.approx(9.0)),
+    ]
+    assert share_with(lost, num_steps=3, undisturbed_step_s=2.0) == pytest.approx(6 / (6 + 6))
+    # Before the first line nothing is known of the pace, and after the last one nothing is lost.
+    for time_s in (-1.0, 23.0):
+        alone = [_fault("scorer", Kind.SIGKILL, Moment.STEP, time_s)]
+        assert lost_times(alone, seen_s, steps, undisturbed_step_s=2.0) == []
+
+
+@given(
+    first=st.lists(st.integers(0, 300), min_size=1, max_size=30),
+    second=st.lists(st.integers(0, 300), min_size=1, max_size=30),
+)
+def test_the_distance_of_lengths_is_the_mean_of_what_quantiles_differ_by(
+    first: list[int], second: list[int]
+) -> None:
+    # Both samples with as many values, each of them as often: the distance does not change.
+    pairs = zip(sorted(first * len(second)), sorted(second * len(first)), strict=True)
+    expected = statistics.mean(abs(one - other) for one, other in pairs)
+    assert distance(first, second) == pytest.approx(expected)
+
+
+def test_lengths_are_compared_with_runs_without_faults() -> None:
+    references = [[10, 20], [12, 22]]
+    assert compare([11, 21], references) == Lengths(from_references=1.0, between_references=2.0)
+    assert compare([11, 21], references[:1]) is None
+    assert Lengths(from_references=4.0, between_references=2.0).problem is None
 
 
 def test_what_was_on_a_lost_host_is_lost_with_it() -> None:
