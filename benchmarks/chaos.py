@@ -10,7 +10,8 @@ witness file. Afterwards every fault has to have been detected and recovered fro
 faults.jsonl and in metrics.jsonl; every step has to be there once; every group has to have been trained on
 once by the batches in rollouts.jsonl and, with ``--witness``, by the weights themselves
 (``chaos_witness.py``); ``apps.verify`` has to pass; the held-out accuracy has to lie in the band of runs
-without faults; no process and no file in shared memory may be left. Exit code 1 with the first difference.
+without faults, and the lengths of responses near theirs (``chaos_lengths.py``); no process and no file in
+shared memory may be left. Exit code 1 with the first difference.
 
 ``--off`` plans faults and injects none: the comparison has to fail. ``--reference-runs`` measures the band by
 K runs with other seeds, widened on both sides by their spread, and by 0.02 at least. ``--disk-mib`` puts the
@@ -32,7 +33,7 @@ import chaos_witness
 from chaos_effective import Lost, effective_share, lost_times, share_with, step_median_s
 from chaos_faults import HOST, KINDS, SUPERVISED, Kind, Moment, Planned, plan
 from chaos_injector import Injector, read_lines
-from chaos_lengths import compare, lengths_of
+from chaos_lengths import RunLengths, compare
 from chaos_match import match
 from chaos_orders import Orders
 from chaos_report import (
@@ -260,12 +261,12 @@ def judge(
     ``references`` are the folders of runs without faults.
     """
     max_steps = arguments.steps_per_fault * (arguments.faults + 1)
-    rollouts = read_lines(folder / "rollouts.jsonl")
+    rollouts, steps = read_lines(folder / "rollouts.jsonl"), read_lines(folder / "metrics.jsonl")
     evidence = Evidence(
         planned=faults,
         injected=injector.injected,
         events=read_lines(folder / "faults.jsonl"),
-        steps=read_lines(folder / "metrics.jsonl"),
+        steps=steps,
         rollouts=rollouts,
         ledger=read_lines(folder / "ledger.jsonl"),
         max_steps=max_steps,
@@ -275,7 +276,11 @@ def judge(
         witness_problem=chaos_witness.problem(folder, out / "witness-model") if arguments.witness else None,
         band=band,
         lengths=compare(
-            lengths_of(rollouts), [lengths_of(read_lines(one / "rollouts.jsonl")) for one in references]
+            RunLengths.of(rollouts, steps),
+            [
+                RunLengths.of(read_lines(one / "rollouts.jsonl"), read_lines(one / "metrics.jsonl"))
+                for one in references
+            ],
         ),
         left=ended.left,
     )

@@ -17,7 +17,7 @@ from chaos_faults import (
     Moment,
     Planned,
 )
-from chaos_lengths import Lengths, compare, distance
+from chaos_lengths import Lengths, RunLengths, compare, distance
 from chaos_match import match
 from chaos_report import Evidence, accuracy_of, first_difference, rows
 from hypothesis import given
@@ -138,6 +138,15 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
     return change
 
 
+def _lengths(*, from_references: float = 2.0, accounted: float = 0.4) -> Lengths:
+    return Lengths(
+        from_references=from_references,
+        between_references=1.0,
+        accounted=accounted,
+        accounted_references=0.2,
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -177,9 +186,10 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
         (_last_step(**{"eval__accuracy": 0.39}), "accuracy is 0.39, .* 0.4 to 0.6"),
         (_last_step(**{"eval__accuracy": float("nan")}), "accuracy is nan"),
         (
-            _with(lengths=Lengths(from_references=2.1, between_references=1.0)),
-            "2.10 tokens from those of runs without faults, which are 1.00",
+            _with(lengths=_lengths(from_references=2.1)),
+            r"faults \(tokens\) is 2.1, .* faults 1;",
         ),
+        (_with(lengths=_lengths(accounted=0.5)), "as trained from those submitted is 0.5, .* faults 0.2;"),
         (_with(left=("process 12",)), "left behind: process 12"),
     ],
 )
@@ -293,10 +303,20 @@ def test_the_distance_of_lengths_is_the_mean_of_what_quantiles_differ_by(
 
 
 def test_lengths_are_compared_with_runs_without_faults() -> None:
-    references = [[10, 20], [12, 22]]
-    assert compare([11, 21], references) == Lengths(from_references=1.0, between_references=2.0)
-    assert compare([11, 21], references[:1]) is None
-    assert Lengths(from_references=4.0, between_references=2.0).problem is None
+    def run(lengths: list[int], *accounted: float) -> RunLengths:
+        steps = [{"step": 0}, *({"accounting/length_distance": one} for one in accounted)]
+        return RunLengths.of([{"response_tokens": one} for one in lengths], steps)
+
+    references = [run([10, 20], 0.1), run([12, 22], 0.2, 0.4)]
+    found = compare(run([11, 21], 0.5, 0.7), references)
+    assert found == Lengths(
+        from_references=1.0,
+        between_references=2.0,
+        accounted=pytest.approx(0.6),
+        accounted_references=pytest.approx(0.3),
+    )
+    assert compare(run([11, 21]), references[:1]) is None
+    assert _lengths().problem is None
 
 
 def test_what_was_on_a_lost_host_is_lost_with_it() -> None:
