@@ -1,5 +1,6 @@
 """The share of a run's time in which it did effective work, and how much of it each fault has cost."""
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,10 +51,10 @@ def lost_times(
 ) -> list[Lost]:
     """Return what each fault has cost, in the order of their times.
 
-    ``seen_s`` is when each step was first seen, as ``time.time`` says it. A fault's steps are those from the
-    last one seen before it to the last one seen before the next fault. What was injected for one place of the
-    plan (a controller that is killed so that its run resumes, and what follows) counts together, as the last.
-    Faults before the first step and after the last one are left out.
+    ``seen_s`` is when each step was first seen, as ``time.time`` says it. The time that a step took beyond
+    the undisturbed pace is shared by the faults within it; without any, it is the last one's before. What was
+    injected for one place of the plan (a controller that is killed so that its run resumes, and what follows)
+    counts together, as the last. Faults before the first step and after the last one are left out.
     """
     waited_s = {line["step"]: line.get("time/eval_s", 0.0) for line in steps}
     first_s: dict[int, float] = {}
@@ -61,19 +62,19 @@ def lost_times(
     for one in sorted(injected, key=lambda one: one.time_s):
         first_s.setdefault(one.number, one.time_s)
         last[one.number] = one
-    numbers = list(first_s)
-    found = []
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        begin = max((step for step, at in seen_s.items() if at <= first_s[number]), default=None)
-        until_s = max(seen_s.values()) if following is None else first_s[following]
-        end = max((step for step, at in seen_s.items() if at <= until_s), default=None)
-        if begin is None or end is None or end == begin:
-            continue
-        expected_s = sum(undisturbed_step_s + waited_s.get(step, 0.0) for step in range(begin + 1, end + 1))
-        one = last[number]
-        lost_s = seen_s[end] - seen_s[begin] - expected_s
-        found.append(Lost(role=one.role, kind=one.kind.value, moment=one.moment.value, lost_s=lost_s))
-    return found
+    lost_s: dict[int, float] = {}
+    for before, step in itertools.pairwise(sorted(seen_s)):
+        expected_s = sum(undisturbed_step_s + waited_s.get(one, 0.0) for one in range(before + 1, step + 1))
+        within = [number for number, at in first_s.items() if seen_s[before] < at <= seen_s[step]]
+        for number in within or list(lost_s)[-1:]:
+            share = 1 / max(1, len(within))
+            more_s = share * (seen_s[step] - seen_s[before] - expected_s)
+            lost_s[number] = lost_s.get(number, 0.0) + more_s
+    return [
+        Lost(role=one.role, kind=one.kind.value, moment=one.moment.value, lost_s=cost_s)
+        for number, cost_s in lost_s.items()
+        for one in [last[number]]
+    ]
 
 
 def share_with(lost: Sequence[Lost], *, num_steps: int, undisturbed_step_s: float) -> float:

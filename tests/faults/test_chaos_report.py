@@ -265,24 +265,26 @@ def test_effective_time_and_bands() -> None:
 
 
 def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
-    # Steps of 2 s from second 0; one is 3 s late after the first fault, two are 2 s and 7 s late after the
-    # next.
+    # Steps of 2 s from second 0. The second one is 3 s late after the first fault. The third one is 2 s late,
+    # within two more faults. The fourth one is 7 s late, of which nobody has injected anything.
     seen_s = {0: 0.0, 1: 2.0, 2: 7.0, 3: 11.0, 4: 20.0, 5: 22.5}
     steps = [{"step": step, "time/eval_s": 0.5 if step == 5 else 0.0} for step in seen_s]
-    resumed = [
-        _fault("controller", Kind.SIGKILL, Moment.RESUME, 7.5),
-        _fault("trainer", Kind.SIGKILL, Moment.RESUME, 15.0),
-    ]
     faults = [
-        dataclasses.replace(_fault("scorer", Kind.SIGKILL, Moment.STEP, 3.0), number=0),
-        *(dataclasses.replace(one, number=1) for one in resumed),
+        dataclasses.replace(_fault(role, Kind.SIGKILL, moment, time_s), number=number)
+        for number, role, moment, time_s in (
+            (0, "scorer", Moment.STEP, 3.0),
+            (1, "generator", Moment.STEP, 7.5),
+            (2, "controller", Moment.RESUME, 8.0),
+            (2, "trainer", Moment.RESUME, 15.0),
+        )
     ]
     lost = lost_times(faults, seen_s, steps, undisturbed_step_s=2.0)
     assert [(one.role, one.moment, one.lost_s) for one in lost] == [
         ("scorer", "step", pytest.approx(3.0)),
-        ("trainer", "resume", pytest.approx(9.0)),
+        ("generator", "step", pytest.approx(1.0)),
+        ("trainer", "resume", pytest.approx(1.0 + 7.0)),
     ]
-    assert share_with(lost, num_steps=3, undisturbed_step_s=2.0) == pytest.approx(6 / (6 + 6))
+    assert share_with(lost, num_steps=3, undisturbed_step_s=2.0) == pytest.approx(6 / (6 + 4))
     # Before the first line nothing is known of the pace, and after the last one nothing is lost.
     for time_s in (-1.0, 23.0):
         alone = [_fault("scorer", Kind.SIGKILL, Moment.STEP, time_s)]
