@@ -201,11 +201,16 @@ class Row:
     moments: dict[str, int]
 
 
-def rows(matches: Sequence[Match]) -> list[Row]:
-    """Sum up faults by role and kind."""
+ALL_KINDS = "all"
+"""Instead of a kind, in rows that are of a role."""
+
+
+def rows(matches: Sequence[Match], *, by_kind: bool = True) -> list[Row]:
+    """Sum up faults by role and kind, or by role alone."""
     found: dict[tuple[str, str], list[Match]] = {}
     for one in matches:
-        found.setdefault((one.injected.role, one.injected.kind.value), []).append(one)
+        kind = one.injected.kind.value if by_kind else ALL_KINDS
+        found.setdefault((one.injected.role, kind), []).append(one)
     result = []
     for (role, kind), of_kind in sorted(found.items()):
         detection = [one.detected["time_s"] - one.injected.time_s for one in of_kind if one.detected]

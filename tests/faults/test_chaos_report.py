@@ -248,6 +248,11 @@ def test_times_are_counted_from_the_injection_by_role_and_kind() -> None:
     assert (stop.detection_p50_s, stop.recovery_p50_s) == (3.0, 12.0)
     delay = by_kind["scorer", "delayed_messages"]
     assert (delay.num_injected, delay.num_expected, delay.num_detected) == (1, 0, 0)
+    scorer = {row.role: row for row in rows(match(evidence.injected, evidence.events)[0], by_kind=False)}[
+        "scorer"
+    ]
+    assert (scorer.kind, scorer.num_injected, scorer.num_recovered) == ("all", 3, 2)
+    assert (scorer.detection_p50_s, scorer.moments) == (2.0, {"step": 3})
     # Without the last recovery.
     (*_, unfinished) = rows(match(evidence.injected, evidence.events[:-1])[0])
     assert (unfinished.num_injected, unfinished.num_detected, unfinished.num_recovered) == (1, 1, 0)
