@@ -243,7 +243,7 @@ class Injector:
         return steps[-1]["step"] if steps else -1
 
     def _step_s(self) -> float:
-        """Median time of the newest steps: one that waited for a role to come back says nothing of the next."""
+        """Median time of the newest steps: one that waited for a role says nothing of the next."""
         newest = self._lines("metrics.jsonl")[-NUM_PACE_STEPS:]
         return statistics.median(line.get("time/step_s", 1.0) for line in newest)
 
