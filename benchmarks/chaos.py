@@ -10,7 +10,8 @@ witness file. Afterwards every fault has to have been detected and recovered fro
 faults.jsonl and in metrics.jsonl; every step has to be there once; every group has to have been trained on
 once by the batches in rollouts.jsonl and, with ``--witness``, by the weights themselves
 (``chaos_witness.py``); ``apps.verify`` has to pass; the held-out accuracy has to lie in the band of runs
-without faults; no process and no file in shared memory may be left. Exit code 1 with the first difference.
+without faults, and the lengths of responses near theirs (``chaos_lengths.py``); no process and no file in
+shared memory may be left. Exit code 1 with the first difference.
 
 ``--off`` plans faults and injects none: the comparison has to fail. ``--reference-runs`` measures the band by
 K runs with other seeds, widened on both sides by their spread, and by 0.02 at least. ``--disk-mib`` puts the
@@ -20,6 +21,7 @@ run on a disk in memory of that size, which ``full_disk`` then fills. The roles 
 
 import argparse
 import dataclasses
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -28,17 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import chaos_witness
+from chaos_effective import Lost, effective_share, lost_times, share_with, step_median_s
 from chaos_faults import HOST, KINDS, SUPERVISED, Kind, Moment, Planned, plan
 from chaos_injector import Injector, read_lines
+from chaos_lengths import RunLengths, compare
 from chaos_match import match
 from chaos_orders import Orders
 from chaos_report import (
     Evidence,
     accuracy_of,
-    effective_share,
     first_difference,
     rows,
-    step_median_s,
     table,
 )
 from chaos_run import Ended, Run, SmallDisk
@@ -89,6 +91,8 @@ class Clock:
         self._begin_s: float | None = None
         self._end_s = 0.0
         self._newest = -1
+        self.seen_s: dict[int, float] = {}
+        """When each step was first seen, as ``time.time`` says it."""
 
     def look(self) -> None:
         """Inject what is due, and note the time of a step that is new."""
@@ -96,6 +100,7 @@ class Clock:
         newest = self._injector.newest_step()
         if newest > self._newest:
             self._newest, self._end_s = newest, time.monotonic()
+            self.seen_s[newest] = time.time()
             if self._begin_s is None:
                 self._begin_s = self._end_s
 
@@ -187,7 +192,7 @@ def main() -> int:
     )
     overrides = run_overrides(arguments, faults, max_steps)
 
-    references: list[list[dict[str, Any]]] = []
+    references: list[Path] = []
     for number in range(arguments.reference_runs):
         console.print(f"run {number + 1} of {arguments.reference_runs} without faults")
         seed = f"seed={config.seed + number + 1}"
@@ -198,10 +203,11 @@ def main() -> int:
         if ended.exit_code:
             console.print(f"it ended with exit code {ended.exit_code}; see {out}")
             return 1
-        references.append(read_lines(ended.folder / "metrics.jsonl"))
+        references.append(ended.folder)
     band = None if arguments.band is None else (arguments.band[0], arguments.band[1])
     if references:
-        band = measured_band([accuracy for one in references if (accuracy := accuracy_of(one)) is not None])
+        measured = [accuracy_of(read_lines(one / "metrics.jsonl")) for one in references]
+        band = measured_band([accuracy for accuracy in measured if accuracy is not None])
 
     console.print(f"{max_steps} steps with {len(faults)} faults on {', '.join(roles)}, in {out}")
     for number, fault in enumerate(faults):
@@ -247,17 +253,21 @@ def judge(
     clock: Clock,
     folder: Path,
     band: tuple[float, float] | None,
-    references: Sequence[Sequence[dict[str, Any]]],
+    references: Sequence[Path],
     out: Path,
 ) -> int:
-    """Compare what was injected with what the run has left; print it and write it down."""
+    """Compare what was injected with what the run has left; print it and write it down.
+
+    ``references`` are the folders of runs without faults.
+    """
     max_steps = arguments.steps_per_fault * (arguments.faults + 1)
+    rollouts, steps = read_lines(folder / "rollouts.jsonl"), read_lines(folder / "metrics.jsonl")
     evidence = Evidence(
         planned=faults,
         injected=injector.injected,
         events=read_lines(folder / "faults.jsonl"),
-        steps=read_lines(folder / "metrics.jsonl"),
-        rollouts=read_lines(folder / "rollouts.jsonl"),
+        steps=steps,
+        rollouts=rollouts,
         ledger=read_lines(folder / "ledger.jsonl"),
         max_steps=max_steps,
         groups_per_step=config.algorithm.groups_per_step,
@@ -265,27 +275,26 @@ def judge(
         ledger_problem=None if ended.exit_code else ledger_problem(folder),
         witness_problem=chaos_witness.problem(folder, out / "witness-model") if arguments.witness else None,
         band=band,
+        lengths=compare(
+            RunLengths.of(rollouts, steps),
+            [
+                RunLengths.of(read_lines(one / "rollouts.jsonl"), read_lines(one / "metrics.jsonl"))
+                for one in references
+            ],
+        ),
         left=ended.left,
     )
     difference = first_difference(evidence)
     found = rows(match(evidence.injected, evidence.events)[0])
     console.print(table(found))
-    trained = [line for line in evidence.steps if line["step"]]
-    share = None
-    if trained and clock.wall_s:
-        undisturbed = [line for one in references for line in one] or trained
-        share = effective_share(trained, clock.wall_s, undisturbed_step_s=step_median_s(undisturbed))
-        pace = "runs without faults" if references else "this run itself"
-        console.print(
-            f"share of effective time (ETTR): {share:.3f} of {clock.wall_s:.0f} s, at the median pace of "
-            f"{pace}, {step_median_s(undisturbed):.1f} s a step"
-        )
+    effective = effective_of(evidence, clock, references, arguments.steps_per_fault, console)
     result = {
         "seed": arguments.seed,
         "planned": [dataclasses.asdict(one) for one in faults],
         "injected": [dataclasses.asdict(one) for one in injector.injected],
         "faults": [dataclasses.asdict(row) for row in found],
-        "effective_share": share,
+        **effective,
+        "lengths": None if evidence.lengths is None else dataclasses.asdict(evidence.lengths),
         "accuracy": accuracy_of(evidence.steps),
         "band": band,
         "wall_s": ended.wall_s,
@@ -296,6 +305,39 @@ def judge(
     console.print(f"{out / 'chaos.json'}")
     console.print("nothing was lost" if difference is None else f"failed: {difference}")
     return 0 if difference is None else 1
+
+
+def effective_of(
+    evidence: Evidence, clock: Clock, references: Sequence[Path], steps_per_fault: int, console: Console
+) -> dict[str, Any]:
+    """Return the shares of effective time, of the run and by role, as chaos.json has them; print them."""
+    trained = [line for line in evidence.steps if line["step"]]
+    if not trained or not clock.wall_s:
+        return {"effective_share": None, "undisturbed_step_s": None, "lost": []}
+    undisturbed = [line for one in references for line in read_lines(one / "metrics.jsonl")] or trained
+    step_s = step_median_s(undisturbed)
+    share = effective_share(trained, clock.wall_s, undisturbed_step_s=step_s)
+    pace = "runs without faults" if references else "this run itself"
+    console.print(
+        f"share of effective time (ETTR): {share:.3f} of {clock.wall_s:.0f} s, at the median pace of "
+        f"{pace}, {step_s:.1f} s a step"
+    )
+    by_role: dict[str, list[Lost]] = {}
+    for one in (lost := lost_times(evidence.injected, clock.seen_s, trained, undisturbed_step_s=step_s)):
+        by_role.setdefault(one.role, []).append(one)
+    for role, of_role in sorted(by_role.items()):
+        cost_s = [one.lost_s for one in of_role]
+        alone = share_with(of_role, num_steps=steps_per_fault, undisturbed_step_s=step_s)
+        console.print(
+            f"  {role}: a fault costs {statistics.mean(cost_s):.1f} s (mean of {len(cost_s)}, "
+            f"{min(cost_s):.1f} to {max(cost_s):.1f}); with one in every {steps_per_fault} steps ETTR is "
+            f"{alone:.3f}"
+        )
+    return {
+        "effective_share": share,
+        "undisturbed_step_s": step_s,
+        "lost": [dataclasses.asdict(one) for one in lost],
+    }
 
 
 if __name__ == "__main__":

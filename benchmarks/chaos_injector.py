@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -42,6 +43,8 @@ MAX_COLLECTIVES = 30
 """Of a rank's collectives from now on one of the first so many breaks."""
 START_PAUSE_S = 12.0
 """Longest wait from a process's listing to a fault of a start, or of a resumed run."""
+NUM_PACE_STEPS = 9
+"""A step's time is the median of so many."""
 PAUSE_S = 1.0
 """Longest wait within an evaluation or a shutdown."""
 
@@ -240,7 +243,9 @@ class Injector:
         return steps[-1]["step"] if steps else -1
 
     def _step_s(self) -> float:
-        return self._lines("metrics.jsonl")[-1].get("time/step_s", 1.0)
+        """Median time of the newest steps: one that waited for a role says nothing of the next."""
+        newest = self._lines("metrics.jsonl")[-NUM_PACE_STEPS:]
+        return statistics.median(line.get("time/step_s", 1.0) for line in newest)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """Read a file of lines again where it has changed."""

@@ -1,7 +1,6 @@
 """What a run with injected faults has to show: counts that agree, a ledger without contradiction, an accuracy
 within its band, and nothing left behind."""
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from chaos_faults import Injected, Kind, Moment, Planned
+from chaos_lengths import Lengths
 from chaos_match import Match, match
 from rich.table import Table
 
@@ -37,6 +37,8 @@ class Evidence:
     """What the weights say of how often groups were trained on (``chaos_witness``)."""
     band: tuple[float, float] | None
     """Held-out accuracies of runs without faults."""
+    lengths: Lengths | None = None
+    """How far the lengths of responses are from those of runs without faults."""
     left: Sequence[str]
     """Processes and files of the run that are still there."""
 
@@ -174,6 +176,8 @@ def _end_problem(evidence: Evidence) -> str | None:
         accuracy = accuracy_of(evidence.steps)
         if accuracy is None or not low <= accuracy <= high:
             return f"the held-out accuracy is {accuracy}, and that of runs without faults {low:g} to {high:g}"
+    if evidence.lengths is not None and evidence.lengths.problem is not None:
+        return evidence.lengths.problem
     if evidence.left:
         return f"left behind: {', '.join(evidence.left)}"
     return None
@@ -197,11 +201,16 @@ class Row:
     moments: dict[str, int]
 
 
-def rows(matches: Sequence[Match]) -> list[Row]:
-    """Sum up faults by role and kind."""
+ALL_KINDS = "all"
+"""Instead of a kind, in rows that are of a role."""
+
+
+def rows(matches: Sequence[Match], *, by_kind: bool = True) -> list[Row]:
+    """Sum up faults by role and kind, or by role alone."""
     found: dict[tuple[str, str], list[Match]] = {}
     for one in matches:
-        found.setdefault((one.injected.role, one.injected.kind.value), []).append(one)
+        kind = one.injected.kind.value if by_kind else ALL_KINDS
+        found.setdefault((one.injected.role, kind), []).append(one)
     result = []
     for (role, kind), of_kind in sorted(found.items()):
         detection = [one.detected["time_s"] - one.injected.time_s for one in of_kind if one.detected]
@@ -226,28 +235,6 @@ def rows(matches: Sequence[Match]) -> list[Row]:
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
-
-
-def step_median_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median time of a step without the evaluation that it waits for, in seconds."""
-    return statistics.median(
-        line["time/step_s"] - line.get("time/eval_s", 0.0) for line in steps if line["step"]
-    )
-
-
-def evaluation_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the time for which steps have waited for evaluations, in seconds."""
-    return sum(line.get("time/eval_s", 0.0) for line in steps if line["step"])
-
-
-def effective_share(steps: Sequence[Mapping[str, Any]], wall_s: float, *, undisturbed_step_s: float) -> float:
-    """Return the share of the time of training in which it did effective work (ETTR).
-
-    That is what the steps of a run take at the undisturbed pace, and its evaluations, by what all of it took
-    by the clock of whoever watched, restarts included; at most 1.
-    """
-    num_steps = sum(line["step"] > 0 for line in steps)
-    return min(1.0, (undisturbed_step_s * num_steps + evaluation_s(steps)) / wall_s)
 
 
 def table(found: Sequence[Row]) -> Table:

@@ -31,7 +31,8 @@ WATCH_S = 2.0
 _ACTOR = re.compile(r"([\w-]+)\{((?:'\w+': \d+/\d+(?:, )?)+)\}")
 _PLACE = re.compile(r"(\d+)/(\d+)")
 """An actor's place in one dimension of its mesh: its procs, or its hosts and the procs of each."""
-_PROC = re.compile(r"The actor (\w+)-(\d+)<")
+_PROC = re.compile(r"The actor ([\w-]+?)(?:-\d+)?-(\d+)<")
+"""A proc: the role, the number of the mesh if that has replaced another one, and the rank."""
 _KILLED = re.compile(r"Killed\(sig=(\d+)\)")
 
 

@@ -39,6 +39,8 @@ SILENT = """The actor trainer-1<e53rFKMEXeP>@trainer-1<e53rFKMEXeP>.ipc://@KUw,p
         (KILLED_ON_HOSTS, "trainer rank 4 of 6 was killed by signal 9", True),
         (KILLED.replace(" trainer{", " generator{"), "generator rank 1 of 2 was killed", True),
         (SILENT, "trainer rank 1 is gone (The actor", False),
+        # Procs of a trainer that has replaced another one have its number in their names.
+        (SILENT.replace("trainer-1<", "trainer-9-1<"), "trainer rank 1 is gone (The actor", False),
         ("something else", "something else", False),
     ],
 )
@@ -162,11 +164,18 @@ def test_a_better_report_replaces_one_without_a_signal(monkeypatch: pytest.Monke
         fail_beside_a_death(Machine(101), report)
 
 
-@pytest.mark.parametrize("actor", [" trainer{", " trainer-2{", " _SPMDActor{"])
-def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.MonkeyPatch, actor: str) -> None:
-    """Monarch's own actor in the proc, by which ranks meet, is reported too."""
+@pytest.mark.parametrize(
+    "report",
+    [
+        *(KILLED.replace(" trainer{", actor) for actor in (" trainer{", " trainer-2{", " _SPMDActor{")),
+        SILENT,
+        SILENT.replace("trainer-1<", "trainer-9-1<"),
+    ],
+)
+def test_a_death_that_somebody_looks_after_ends_nothing(monkeypatch: pytest.MonkeyPatch, report: str) -> None:
+    """Monarch's own actor in the proc, by which ranks meet, is reported too, and a proc that is silent."""
     monkeypatch.setattr("forgeasync.actors.procs.END_S", 0.1)
-    report = KILLED.replace(" trainer{", actor)
+    monkeypatch.setattr("forgeasync.actors.procs.BETTER_REPORT_S", 0.0)
 
     async def scenario(*owned: str) -> bool:
         fleet = Procs(Path("logs"))

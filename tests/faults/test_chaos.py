@@ -131,6 +131,24 @@ def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: P
             process.wait()
 
 
+def test_a_step_that_waited_for_a_role_says_nothing_of_the_next_ones_time(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        fault = planned("scorer", Kind.SIGKILL, at_step=3, pause_share=0.5)
+        injector = Injector(tmp_path, [fault], tmp_path / "w.jsonl", orders=Orders(tmp_path / "orders"))
+        listed = [{"role": "scorer", "rank": 0, "pid": process.pid}]
+        (tmp_path / "procs.json").write_text(json.dumps({"controller": os.getpid(), "procs": listed}))
+        times_s = {1: 0.0, 2: 0.0, 3: 10_000.0}
+        steps = [{"step": step, "time/step_s": time_s} for step, time_s in times_s.items()]
+        write_lines(tmp_path / "metrics.jsonl", *steps)
+        for _ in range(5):
+            injector.look()
+        assert [one.pid for one in injector.injected] == [process.pid], "the run would be over first"
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: Path) -> None:
     processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
     try:

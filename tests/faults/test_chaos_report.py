@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from chaos import measured_band
+from chaos_effective import effective_share, evaluation_s, lost_times, share_with, step_median_s
 from chaos_faults import (
     HOST,
     STORAGE,
@@ -15,16 +17,11 @@ from chaos_faults import (
     Moment,
     Planned,
 )
+from chaos_lengths import Lengths, RunLengths, compare, distance
 from chaos_match import match
-from chaos_report import (
-    Evidence,
-    accuracy_of,
-    effective_share,
-    evaluation_s,
-    first_difference,
-    rows,
-    step_median_s,
-)
+from chaos_report import Evidence, accuracy_of, first_difference, rows
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def planned(role: str, kind: Kind, *, at_step: int, **more: Any) -> Planned:
@@ -141,6 +138,15 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
     return change
 
 
+def _lengths(*, from_references: float = 2.0, accounted: float = 0.4) -> Lengths:
+    return Lengths(
+        from_references=from_references,
+        between_references=1.0,
+        accounted=accounted,
+        accounted_references=0.2,
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -179,6 +185,11 @@ def _injected(place: int, **values: object) -> Callable[[Evidence], Evidence]:
         (_with(witness_problem="its row says 2 times"), "the counting witness: its row says 2 times"),
         (_last_step(**{"eval__accuracy": 0.39}), "accuracy is 0.39, .* 0.4 to 0.6"),
         (_last_step(**{"eval__accuracy": float("nan")}), "accuracy is nan"),
+        (
+            _with(lengths=_lengths(from_references=2.1)),
+            r"faults \(tokens\) is 2.1, .* faults 1;",
+        ),
+        (_with(lengths=_lengths(accounted=0.5)), "as trained from those submitted is 0.5, .* faults 0.2;"),
         (_with(left=("process 12",)), "left behind: process 12"),
     ],
 )
@@ -237,6 +248,11 @@ def test_times_are_counted_from_the_injection_by_role_and_kind() -> None:
     assert (stop.detection_p50_s, stop.recovery_p50_s) == (3.0, 12.0)
     delay = by_kind["scorer", "delayed_messages"]
     assert (delay.num_injected, delay.num_expected, delay.num_detected) == (1, 0, 0)
+    scorer = {row.role: row for row in rows(match(evidence.injected, evidence.events)[0], by_kind=False)}[
+        "scorer"
+    ]
+    assert (scorer.kind, scorer.num_injected, scorer.num_recovered) == ("all", 3, 2)
+    assert (scorer.detection_p50_s, scorer.moments) == (2.0, {"step": 3})
     # Without the last recovery.
     (*_, unfinished) = rows(match(evidence.injected, evidence.events[:-1])[0])
     assert (unfinished.num_injected, unfinished.num_detected, unfinished.num_recovered) == (1, 1, 0)
@@ -251,6 +267,63 @@ def test_effective_time_and_bands() -> None:
     assert accuracy_of(steps) == 0.5 and accuracy_of(steps[:3]) is None
     assert measured_band([0.5, 0.6]) == pytest.approx((0.4, 0.7))
     assert measured_band([0.5]) == pytest.approx((0.48, 0.52))
+
+
+def test_what_a_fault_costs_is_counted_to_the_next_one() -> None:
+    # Steps of 2 s from second 0. The second one is 3 s late after the first fault. The third one is 2 s late,
+    # within two more faults. The fourth one is 7 s late, of which nobody has injected anything.
+    seen_s = {0: 0.0, 1: 2.0, 2: 7.0, 3: 11.0, 4: 20.0, 5: 22.5}
+    steps = [{"step": step, "time/eval_s": 0.5 if step == 5 else 0.0} for step in seen_s]
+    faults = [
+        dataclasses.replace(_fault(role, Kind.SIGKILL, moment, time_s), number=number)
+        for number, role, moment, time_s in (
+            (0, "scorer", Moment.STEP, 3.0),
+            (1, "generator", Moment.STEP, 7.5),
+            (2, "controller", Moment.RESUME, 8.0),
+            (2, "trainer", Moment.RESUME, 15.0),
+        )
+    ]
+    lost = lost_times(faults, seen_s, steps, undisturbed_step_s=2.0)
+    assert [(one.role, one.moment, one.lost_s) for one in lost] == [
+        ("scorer", "step", pytest.approx(3.0)),
+        ("generator", "step", pytest.approx(1.0)),
+        ("trainer", "resume", pytest.approx(1.0 + 7.0)),
+    ]
+    assert share_with(lost, num_steps=3, undisturbed_step_s=2.0) == pytest.approx(6 / (6 + 4))
+    # Before the first line nothing is known of the pace, and after the last one nothing is lost.
+    for time_s in (-1.0, 23.0):
+        alone = [_fault("scorer", Kind.SIGKILL, Moment.STEP, time_s)]
+        assert lost_times(alone, seen_s, steps, undisturbed_step_s=2.0) == []
+
+
+@given(
+    first=st.lists(st.integers(0, 300), min_size=1, max_size=30),
+    second=st.lists(st.integers(0, 300), min_size=1, max_size=30),
+)
+def test_the_distance_of_lengths_is_the_mean_of_what_quantiles_differ_by(
+    first: list[int], second: list[int]
+) -> None:
+    # Both samples with as many values, each of them as often: the distance does not change.
+    pairs = zip(sorted(first * len(second)), sorted(second * len(first)), strict=True)
+    expected = statistics.mean(abs(one - other) for one, other in pairs)
+    assert distance(first, second) == pytest.approx(expected)
+
+
+def test_lengths_are_compared_with_runs_without_faults() -> None:
+    def run(lengths: list[int], *accounted: float) -> RunLengths:
+        steps = [{"step": 0}, *({"accounting/length_distance": one} for one in accounted)]
+        return RunLengths.of([{"response_tokens": one} for one in lengths], steps)
+
+    references = [run([10, 20], 0.1), run([12, 22], 0.2, 0.4)]
+    found = compare(run([11, 21], 0.5, 0.7), references)
+    assert found == Lengths(
+        from_references=1.0,
+        between_references=2.0,
+        accounted=pytest.approx(0.6),
+        accounted_references=pytest.approx(0.3),
+    )
+    assert compare(run([11, 21]), references[:1]) is None
+    assert _lengths().problem is None
 
 
 def test_what_was_on_a_lost_host_is_lost_with_it() -> None:
