@@ -68,12 +68,12 @@ def test_an_impossible_number_is_refused_by_its_field(
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "p.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="p.json"):
+    with pytest.raises(ConfigError, match=r"p\.json"):
         read_profile(file)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none.json.*No such file"):
+    with pytest.raises(ConfigError, match=r"none\.json.*No such file"):
         read_profile(tmp_path / "none.json")
 
 
@@ -150,7 +150,7 @@ def test_a_train_step_is_fitted_by_what_it_costs() -> None:
 
 
 def test_no_part_of_a_train_step_is_negative() -> None:
-    """With noise the unconstrained fit has negative terms, and would predict negative times for long steps."""
+    """With noise the unconstrained fit has negative terms, and predicts negative times for long steps."""
     rng = np.random.default_rng(1)
     for _ in range(50):
         points = [

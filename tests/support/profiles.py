@@ -30,7 +30,7 @@ def simple_profile(
     num_cores: int = 64,
     cores: Cores | None = None,
 ) -> Profile:
-    """A machine whose steps take ``decode_s`` and whose trainer takes ``token_s`` for each token of a rank."""
+    """A machine whose steps take ``decode_s`` and whose trainer takes ``token_s`` a token of a rank."""
     return Profile(
         origin=Origin.STATED,
         sources=("a test",),
