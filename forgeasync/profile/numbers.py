@@ -46,7 +46,8 @@ class Estimate(Section):
         """
         if not samples:
             raise ValueError("an estimate needs at least one sample")
-        mean = statistics.fmean(samples)
+        # A mean may be off by a last bit.
+        mean = min(max(statistics.fmean(samples), min(samples)), max(samples))
         half = 0.0
         if len(samples) > 1:
             half = _NORMAL_95 * statistics.stdev(samples) / math.sqrt(len(samples))
@@ -85,9 +86,7 @@ class Distribution(Section):
         mean = Estimate.of(samples)
         ordered = sorted(samples)
         quantiles = [_between(ordered, index / (num_quantiles - 1)) for index in range(num_quantiles)]
-        # The sum of equal floats may be off by a last bit.
-        inside = min(max(mean.mean, ordered[0]), ordered[-1])
-        return cls(mean=mean.model_copy(update={"mean": inside}), quantiles=tuple(quantiles))
+        return cls(mean=mean, quantiles=tuple(quantiles))
 
     @classmethod
     def point(cls, value: float) -> Self:
@@ -115,4 +114,5 @@ def _between(ordered: Sequence[float], probability: float) -> float:
     if len(ordered) == 1:
         return ordered[0]
     low, high = ordered[index], ordered[index + 1]
-    return low + (high - low) * (place - index)
+    # Rounding must not lead beyond the higher one.
+    return min(low + (high - low) * (place - index), high)
