@@ -69,6 +69,8 @@ class ReplicaTable:
     num_suspected: int = 0
     """How often one became suspect."""
     _replicas: dict[int, Replica] = field(default_factory=dict)
+    _by_host: dict[str, list[Replica]] = field(default_factory=dict)
+    """Those of each host, also those that are gone."""
     _next_number: int = 0
 
     def start(self, rank: int, host: str, *, is_spare: bool = False) -> int:
@@ -76,7 +78,9 @@ class ReplicaTable:
         assert all(one.rank != rank for one in self.present), f"rank {rank} is taken"
         number = self._next_number
         self._next_number += 1
-        self._replicas[number] = Replica(number=number, rank=rank, host=host, is_spare=is_spare)
+        one = Replica(number=number, rank=rank, host=host, is_spare=is_spare)
+        self._replicas[number] = one
+        self._by_host.setdefault(host, []).append(one)
         return number
 
     def ready(self, number: int) -> None:
@@ -97,9 +101,7 @@ class ReplicaTable:
     def behind(self, host: str, version: int) -> tuple[int, ...]:
         """The live generators of a host that have an older version."""
         return tuple(
-            one.number
-            for one in self.present
-            if one.host == host and one.state in LIVE and one.version < version
+            one.number for one in self._by_host.get(host, ()) if one.state in LIVE and one.version < version
         )
 
     def is_behind(self, host: str) -> bool:
@@ -108,7 +110,7 @@ class ReplicaTable:
 
     def lowest_version(self, host: str) -> int:
         """The oldest version that a live generator of a host has; there must be one."""
-        return min(one.version for one in self.present if one.host == host and one.state in LIVE)
+        return min(one.version for one in self._by_host[host] if one.state in LIVE)
 
     def begin_update(self, number: int, version: int) -> None:
         """A generator fetches the newest version."""
@@ -185,7 +187,7 @@ class ReplicaTable:
 
     def assign(self, num_rollouts: int) -> int | None:
         """Give rollouts to the generator with the fewest of them; None while none may be given any."""
-        able = [one for one in self.present if self.may_take_groups(one.number)]
+        able = [one for one in self._replicas.values() if _takes_groups(one)]
         if not able:
             return None
         chosen = min(able, key=lambda one: (one.num_live, one.rank))
@@ -206,8 +208,7 @@ class ReplicaTable:
 
     def may_take_groups(self, number: int) -> bool:
         """Whether a generator may be given a group now."""
-        one = self._replicas[number]
-        return one.state is ReplicaState.HEALTHY and not one.is_spare
+        return _takes_groups(self._replicas[number])
 
     def of(self, number: int) -> Replica:
         """What is known of a generator, also of one that is gone."""
@@ -245,3 +246,7 @@ class ReplicaTable:
         if healthy:
             assert min(healthy) >= self.served, "what is served never goes back"
             self.served = min(healthy)
+
+
+def _takes_groups(one: Replica) -> bool:
+    return one.state is ReplicaState.HEALTHY and not one.is_spare
