@@ -2,11 +2,10 @@
 
     python benchmarks/in_flight_overhead.py [--model FOLDER] [--rounds R] [--out FILE.json]
 
-One engine samples the same groups with the same seeds again and again, 64 sequences at once, cut by top-k 20
-and top-p 0.9, with routing and kept sets recorded. Groups with an id are logged and others are not, so that
-rounds with and without a log take turns. Reported: the median over rounds, the median of the ratios of
-neighbouring rounds, the bytes that a token takes in the log, and the share of processor time that logging
-took by itself, which other processes of the machine disturb less.
+One engine samples the same groups with the same seeds again and again (``engine_rounds.py``). Groups with an
+id are logged and others are not, so that rounds with and without a log take turns. Reported: the median over
+rounds, the median of the ratios of neighbouring rounds, the bytes that a token takes in the log, and the
+share of processor time that logging took by itself, which other processes of the machine disturb less.
 """
 
 import argparse
@@ -16,32 +15,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 from common import REPOSITORY, RESULTS, machine_facts, write_json
+from engine_rounds import NUM_PROMPTS, NUM_SAMPLES, order_of, sample_round, start_engine
 from rich.console import Console
 from rich.table import Table
-
-NUM_PROMPTS, NUM_SAMPLES = 16, 4
-PROMPT_TOKENS, RESPONSE_TOKENS = 30, 96
 
 
 async def measure(model: Path, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Tokens/s of every round with and without a log, and facts of the rounds with one."""
-    from forgeasync.config.generator import GeneratorSection, SamplingSection
-    from forgeasync.config.weights import WeightsSection
-    from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.rollouts.records import Records
-
-    engine = await GeneratorEngine.start(
-        model_path=model,
-        generator=GeneratorSection(max_num_seqs=64, max_num_batched_tokens=2048, kv_cache_gib=0.25),
-        max_context_length=PROMPT_TOKENS + RESPONSE_TOKENS,
-        seed=0,
-        records=Records(routing=True, kept_tokens=True),
-        weights=WeightsSection(),
-        in_flight=folder / "log",
-    )
-    sampling = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, max_response_tokens=RESPONSE_TOKENS)
+    engine = await start_engine(model, folder / "log")
     recorder = engine._recorder
     stepped, logging_s = recorder.stepped, 0.0
 
@@ -60,33 +42,17 @@ async def measure(model: Path, rounds: int, folder: Path) -> dict[str, list[floa
         "bytes_per_token": [],
     }
     for number in range(rounds + 1):
-        # Each pair has prompts of its own: the prefix cache has no part in this.
-        rng = np.random.default_rng(number)
-        for name in ("off", "on") if number % 2 else ("on", "off"):
-            prompts = rng.integers(3, 20, (NUM_PROMPTS, PROMPT_TOKENS)).astype(np.int32)
+        for name in order_of(number):
             logging_s = 0.0
-            start_s, start_processor_s = time.perf_counter(), time.process_time()
-            groups = await asyncio.gather(
-                *(
-                    engine.generate(
-                        prompt_ids_P=prompt,
-                        num_samples=NUM_SAMPLES,
-                        sampling=sampling,
-                        seed=index,
-                        group_id=index if name == "on" else None,
-                    )
-                    for index, prompt in enumerate(prompts)
-                )
-            )
-            round_s = time.perf_counter() - start_s
-            num_tokens = sum(rollout.num_response_tokens for group in groups for rollout in group)
+            start_processor_s = time.process_time()
+            done = await sample_round(engine, number, is_named=name == "on")
             if number:  # the first pair warms up
-                found[name].append(num_tokens / round_s)
+                found[name].append(done.tokens_per_s)
                 if name == "on":
                     found["logging_s"].append(logging_s)
                     found["processor_s"].append(time.process_time() - start_processor_s)
                     num_bytes = sum(file.stat().st_size for file in (folder / "log").iterdir())
-                    found["bytes_per_token"].append(num_bytes / num_tokens)
+                    found["bytes_per_token"].append(num_bytes / done.num_tokens)
             for index in range(NUM_PROMPTS):
                 engine.forget_group(index)
     engine.shutdown()
