@@ -25,6 +25,11 @@ class DecodeTable:
         ]
         self.num_beyond = 0
 
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether more than one length of context was measured."""
+        return len(self._contexts) > 1
+
     def step_s(self, num_running: float, num_context_tokens: float) -> float:
         """Return the seconds of one step; there are running sequences."""
         assert num_running > 0
