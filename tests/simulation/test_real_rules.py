@@ -22,6 +22,7 @@ from forgeasync.simulation import training
 from forgeasync.simulation.prediction import Prediction
 from forgeasync.simulation.run import simulate
 from forgeasync.weights.ledger import WeightLedger
+from forgeasync.weights.manifest import Manifest
 from tests.support.profiles import simple_profile
 from tests.support.simulated import small_run
 
@@ -70,6 +71,14 @@ def _one_row_more(lengths: list[int], *, tokens_per_row: int, num_ranks: int) ->
     ]
 
 
+_acquire = WeightLedger.acquire
+
+
+def _acquire_even(self: WeightLedger, reader: int, *, newer_than: int, now_s: float) -> Manifest | None:
+    is_even = self.newest is not None and self.newest.version % 2 == 0
+    return _acquire(self, reader, newer_than=newer_than, now_s=now_s) if is_even else None
+
+
 _reserve = PayloadBudget.reserve
 
 
@@ -83,7 +92,7 @@ BROKEN: dict[str, tuple[object, str, Callable[..., object]]] = {
     "generator": (ReplicaTable, "assign", _worst_replica),
     "scorer room": (Dispatcher, "_room", lambda self, rank: 1 - len(self._replicas[rank].items) - rank),
     "payloads": (PayloadBudget, "reserve", _reserve_three),
-    "staging": (WeightLedger, "can_begin", lambda self, now_s: False),
+    "staging": (WeightLedger, "acquire", _acquire_even),
     "rows": (training, "plan_rows", _one_row_more),
 }
 
