@@ -92,7 +92,7 @@ def _show(plan: SplitPlan, *, is_stated: bool) -> None:
     table = Table(
         title=f"splits that no other one beats ({origin}; {counted})",
         caption="GPUs that train, replicas x GPUs that generate, max_off_policy_steps; seconds a step, "
-        "tokens trained a second, mean age in versions; share of the time in which trainer and generators wait",
+        "tokens trained a second, mean age in versions; shares of time that trainer and generators wait",
         title_justify="left",
         caption_justify="left",
     )

@@ -72,7 +72,8 @@ H100 = StatedGpu(
     train_efficiency=0.25,
     step_overhead_s=0.003,
     source="NVIDIA H100 data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s; efficiencies "
-    "(decode 70 % of the bandwidth, prefill 40 % and training 25 % of the FLOP/s) and 3 ms a decode step are assumed",
+    "(decode 70 % of the bandwidth, prefill 40 % and training 25 % of the FLOP/s) and 3 ms a decode step "
+    "are assumed",
 )
 
 

@@ -39,7 +39,7 @@ def test_slow_generators_get_the_procs_and_a_slow_trainer_does(config: RunConfig
     slow_generators = _plan(config, simple_profile(lengths=(10.0, 30.0), token_s=1e-6))
     assert (slow_generators.chosen.num_trainer, slow_generators.chosen.num_generating) == (1, 3)
     slow_trainer = _plan(config, simple_profile(lengths=(10.0, 30.0), decode_s=1e-4, token_s=1e-2))
-    assert slow_trainer.chosen.num_trainer > slow_trainer.chosen.num_generating
+    assert slow_trainer.chosen.num_trainer >= 2
     for plan in (slow_generators, slow_trainer):
         assert {one.num_gpus for one in plan.splits} <= set(range(2, 5))
         assert "waits" in plan.reason
@@ -105,7 +105,8 @@ def test_a_stated_profile_agrees_with_arithmetic_by_hand() -> None:
     per_rank = 256 * 12_300 / 16
     train_s = TrainTable(profile.train).step_s(6, round(per_rank))
     assert train_s == pytest.approx(41.0, rel=0.12)
-    assert profile.lengths["huggingface"].response.mean.mean == pytest.approx(12_000, rel=0.01)
+    (lengths,) = profile.lengths.values()
+    assert lengths.response.mean.mean == pytest.approx(12_000, rel=0.01)
 
 
 def test_a_stated_profile_refuses_a_mean_that_no_response_can_have() -> None:
