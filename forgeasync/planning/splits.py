@@ -95,25 +95,23 @@ def plan_splits(
     Raises:
         ConfigError: no split is legal and fits, or the profile does not fit the config.
     """
-    splits, num_refused = [], 0
+    splits, refusals = [], []
     for candidate in _candidates(config, num_gpus):
-        if _is_refused(candidate, facts, gpu_bytes):
-            num_refused += 1
+        if (refusal := _refusal(candidate, facts, gpu_bytes)) is not None:
+            refusals.append(refusal)
             continue
         profile = profile_of(candidate)
         run = of_config(candidate, facts, profile, num_steps=num_steps)
         splits.append(Split(config=candidate, prediction=simulate(run, profile)))
     if not splits:
-        remedy = (
-            f"none of {num_refused} splits is legal and fits into memory; more GPUs, smaller degrees of "
-            "trainer.parallel or generator.tensor_parallel, or shorter trainer.tokens_per_row would do"
-        )
+        words = f"; the last one: {refusals[-1]}" if refusals else ""
+        remedy = f"must be more: none of {len(refusals)} splits is legal and fits into memory{words}"
         raise ConfigError([Problem(field="--gpus", value=num_gpus, remedy=remedy)])
     splits.sort(key=lambda one: (-one.tokens_per_s, one.prediction.mean_age, one.num_gpus))
     chosen = choose(splits)
     return SplitPlan(
         splits=tuple(splits),
-        num_refused=num_refused,
+        num_refused=len(refusals),
         chosen=chosen,
         reason=_reason(chosen, splits),
     )
@@ -180,10 +178,14 @@ def _split(config: RunConfig, num_procs: int, num_replicas: int, bound: int) -> 
     )
 
 
-def _is_refused(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> bool:
-    if list(check_config(config, facts)):
-        return True
+def _refusal(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> str | None:
+    """What is wrong with a split, in words; None for one that could run."""
+    if problems := check_config(config, facts):
+        return str(problems[0])
     if planned_machine(config) is Machine.CPU:
-        return False
-    fit = fit_trainer(config, facts, gpu_bytes=gpu_bytes)
-    return not fit.fits or not generator_fits(config, facts, gpu_bytes=gpu_bytes)
+        return None
+    if not fit_trainer(config, facts, gpu_bytes=gpu_bytes).fits:
+        return f"a trainer rank of {config.trainer.parallel.num_procs} does not fit on a GPU"
+    if not generator_fits(config, facts, gpu_bytes=gpu_bytes):
+        return "a generator rank does not fit on a GPU"
+    return None

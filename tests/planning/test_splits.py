@@ -78,7 +78,7 @@ def test_of_splits_that_are_as_fast_the_one_with_the_youngest_data_is_taken(conf
 def test_where_nothing_fits_the_reason_is_said(config: RunConfig) -> None:
     parallel = config.trainer.parallel.model_copy(update={"tensor": 8})
     changed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": parallel})})
-    with pytest.raises(ConfigError, match=r"--gpus = 4: none of 0 splits is legal"):
+    with pytest.raises(ConfigError, match=r"--gpus = 4: must be more: none of 0 splits is legal"):
         _plan(changed, simple_profile())
 
 
@@ -131,3 +131,10 @@ def test_the_app_prints_its_plan_and_refuses_what_is_wrong(
     assert "none.json" in capsys.readouterr().err
     assert main([*arguments, "--response-tokens", "1e9"]) == 2
     assert "--response-tokens = 1000000000.0: must be from 1 to 128" in capsys.readouterr().err
+
+
+def test_of_refused_splits_one_is_explained(config: RunConfig) -> None:
+    trainer = config.trainer.model_copy(update={"tokens_per_row": 32})
+    changed = config.model_copy(update={"trainer": trainer})
+    with pytest.raises(ConfigError, match=r"none of \d+ splits is legal.*tokens_per_row = 32"):
+        _plan(changed, simple_profile())
