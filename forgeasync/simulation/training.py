@@ -166,6 +166,7 @@ def _ages(batch: Batch) -> Counter[int]:
     ages: Counter[int] = Counter()
     for group in batch.groups:
         for rollout in group.rollouts:
-            for span in rollout.version_spans:
-                ages[batch.trainer_version - span.version] += span.end - span.start
+            for branch in rollout.branches:
+                for span in branch.version_spans:
+                    ages[batch.trainer_version - span.version] += span.end - span.start
     return ages
