@@ -187,10 +187,15 @@ class ReplicaTable:
 
     def assign(self, num_rollouts: int) -> int | None:
         """Give rollouts to the generator with the fewest of them; None while none may be given any."""
-        able = [one for one in self._replicas.values() if _takes_groups(one)]
-        if not able:
+        # Every group comes here, and there can be hundreds of generators.
+        chosen: Replica | None = None
+        for one in self._replicas.values():
+            if one.state is not ReplicaState.HEALTHY or one.is_spare:
+                continue
+            if chosen is None or (one.num_live, one.rank) < (chosen.num_live, chosen.rank):
+                chosen = one
+        if chosen is None:
             return None
-        chosen = min(able, key=lambda one: (one.num_live, one.rank))
         chosen.num_live += num_rollouts
         return chosen.number
 
@@ -208,7 +213,8 @@ class ReplicaTable:
 
     def may_take_groups(self, number: int) -> bool:
         """Whether a generator may be given a group now."""
-        return _takes_groups(self._replicas[number])
+        one = self._replicas[number]
+        return one.state is ReplicaState.HEALTHY and not one.is_spare
 
     def of(self, number: int) -> Replica:
         """What is known of a generator, also of one that is gone."""
@@ -246,7 +252,3 @@ class ReplicaTable:
         if healthy:
             assert min(healthy) >= self.served, "what is served never goes back"
             self.served = min(healthy)
-
-
-def _takes_groups(one: Replica) -> bool:
-    return one.state is ReplicaState.HEALTHY and not one.is_spare

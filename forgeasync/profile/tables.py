@@ -23,26 +23,29 @@ class DecodeTable:
         self._steps_s = [
             [by_cell[running, context] for context in self._contexts] for running in self._running
         ]
+        self._columns: dict[int, list[float]] = {}
+        """What was computed for numbers of sequences that were asked for before."""
         self.num_beyond = 0
 
-    def step_s(self, num_running: float, num_context_tokens: float) -> float:
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether more than one length of context was measured."""
+        return len(self._contexts) > 1
+
+    def step_s(self, num_running: int, num_context_tokens: float) -> float:
         """Return the seconds of one step; there are running sequences."""
         assert num_running > 0
         if num_running > self._running[-1]:
             self.num_beyond += 1
-        column = [_line(self._contexts, row, num_context_tokens) for row in self._rows(num_running)]
-        return _line(self._nearest(num_running), column, num_running)
+        column = self._columns.get(num_running)
+        if column is None:
+            column = self._columns[num_running] = self._column(num_running)
+        return _line(self._contexts, column, num_context_tokens)
 
-    def _place(self, num_running: float) -> slice:
-        index = bisect.bisect_left(self._running, num_running)
-        first = min(max(index - 1, 0), max(len(self._running) - 2, 0))
-        return slice(first, first + 2)
-
-    def _rows(self, num_running: float) -> list[list[float]]:
-        return self._steps_s[self._place(num_running)]
-
-    def _nearest(self, num_running: float) -> list[int]:
-        return self._running[self._place(num_running)]
+    def _column(self, num_running: int) -> list[float]:
+        """Seconds by context, for a number of sequences."""
+        rows = zip(*self._steps_s, strict=True)
+        return [_line(self._running, row, num_running) for row in rows]
 
 
 def _line(places: Sequence[float], values: Sequence[float], at: float) -> float:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.run import RunConfig
-from forgeasync.config.trainer import ROW_ALIGNMENT
 from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import TrainPoint, WeightTimes
 from forgeasync.profiling.processor_time import ProcessorTime
 from forgeasync.profiling.sampled_groups import NotProfiled
 from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.row_plan import padded_length
 from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
 from forgeasync.weights.staging import NUM_SLOTS
 
@@ -124,12 +124,8 @@ def size_of(rows: Sequence[Sequence[Sequence[TrainingItem]]]) -> tuple[int, int]
 
     ``rows`` has items by data rank and microbatch. Rows are filled up to ``ROW_ALIGNMENT`` tokens.
     """
-    lengths = [[_padded(sum(item.num_tokens for item in row)) for row in of_rank] for of_rank in rows]
+    lengths = [[padded_length(sum(item.num_tokens for item in row)) for row in of_rank] for of_rank in rows]
     return len(rows[0]), sum(max(of_batch) for of_batch in zip(*lengths, strict=True))
-
-
-def _padded(num_tokens: int) -> int:
-    return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
 
 async def _serve(

@@ -3,6 +3,13 @@
 import heapq
 from collections.abc import Sequence
 
+from forgeasync.config.trainer import ROW_ALIGNMENT
+
+
+def padded_length(num_tokens: int) -> int:
+    """Return how long a row of so many tokens is: filled up to a multiple of ``ROW_ALIGNMENT``."""
+    return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
+
 
 def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
     """Assign sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.

@@ -127,6 +127,8 @@ class Dispatcher:
 
     def next(self, now_s: float) -> Assignment | None:
         """Assign the first item that is ready to the replica with the least to do, if one has room for it."""
+        if not self._waiting:
+            return None
         # A suspect that waits for a replica with less to do keeps younger items from filling it up.
         reserved: set[int] = set()
         for number in self._waiting:
@@ -219,8 +221,10 @@ class Dispatcher:
 
     def _room(self, rank: int) -> int:
         replica = self._replicas[rank]
+        if not replica.suspects:
+            return self._section.max_in_flight - len(replica.items)
         bounds = (self._most_beside(self._items[number]) for number in replica.suspects)
-        return min(bounds, default=self._section.max_in_flight) - len(replica.items)
+        return min(bounds) - len(replica.items)
 
     def _assign(self, number: int, rank: int) -> Assignment:
         item = self._items[number]

@@ -14,19 +14,15 @@ from collections.abc import Callable
 class Event:
     """Something that will happen, unless it is cancelled."""
 
-    __slots__ = ("act", "at", "number")
+    __slots__ = ("act", "at")
 
-    def __init__(self, at: float, number: int, act: Callable[[], None]) -> None:
+    def __init__(self, at: float, act: Callable[[], None]) -> None:
         self.at = at
-        self.number = number
         self.act: Callable[[], None] | None = act
 
     def cancel(self) -> None:
         """It will not happen; no news if it has."""
         self.act = None
-
-    def __lt__(self, other: "Event") -> bool:
-        return self.at < other.at if self.at != other.at else self.number < other.number
 
 
 class Timeline:
@@ -35,24 +31,21 @@ class Timeline:
     def __init__(self, numbers: "itertools.count[int]") -> None:
         self.now = 0.0
         self._numbers = numbers
-        self._events: list[Event] = []
+        self._events: list[tuple[float, int, Event]] = []
+        """Those of one time in the order in which they were asked for."""
 
     def after(self, delay_s: float, act: Callable[[], None]) -> Event:
         """Have something happen after so many of its seconds."""
         assert delay_s >= 0.0
-        event = Event(self.now + delay_s, next(self._numbers), act)
-        heapq.heappush(self._events, event)
+        event = Event(self.now + delay_s, act)
+        heapq.heappush(self._events, (event.at, next(self._numbers), event))
         return event
 
     def first(self) -> Event | None:
         """The next event that was not cancelled."""
-        while self._events and self._events[0].act is None:
+        while self._events and self._events[0][2].act is None:
             heapq.heappop(self._events)
-        return self._events[0] if self._events else None
-
-    def pop(self) -> None:
-        """Take the first event away."""
-        heapq.heappop(self._events)
+        return self._events[0][2] if self._events else None
 
 
 class Clock:
@@ -104,16 +97,15 @@ class Clock:
             assert on_wall is not None and wall_s is not None
             self._cores.now += wall_s * speed
             self.wall.now = on_wall.at
-            self.wall.pop()
             event = on_wall
         else:
             assert on_cores is not None
             self.wall.now += cores_s
             self._cores.now = on_cores.at
-            self._cores.pop()
             event = on_cores
         act = event.act
         assert act is not None
+        # One without an act is taken away when the next one is looked for.
         event.cancel()
         act()
         return True

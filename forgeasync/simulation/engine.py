@@ -3,14 +3,15 @@
 While n sequences run, each gets one token in every step, and a step takes as long as the profile says for n
 and their mean context. So one counter of steps goes on for all of them, at a speed that changes only when one
 begins or ends: a sequence that began when the counter was at s and lacks t tokens ends when it is at s + t.
-Between two such changes contexts grow by one a step, and the time of a step is taken at the middle of them,
-which is exact as long as the profile is linear there.
+Between two such changes contexts grow by one a step, and steps grow by the same time each, which is exact as
+long as the profile is linear there.
 
 Prompts that are computed stop the counter for as long as they take, and so does a swap of the weights.
 """
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ class Engine:
         """Time on its line for which ``_steps`` is known."""
         self._stalled_until = 0.0
         self._step_s = 1.0
+        """What a step takes now."""
+        self._growth_s = 0.0
+        """So much longer than the one before every step takes, as contexts grow."""
         self._sum_base = 0.0
         """Sum over running sequences of the context at their begin less the counter then."""
         self._swaps: list[float] = [0.0]
@@ -160,7 +164,14 @@ class Engine:
         begin = max(self._at, self._stalled_until)
         now = self._line.now
         if now > begin and self._running and not self._num_pauses:
-            self._steps += (now - begin) / self._step_s
+            elapsed_s, first_s = now - begin, self._step_s
+            if self._growth_s:
+                # elapsed = first * steps + growth * steps^2 / 2
+                last_s = math.sqrt(max(0.0, first_s * first_s + 2.0 * self._growth_s * elapsed_s))
+                self._steps += (last_s - first_s) / self._growth_s
+                self._step_s = last_s
+            else:
+                self._steps += elapsed_s / first_s
         self._at = now
 
     def _stall(self, stall_s: float) -> None:
@@ -185,6 +196,9 @@ class Engine:
         """Account for the tokens of a sequence that runs no longer."""
         self._sum_base -= sequence.rollout.num_prompt_tokens + sequence.num_sampled - sequence.start
         num_sampled = min(sequence.num_left, int(self._steps - sequence.start + _EPSILON))
+        if sequence.first_swap + 1 == len(self._swaps):
+            sequence.sampled(self.version, num_sampled)
+            return
         begin = 0
         for place in range(sequence.first_swap, len(self._swaps)):
             is_last = place + 1 == len(self._swaps)
@@ -200,7 +214,9 @@ class Engine:
         while self._waiting and len(self._running) < self._cost.max_num_seqs:
             sequence = self._waiting[0]
             context = sequence.rollout.num_prompt_tokens + sequence.num_sampled
-            if self._running and self._num_kv_tokens + context >= self._cost.max_kv_tokens:
+            # Room for a step of all of them, or one that has just lost its place would have it again.
+            needed = self._num_kv_tokens + context + len(self._running) + 1
+            if self._running and needed > self._cost.max_kv_tokens:
                 return
             self._run(self._waiting.popleft(), context)
 
@@ -236,9 +252,13 @@ class Engine:
         act = self._tick
         if num > 1 and num_to_full < num_steps:
             num_steps, act = max(0.0, num_to_full), self._preempt
-        self._step_s = self._cost.decode.step_s(num, context + num_steps / 2)
+        middle_s = self._cost.decode.step_s(num, context + num_steps / 2)
+        self._step_s, self._growth_s = middle_s, 0.0
+        if num_steps > 1.0 and self._cost.decode.depends_on_context:
+            self._step_s = self._cost.decode.step_s(num, context)
+            self._growth_s = (middle_s - self._step_s) / (num_steps / 2)
         stalled_s = max(0.0, self._stalled_until - self._line.now)
-        self._event = self._line.after(stalled_s + num_steps * self._step_s, act)
+        self._event = self._line.after(stalled_s + num_steps * middle_s, act)
 
     def _tick(self) -> None:
         self._advance()

@@ -46,7 +46,10 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that its turn still lacks, as far as they are accounted for."""
-        return sum(self.rollout.turns[: self.turn + 1]) - self.num_sampled
+        turns = self.rollout.turns
+        if len(turns) == 1:
+            return turns[0] - self.num_sampled
+        return sum(turns[: self.turn + 1]) - self.num_sampled
 
     def sampled(self, version: int, num_tokens: int) -> None:
         """Take note of tokens."""

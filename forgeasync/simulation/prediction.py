@@ -10,33 +10,24 @@ from forgeasync.simulation.training import SimulatedStep
 
 @dataclass(slots=True)
 class GroupCounts:
-    """Groups in flight over time, as the simulation saw them come and go."""
+    """Groups in flight, as the simulation saw them come and go."""
 
     num_started: int = 0
     num_ended: int = 0
     num_trained: int = 0
-    area_s: float = 0.0
-    """Groups in flight, integrated over time."""
     sojourn_s: float = 0.0
     """Seconds in flight, added up over groups that were scored or given up."""
-    _since_s: float = 0.0
     _began_s: dict[int, float] = field(default_factory=dict)
 
     def started(self, group_id: int, now_s: float) -> None:
         """A group is in flight."""
-        self._count_area(now_s)
         self.num_started += 1
         self._began_s[group_id] = now_s
 
     def ended(self, group_id: int, now_s: float) -> None:
         """A group was scored, or given up."""
-        self._count_area(now_s)
         self.num_ended += 1
         self.sojourn_s += now_s - self._began_s.pop(group_id)
-
-    def _count_area(self, now_s: float) -> None:
-        self.area_s += len(self._began_s) * (now_s - self._since_s)
-        self._since_s = now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ Simulated are the times between their events (``forgeasync.profile``). docs/simu
 modelled.
 """
 
+import gc
+
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.weights import Interruption
@@ -27,7 +29,15 @@ from forgeasync.simulation.training import Training
 
 def simulate(run: SimulatedRun, profile: Profile) -> Prediction:
     """Play a run from its first step to its last one. The same run and profile give the same prediction."""
-    return RunSimulation(run, profile).simulate()
+    simulation = RunSimulation(run, profile)
+    was_enabled = gc.isenabled()
+    # A collection goes through all groups, again and again; none of them is in a circle once it has ended.
+    gc.disable()
+    try:
+        return simulation.simulate()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class RunSimulation:
@@ -36,7 +46,7 @@ class RunSimulation:
     def __init__(self, run: SimulatedRun, profile: Profile) -> None:
         self._run = run
         self._profile = profile
-        self._clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
+        self.clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
         self._draws = Draws(run, profile)
         self._decode = DecodeTable(profile.decode)
         self.buffer = ReplayBuffer(
@@ -57,18 +67,18 @@ class RunSimulation:
         self.generators = Generators(
             run,
             self._engine_cost(),
-            self._clock,
+            self.clock,
             self._draws,
             call_s=profile.call_s,
             restart_s=profile.generator_start_s.mean,
             on_response=self._response_ended,
         )
-        self._scorers = Scorers(run.scorer, profile.cores.scorer, self._clock, self._scored)
+        self._scorers = Scorers(run.scorer, profile.cores.scorer, self.clock, self._scored)
         self._serving = Serving(
             run.weights,
             profile.weights,
             self.generators,
-            self._clock,
+            self.clock,
             self._draws,
             num_hosts=run.num_generator_hosts,
             on_progress=self._progressed,
@@ -77,7 +87,7 @@ class RunSimulation:
         self._training = Training(
             run,
             TrainTable(profile.train),
-            self._clock,
+            self.clock,
             self._draws,
             cores=profile.cores.trainer,
             between_s=profile.between_steps_s,
@@ -102,9 +112,7 @@ class RunSimulation:
             self.buffer.submit(self._draws.order.next())
         self._go_on()
         while not self._training.is_over:
-            assert self._clock.step(), "nothing will ever happen again"
-            # Nobody keeps a ledger of this run.
-            self.buffer.events.take()
+            assert self.clock.step(), "nothing will ever happen again"
         return Prediction(
             steps=tuple(self._training.steps),
             num_replicas=self._run.num_replicas,
@@ -148,14 +156,14 @@ class RunSimulation:
                 return False
             for _ in range(self.buffer.num_wanted):
                 self.buffer.submit(self._draws.order.next())
-            self._counts.started(start.group_id, self._clock.now_s)
+            self._counts.started(start.group_id, self.clock.now_s)
         self._refused = None
         if not self._payloads.reserve(start.group_id, self._run.largest_group_bytes):
             # Those that come later must not overtake it.
             self._refused = start
             return False
         rollouts = self._draws.group(start.task, start.draw_id)
-        group = SimulatedGroup(start, rollouts, self._clock.now_s)
+        group = SimulatedGroup(start, rollouts, self.clock.now_s)
         self._groups[start.group_id] = group
         self.generators.sample(group)
         return True
@@ -187,8 +195,9 @@ class RunSimulation:
             return
         group.is_ended = True
         del self._groups[group.group_id]
+        group.sequences.clear()
         size = self._run.group_size
-        self._counts.ended(group.group_id, self._clock.now_s)
+        self._counts.ended(group.group_id, self.clock.now_s)
         for lost in self.buffer.scored(group.group_id, [0.0] * size, range(size)):
             self._payloads.release(lost.group_id)
         self._go_on()
@@ -196,13 +205,16 @@ class RunSimulation:
     def _give_up(self, group: SimulatedGroup, reason: DropReason) -> None:
         group.is_ended = True
         del self._groups[group.group_id]
+        group.sequences.clear()
         self._payloads.release(group.group_id)
-        self._counts.ended(group.group_id, self._clock.now_s)
+        self._counts.ended(group.group_id, self.clock.now_s)
         self.buffer.failed(group.group_id, reason)
         self._go_on()
 
     def _commit(self, batch: Batch, trainer_wait_share: float) -> None:
         committed = self.buffer.committed(trainer_wait_share=trainer_wait_share)
+        # Nobody keeps a ledger of this run.
+        self.buffer.events.take()
         self._counts.num_trained += len(batch.groups)
         self._held += batch.groups
         for group in committed.lost:

@@ -25,7 +25,8 @@ class Scorers:
         self._dispatcher = Dispatcher(section.num_replicas, section, retry_wait_s=0.0)
         self._free = [section.num_workers] * section.num_replicas
         self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
-        self._responses: dict[int, tuple[SimulatedGroup, int]] = {}
+        self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
+        """What every item is, and how long it takes."""
         self._places = section.max_concurrent
         """Finished groups that may still be waited for."""
         self._finished: deque[SimulatedGroup] = deque()
@@ -58,7 +59,7 @@ class Scorers:
         if item is None:
             return False
         group.items.append(item)
-        self._responses[item] = group, index
+        self._responses[item] = group, group.sequences[index].rollout.score_s
         return True
 
     def _wait_for_more(self) -> None:
@@ -71,7 +72,7 @@ class Scorers:
             self._end_if_scored(group)
 
     def _end_if_scored(self, group: SimulatedGroup) -> None:
-        if group.num_scored == len(group.sequences) and group.group_id in self._waited_for:
+        if group.group_id in self._waited_for and group.num_scored == len(group.sequences):
             self._waited_for.remove(group.group_id)
             self._places += 1
             self._on_scored(group)
@@ -92,8 +93,7 @@ class Scorers:
     def _work(self, replica: int) -> None:
         while self._queues[replica] and self._free[replica]:
             assignment = self._queues[replica].popleft()
-            group, index = self._responses[assignment.item]
-            score_s = group.sequences[index].rollout.score_s
+            _, score_s = self._responses[assignment.item]
             self._free[replica] -= 1
             self.busy_s += score_s
             self._clock.compute(score_s, self._cores, lambda given=assignment: self._scored(given))

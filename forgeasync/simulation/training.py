@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forgeasync.buffer.decisions import Batch
-from forgeasync.config.trainer import ROW_ALIGNMENT
 from forgeasync.profile.numbers import Distribution
 from forgeasync.profile.tables import TrainTable
-from forgeasync.rollouts.row_plan import plan_rows
+from forgeasync.rollouts.row_plan import padded_length, plan_rows
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.shape import SimulatedRun
@@ -143,7 +142,9 @@ class Training:
             plan = plan_rows(
                 lengths, tokens_per_row=self._run.tokens_per_row, num_ranks=self._run.num_data_ranks
             )
-            tokens = sum(max(_padded(sum(lengths[one] for one in row)) for row in rows) for rows in plan)
+            tokens = sum(
+                max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
+            )
             work_s += self._table.step_s(len(plan), tokens)
             num_rows += len(plan)
             num_tokens += tokens
@@ -158,14 +159,11 @@ class Training:
         return lost_s
 
 
-def _padded(num_tokens: int) -> int:
-    return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
-
-
 def _ages(batch: Batch) -> Counter[int]:
     ages: Counter[int] = Counter()
     for group in batch.groups:
         for rollout in group.rollouts:
-            for span in rollout.version_spans:
-                ages[batch.trainer_version - span.version] += span.end - span.start
+            for branch in rollout.branches:
+                for span in branch.version_spans:
+                    ages[batch.trainer_version - span.version] += span.end - span.start
     return ages

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.config.trainer import ROW_ALIGNMENT
 from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate
 from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.rollouts.row_plan import plan_rows
+from forgeasync.rollouts.row_plan import padded_length, plan_rows
 from forgeasync.rollouts.teacher_record import TeacherRecord
 from forgeasync.rollouts.teacher_record import concatenate as concatenate_records
 
@@ -81,9 +80,9 @@ class PackedRow:
 
 
 def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
-    """Lay sequences end to end and pad to a multiple of ``ROW_ALIGNMENT``; an empty row is all padding."""
+    """Lay sequences end to end and pad as ``padded_length`` says; an empty row is all padding."""
     used = sum(sequence.num_tokens for sequence in sequences)
-    length = max(1, -(-used // ROW_ALIGNMENT)) * ROW_ALIGNMENT
+    length = padded_length(used)
     row = PackedRow(
         token_ids_L=np.zeros(length, np.int64),
         positions_L=np.zeros(length, np.int64),
