@@ -29,8 +29,8 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.weights.layout import TORCH_DTYPES
+from forgeasync.weights.ledger import NUM_SLOTS
 from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staging import NUM_SLOTS
 from forgeasync.weights.transports.build import build_transport
 
 TRANSPORTS = ("shared_memory", "rdma", "torchstore")

@@ -19,6 +19,7 @@ from monarch.actor import Actor, Port, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
 from forgeasync.actors.generator_setup import GeneratorSetup
+from forgeasync.actors.generator_weights import connect_receiver
 from forgeasync.actors.stored_groups import (
     CancelledGroup,
     EndedEpisode,
@@ -31,7 +32,13 @@ from forgeasync.actors.stored_groups import (
 )
 from forgeasync.config.generator import SamplingSection
 from forgeasync.environments.reward import response_of
-from forgeasync.generator.reports import EngineStats, GroupCancelled, SwapReport
+from forgeasync.generator.reports import (
+    DecodeTiming,
+    EngineStats,
+    GroupCancelled,
+    PrefillTiming,
+    SwapReport,
+)
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
@@ -46,7 +53,7 @@ from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from forgeasync.tracing.proc_trace import open_trace, span, started
 from forgeasync.tracing.states import State
 from forgeasync.weights.fetcher import FetchReport, HostShare
-from forgeasync.weights.layout import TORCH_DTYPES, WeightLayout
+from forgeasync.weights.layout import WeightLayout
 from forgeasync.weights.manifest import Manifest
 from forgeasync.weights.transports.build import connect_transports
 from forgeasync.weights.transports.transport import StagingSource
@@ -55,8 +62,7 @@ if TYPE_CHECKING:
     from forgeasync.generator.engine import GeneratorEngine
 
 ANSWER_S = 5.0
-"""Seconds for the answer about a group to reach the controller. Until then the group's tokens stay logged: if
-this process dies, they are all that is left of it."""
+"""Seconds for the answer about a group to reach the controller: so long the group's tokens stay logged."""
 
 
 class GeneratorActor(Actor):
@@ -312,31 +318,15 @@ class GeneratorActor(Actor):
         Raises:
             ValueError: trainer and engine do not have the same tensors, or a transport cannot work.
         """
-        from forgeasync.generator.host_memory import HostMemory
-        from forgeasync.generator.weight_receiver import AdapterBase, WeightReceiver
-
         assert self._engine is not None
-        setup = self._setup
-        transports = connect_transports(setup.weights, layout, sources, generator_host=self._host_id)
-        self._receiver = await WeightReceiver.connect(
+        self._receiver = await connect_receiver(
             self._engine,
+            self._setup,
             layout=layout,
-            transports=transports,
-            host_memory=HostMemory(
-                receive_buffer=folder / "receive-buffer",
-                shadow=setup.weights.shadow,
-                share=share,
-                is_joining=is_joining,
-            ),
-            delta=setup.weights.delta,
-            base=None
-            if setup.lora is None
-            else AdapterBase(
-                folder=setup.model_path,
-                shapes=expected_shapes(setup.facts),
-                dtype=TORCH_DTYPES[setup.section.dtype],
-                scaling=setup.lora.alpha / setup.lora.rank,
-            ),
+            transports=connect_transports(self._setup.weights, layout, sources, generator_host=self._host_id),
+            folder=folder,
+            share=share,
+            is_joining=is_joining,
         )
         return str(self._receiver.route)
 
@@ -369,6 +359,16 @@ class GeneratorActor(Actor):
     async def finish_update(self) -> SwapReport:
         """Wait until the engine samples under the version that all generators of this host have staged."""
         return await self._receiver.finish()
+
+    @concurrent_endpoint
+    async def time_engine(
+        self, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, seed: int
+    ) -> float:
+        """See ``forgeasync.generator.timing``."""
+        from forgeasync.generator.timing import time_engine
+
+        assert self._engine is not None
+        return await time_engine(self._engine, timing, sampling, seed=seed)
 
     @concurrent_endpoint
     async def parameters(self) -> list[dict[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from forgeasync.launch.jobs import HostRole
 from forgeasync.rollouts.records import Records
 from forgeasync.waiting import deadline, forget
 from forgeasync.weights.layout import WeightSet
-from forgeasync.weights.staging import NUM_SLOTS
+from forgeasync.weights.ledger import NUM_SLOTS
 from forgeasync.weights.transports.build import build_transport, require_reach
 
 T = TypeVar("T")

@@ -43,8 +43,8 @@ from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.trainer.advantage_spans import steps_problem, whole_response
 from forgeasync.trainer.batch import TrainingItem, assign_rows, items_of, training_items
 from forgeasync.trainer.step_result import StepResult
+from forgeasync.weights.ledger import NUM_SLOTS
 from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staging import NUM_SLOTS
 
 logger = logging.getLogger(__name__)
 

@@ -69,6 +69,8 @@ class ReplicaTable:
     num_suspected: int = 0
     """How often one became suspect."""
     _replicas: dict[int, Replica] = field(default_factory=dict)
+    _by_host: dict[str, list[Replica]] = field(default_factory=dict)
+    """Those of each host, also those that are gone."""
     _next_number: int = 0
 
     def start(self, rank: int, host: str, *, is_spare: bool = False) -> int:
@@ -76,7 +78,9 @@ class ReplicaTable:
         assert all(one.rank != rank for one in self.present), f"rank {rank} is taken"
         number = self._next_number
         self._next_number += 1
-        self._replicas[number] = Replica(number=number, rank=rank, host=host, is_spare=is_spare)
+        one = Replica(number=number, rank=rank, host=host, is_spare=is_spare)
+        self._replicas[number] = one
+        self._by_host.setdefault(host, []).append(one)
         return number
 
     def ready(self, number: int) -> None:
@@ -97,9 +101,7 @@ class ReplicaTable:
     def behind(self, host: str, version: int) -> tuple[int, ...]:
         """The live generators of a host that have an older version."""
         return tuple(
-            one.number
-            for one in self.present
-            if one.host == host and one.state in LIVE and one.version < version
+            one.number for one in self._by_host.get(host, ()) if one.state in LIVE and one.version < version
         )
 
     def is_behind(self, host: str) -> bool:
@@ -108,7 +110,7 @@ class ReplicaTable:
 
     def lowest_version(self, host: str) -> int:
         """The oldest version that a live generator of a host has; there must be one."""
-        return min(one.version for one in self.present if one.host == host and one.state in LIVE)
+        return min(one.version for one in self._by_host[host] if one.state in LIVE)
 
     def begin_update(self, number: int, version: int) -> None:
         """A generator fetches the newest version."""
@@ -185,10 +187,15 @@ class ReplicaTable:
 
     def assign(self, num_rollouts: int) -> int | None:
         """Give rollouts to the generator with the fewest of them; None while none may be given any."""
-        able = [one for one in self.present if self.may_take_groups(one.number)]
-        if not able:
+        # Every group comes here, and there can be hundreds of generators.
+        chosen: Replica | None = None
+        for one in self._replicas.values():
+            if one.state is not ReplicaState.HEALTHY or one.is_spare:
+                continue
+            if chosen is None or (one.num_live, one.rank) < (chosen.num_live, chosen.rank):
+                chosen = one
+        if chosen is None:
             return None
-        chosen = min(able, key=lambda one: (one.num_live, one.rank))
         chosen.num_live += num_rollouts
         return chosen.number
 

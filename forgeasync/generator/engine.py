@@ -76,12 +76,14 @@ class GeneratorEngine:
         model = llm.model_config
         self._llm = llm
         self._client = client
-        self._records = records
-        self._vocab_size = model.get_vocab_size()
+        self.vocab_size = model.get_vocab_size()
+        # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
+        self.all_kept = self.vocab_size if records.kept_tokens else 0
+        """``top_k`` of requests whose sampling sets none."""
         self._recorder = recorder
         self.reader = SequenceReader(
             tokenizer=llm.get_tokenizer(),
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             num_experts=model.get_num_experts(),
             num_dense_layers=records.num_dense_layers,
         )
@@ -273,8 +275,7 @@ class GeneratorEngine:
                 episode.num_requests += 1
                 params = SamplingParams(
                     temperature=sampling.temperature,
-                    # vLLM records kept sets only where top_k is set; the size of the vocabulary keeps all.
-                    top_k=sampling.top_k or (self._vocab_size if self._records.kept_tokens else 0),
+                    top_k=sampling.top_k or self.all_kept,
                     top_p=sampling.top_p,
                     min_p=sampling.min_p,
                     max_tokens=max_tokens - turn.trajectory.num_sampled,

@@ -18,7 +18,8 @@ from forgeasync.generator.weight_route import WeightRoute
 from forgeasync.generator.workarounds.load_trace import LoadTrace, WorkerTrace
 from forgeasync.weights.copies import StridedCopy, needed_blocks
 from forgeasync.weights.fetcher import HostShare
-from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
+from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.manifest import BLOCK_BYTES
 
 POLL_START_S, POLL_MAX_S = 0.0005, 0.02
 

@@ -30,6 +30,25 @@ class EngineStats:
     """Peak of the generator's largest process so far; None where nobody has measured."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTiming:
+    """Asks how long decode steps take at a constant number of sequences."""
+
+    num_running: int
+    num_prompt_tokens: int
+    """Of each sequence, all different, before its first step."""
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTiming:
+    """Asks how long prompts take, all different and all at once."""
+
+    num_prompts: int
+    num_prompt_tokens: int
+    """Of each."""
+
+
 class GroupCancelled(Exception):
     """The group was given up: its sequences were ended and are lost."""
 

@@ -75,6 +75,30 @@ def weight_times(config: RunConfig, facts: ModelFacts) -> list[TimeTerm]:
     return terms
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSeconds:
+    """The terms of one version added up."""
+
+    publish_s: float
+    fetch_s: float
+    """With staging, which goes on beside decoding too."""
+    pause_s: float
+    """For which decoding stands still, under the config's ``weights.shadow``."""
+
+
+def weight_seconds(config: RunConfig, facts: ModelFacts) -> WeightSeconds:
+    """Return how long one version takes. Adapters are fetched, and their swap is taken to cost nothing."""
+    fleet = _fleet(config, facts)
+    publish_s = sum(term.seconds for term in _publish(fleet))
+    fetch_s = sum(term.seconds for term in _fetch(fleet))
+    if config.lora is not None:
+        return WeightSeconds(publish_s=publish_s, fetch_s=fetch_s, pause_s=0.0)
+    by_host, by_device, _ = _pauses(config, facts, fleet)
+    pause = by_host if config.weights.shadow is ShadowMemory.HOST else by_device
+    staging_s = _stage(fleet, config.weights.shadow).seconds
+    return WeightSeconds(publish_s=publish_s, fetch_s=fetch_s + staging_s, pause_s=pause.seconds)
+
+
 def _fleet(config: RunConfig, facts: ModelFacts) -> _Fleet:
     generator, launcher = config.generator, config.launcher
     element = BYTES_PER_ELEMENT[generator.dtype]

@@ -58,6 +58,8 @@ class _Item:
 class _Replica:
     is_up: bool = True
     items: set[int] = field(default_factory=set)
+    suspects: set[int] = field(default_factory=set)
+    """Those of its items that were lost before, and so bound how many it may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,8 @@ class Dispatcher:
 
     def next(self, now_s: float) -> Assignment | None:
         """Assign the first item that is ready to the replica with the least to do, if one has room for it."""
+        if not self._waiting:
+            return None
         # A suspect that waits for a replica with less to do keeps younger items from filling it up.
         reserved: set[int] = set()
         for number in self._waiting:
@@ -216,15 +220,19 @@ class Dispatcher:
         return max(1, self._section.max_in_flight >> item.num_lost)
 
     def _room(self, rank: int) -> int:
-        items = self._replicas[rank].items
-        bounds = (self._most_beside(self._items[number]) for number in items)
-        return min(bounds, default=self._section.max_in_flight) - len(items)
+        replica = self._replicas[rank]
+        if not replica.suspects:
+            return self._section.max_in_flight - len(replica.items)
+        bounds = (self._most_beside(self._items[number]) for number in replica.suspects)
+        return min(bounds) - len(replica.items)
 
     def _assign(self, number: int, rank: int) -> Assignment:
         item = self._items[number]
         item.current = assignment = Assignment(number=self._next_number, item=number, replica=rank)
         self._next_number += 1
         self._replicas[rank].items.add(number)
+        if item.num_lost:
+            self._replicas[rank].suspects.add(number)
         del self._waiting[number]
         return assignment
 
@@ -239,6 +247,7 @@ class Dispatcher:
         item = self._items[number]
         if item.current is not None:
             self._replicas[item.current.replica].items.discard(number)
+            self._replicas[item.current.replica].suspects.discard(number)
             item.current = None
 
     def _again(self, number: int, ready_s: float) -> Fate:

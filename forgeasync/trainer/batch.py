@@ -14,8 +14,9 @@ from forgeasync.config.trainer import RoutingReplay
 from forgeasync.rollouts.group_payload import TokenTrace
 from forgeasync.rollouts.rollout import Group, StoredBranch, StoredRollout
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.rollouts.row_plan import plan_rows
 from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
-from forgeasync.trainer.packing import TrainingSequence, plan_rows
+from forgeasync.trainer.packing import TrainingSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

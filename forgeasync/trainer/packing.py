@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgeasync.config.trainer import ROW_ALIGNMENT
 from forgeasync.rollouts.kept_tokens import KeptTokens, all_kept, concatenate
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.rollouts.row_plan import padded_length, plan_rows
 from forgeasync.rollouts.teacher_record import TeacherRecord
 from forgeasync.rollouts.teacher_record import concatenate as concatenate_records
 
@@ -80,9 +80,9 @@ class PackedRow:
 
 
 def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
-    """Lay sequences end to end and pad to a multiple of ``ROW_ALIGNMENT``; an empty row is all padding."""
+    """Lay sequences end to end and pad as ``padded_length`` says; an empty row is all padding."""
     used = sum(sequence.num_tokens for sequence in sequences)
-    length = max(1, -(-used // ROW_ALIGNMENT)) * ROW_ALIGNMENT
+    length = padded_length(used)
     row = PackedRow(
         token_ids_L=np.zeros(length, np.int64),
         positions_L=np.zeros(length, np.int64),
@@ -147,41 +147,6 @@ def _empty_routing(sequences: Sequence[TrainingSequence], length: int) -> np.nda
     shapes = {s.expert_ids_SMK.shape[1:] for s in sequences if s.expert_ids_SMK is not None}
     assert len(shapes) <= 1, "records of one model"
     return np.full((length, *shapes.pop()), NO_RECORD, np.int16) if shapes else None
-
-
-def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
-    """Assign sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
-
-    Longest first into the emptiest row that has room, over the smallest multiple of ``num_ranks`` rows
-    that suffices: ranks get nearly equal work, every rank the same number of microbatches. Deterministic.
-
-    Raises:
-        ValueError: a sequence is longer than a row.
-    """
-    for index, length in enumerate(lengths):
-        if length > tokens_per_row:
-            raise ValueError(
-                f"sequence {index} has {length} tokens, more than trainer.tokens_per_row = {tokens_per_row}"
-            )
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    num_microbatches = max(1, -(-sum(lengths) // (tokens_per_row * num_ranks)))
-    while (rows := _fill(order, lengths, tokens_per_row, num_microbatches * num_ranks)) is None:
-        num_microbatches += 1
-    return [rows[i * num_ranks : (i + 1) * num_ranks] for i in range(num_microbatches)]
-
-
-def _fill(
-    order: Sequence[int], lengths: Sequence[int], tokens_per_row: int, num_rows: int
-) -> list[list[int]] | None:
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
-    used = [0] * num_rows
-    for index in order:
-        row = min(range(num_rows), key=lambda candidate: (used[candidate], candidate))
-        if used[row] + lengths[index] > tokens_per_row:
-            return None
-        rows[row].append(index)
-        used[row] += lengths[index]
-    return rows
 
 
 def pack_rows(

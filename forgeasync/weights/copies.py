@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from forgeasync.weights.layout import BLOCK_BYTES, Box, WeightLayout
+from forgeasync.weights.layout import Box, WeightLayout
+from forgeasync.weights.manifest import BLOCK_BYTES
 
 
 class Destination(Protocol):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forgeasync.config.model import Dtype
+from forgeasync.weights.manifest import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,6 @@ def merged(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scali
 
 ALIGNMENT = 64
 """Alignment of pieces in their buffer, in bytes: a cache line, enough for any dtype."""
-
-
-BLOCK_BYTES = 256 * 2**10
-"""Bytes that one checksum covers: few enough to be still in the cache after they were copied."""
 
 
 SEGMENT_BYTES = 128 * BLOCK_BYTES

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from forgeasync.weights.manifest import Manifest
-from forgeasync.weights.staging import NUM_SLOTS
+
+NUM_SLOTS = 2
+"""Staging buffers of every trainer rank."""
 
 
 class SlotState(StrEnum):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from forgeasync.weights.layout import BLOCK_BYTES
+BLOCK_BYTES = 256 * 2**10
+"""Bytes that one checksum covers: few enough to be still in the cache after they were copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

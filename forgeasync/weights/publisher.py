@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from forgeasync.weights.layout import NamedWeight, assign_boxes, lay_out, shard_box
+from forgeasync.weights.ledger import NUM_SLOTS
 from forgeasync.weights.manifest import StagedShard
-from forgeasync.weights.staging import NUM_SLOTS, SlotWrite, StagingBuffers, staging_file
+from forgeasync.weights.staging import SlotWrite, StagingBuffers, staging_file
 from forgeasync.weights.transports.transport import RankStaging, StagingSource, Transport
 
 

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 
 from forgeasync.weights.device_copies import DeviceCopies, StartedCopies, page_lock
-from forgeasync.weights.layout import BLOCK_BYTES, RankLayout
-from forgeasync.weights.manifest import block_range, checksum
-
-NUM_SLOTS = 2
+from forgeasync.weights.layout import RankLayout
+from forgeasync.weights.ledger import NUM_SLOTS
+from forgeasync.weights.manifest import BLOCK_BYTES, block_range, checksum
 
 
 class SharedFile:

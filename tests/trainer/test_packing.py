@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync.config.trainer import ROW_ALIGNMENT
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.rollouts.row_plan import plan_rows
 from forgeasync.trainer.packing import (
     NO_SEQUENCE,
-    ROW_ALIGNMENT,
     TrainingSequence,
     pack_row,
     pack_rows,
-    plan_rows,
 )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from forgeasync.config.trainer import ParallelSection
 from forgeasync.trainer.packing import pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
-from forgeasync.weights.layout import BLOCK_BYTES
+from forgeasync.weights.manifest import BLOCK_BYTES
 from forgeasync.weights.publisher import WeightPublisher
 from forgeasync.weights.staging import SlotWrite
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from forgeasync.weights.layout import BLOCK_BYTES, NamedWeight, RankLayout, lay_out
+from forgeasync.weights.layout import NamedWeight, RankLayout, lay_out
+from forgeasync.weights.manifest import BLOCK_BYTES
 from forgeasync.weights.publisher import Publication
 from forgeasync.weights.staging import StagingBuffers
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport

@@ -24,16 +24,8 @@ from forgeasync.weights.fetcher import (
     of_host,
     received_images,
 )
-from forgeasync.weights.layout import (
-    BLOCK_BYTES,
-    SEGMENT_BYTES,
-    Box,
-    Piece,
-    RankLayout,
-    WeightLayout,
-    whole_tensors,
-)
-from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.layout import SEGMENT_BYTES, Box, Piece, RankLayout, WeightLayout, whole_tensors
+from forgeasync.weights.manifest import BLOCK_BYTES, Manifest
 from forgeasync.weights.staging import StagingBuffers
 from forgeasync.weights.transports.shared_memory import SharedMemoryTransport
 from forgeasync.weights.transports.transport import Arrived, ByteRange, StagingSource

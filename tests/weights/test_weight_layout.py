@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from forgeasync.weights.copies import StridedCopy, join, needed_blocks, plan_copies
 from forgeasync.weights.fetcher import byte_ranges
 from forgeasync.weights.layout import (
-    BLOCK_BYTES,
     SEGMENT_BYTES,
     Box,
     NamedWeight,
@@ -26,6 +25,7 @@ from forgeasync.weights.layout import (
     name_in,
     whole_tensors,
 )
+from forgeasync.weights.manifest import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

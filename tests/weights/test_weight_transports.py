@@ -20,8 +20,8 @@ from forgeasync.models.rules import check_config
 from forgeasync.schema.problems import ConfigError
 from forgeasync.schema.python_code import PythonCode
 from forgeasync.weights.fetcher import ReceiveBuffer, WeightFetcher, received_images
-from forgeasync.weights.layout import BLOCK_BYTES, SEGMENT_BYTES, NamedWeight, WeightLayout, whole_tensors
-from forgeasync.weights.manifest import Manifest
+from forgeasync.weights.layout import SEGMENT_BYTES, NamedWeight, WeightLayout, whole_tensors
+from forgeasync.weights.manifest import BLOCK_BYTES, Manifest
 from forgeasync.weights.publisher import WeightPublisher
 from forgeasync.weights.transports.auto import AutoTransport
 from forgeasync.weights.transports.build import (

@@ -7,7 +7,8 @@ from forgeasync.config.run import RunConfig
 from forgeasync.config.weights import BUILT_IN_TRANSPORTS, TransportChoice, WeightsSection
 from forgeasync.schema.problems import Problem
 from forgeasync.schema.python_code import PythonCode, load_code
-from forgeasync.weights.layout import BLOCK_BYTES, WeightLayout
+from forgeasync.weights.layout import WeightLayout
+from forgeasync.weights.manifest import BLOCK_BYTES
 from forgeasync.weights.transports.transport import RankSource, StagingSource, Transport
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from monarch.actor import ProcMesh
 
-from forgeasync.weights.layout import BLOCK_BYTES
+from forgeasync.weights.manifest import BLOCK_BYTES
 
 ByteRange = tuple[int, int]
 """First byte, and the byte after the last one."""

@@ -1,0 +1,119 @@
+"""Measures how long the parts of a run take here, and plans how many GPUs should train and how many generate.
+
+    python -m apps.profile --config FILE [--config FILE ...] [key.path=value ...] [--out FILE]
+    python -m apps.profile --plan --gpus N (--profile FILE | --response-tokens MEAN)
+        --config FILE [--config FILE ...] [key.path=value ...]
+
+The first form starts the run's own procs, times each part while the others have nothing to do, and writes a
+profile (docs/profiling.md). The second one starts nothing: it simulates the run (docs/simulation.md), prints
+the splits that no other beats in throughput, age of the data and GPUs at once, and recommends one.
+``--profile`` is the file of a measured profile. ``--response-tokens`` plans for H100s that are not here, by
+arithmetic on what their maker states, for responses of that mean length.
+
+Exit code: 0; 2 with the reason if the config, the profile or the number of GPUs is refused; 1 if a part could
+not be measured.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forgeasync.config.load import load_config
+from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.run import RunConfig, longest_response, resolve
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.planning.layouts import GPU_GIB
+from forgeasync.planning.split_table import print_plan
+from forgeasync.planning.splits import ProfileOf, plan_splits
+from forgeasync.planning.stated_profile import stated_profile
+from forgeasync.profile.profile_file import read_profile
+from forgeasync.schema.problems import EXIT_REFUSED, ConfigError, Problem
+
+NUM_STEPS = 30
+"""Steps that each split is simulated for; the first third is left out of the means."""
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = _arguments(given)
+    return _plan(arguments) if arguments.plan else _measure(arguments)
+
+
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m apps.profile", description="Measures a profile, or plans the split of GPUs."
+    )
+    parser.add_argument("--config", action="append", required=True, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of the profile; default: in runs/")
+    parser.add_argument("--plan", action="store_true", help="print splits and recommend one")
+    parser.add_argument("--gpus", type=_positive, help="GPUs of the run; on CPUs its procs")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--profile", type=Path, metavar="FILE", help="a measured profile")
+    source.add_argument(
+        "--response-tokens", type=float, metavar="MEAN", help="plan for stated H100s and responses like these"
+    )
+    arguments = parser.parse_intermixed_args(given)
+    has_source = arguments.profile is not None or arguments.response_tokens is not None
+    if arguments.plan and (arguments.gpus is None or not has_source):
+        parser.error("--plan: needs --gpus, and --profile or --response-tokens")
+    if arguments.plan and arguments.out is not None:
+        parser.error("--out: is of a profile that is measured; leave --plan away")
+    if not arguments.plan and (arguments.gpus is not None or has_source):
+        parser.error("--gpus, --profile and --response-tokens: are for --plan")
+    return arguments
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if not 2 <= number <= 65536:
+        raise argparse.ArgumentTypeError(f"{text} must be from 2, one that trains and one that generates")
+    return number
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    # They import torch and Monarch, which a plan can do without.
+    from forgeasync.controller.cli import exit_code
+    from forgeasync.profiling.command import profile_config
+
+    return exit_code(
+        lambda: profile_config(load_config(arguments.config, arguments.overrides), arguments.out)
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        facts = read_model_facts(config.model.path)
+        config = resolve(config, facts)
+        profile_of = _profile_of(config, facts, arguments.profile, arguments.response_tokens)
+        plan = plan_splits(
+            config,
+            facts,
+            profile_of,
+            num_gpus=arguments.gpus,
+            num_steps=NUM_STEPS,
+            gpu_bytes=round(GPU_GIB * 2**30),
+        )
+    except ConfigError as error:
+        print(f"refused:\n{error}", file=sys.stderr)
+        return EXIT_REFUSED
+    print_plan(plan, is_stated=arguments.profile is None)
+    return 0
+
+
+def _profile_of(config: RunConfig, facts: ModelFacts, file: Path | None, mean: float | None) -> ProfileOf:
+    if file is not None:
+        profile = read_profile(file)
+        return lambda split: profile
+    assert mean is not None, "the parser wants one of them"
+    if not 1.0 <= mean <= longest_response(config):
+        remedy = f"must be from 1 to {longest_response(config)}, the longest response of the config"
+        raise ConfigError([Problem(field="--response-tokens", value=mean, remedy=remedy)])
+    return functools.partial(stated_profile, facts=facts, mean_response_tokens=mean)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

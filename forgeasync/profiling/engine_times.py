@@ -1,0 +1,96 @@
+"""Times of one engine: a grid of decode steps, and prompts."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from forgeasync.actors.generator import GeneratorActor
+from forgeasync.config.generator import SamplingSection
+from forgeasync.generator.reports import DecodeTiming, PrefillTiming
+from forgeasync.profile.numbers import Estimate
+from forgeasync.profile.profile import DecodePoint
+
+NUM_STEPS = 16
+"""Decode steps of each sequence in a round."""
+
+SHORT_PROMPT = 16
+"""Prompt tokens of the lower row of the grid."""
+
+NUM_ROUNDS = 3
+"""Of the whole grid, one after the other, so that slow minutes of a machine fall on all points."""
+
+PREFILL_BATCHES = 4
+"""A round of prompts has so many times the tokens that the engine computes at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What bounds the grid."""
+
+    max_num_seqs: int
+    max_context_length: int
+    max_kv_tokens: int
+    max_num_batched_tokens: int
+    """Prompt tokens that the engine computes at once."""
+
+
+def decode_grid(limits: EngineLimits) -> list[DecodeTiming]:
+    """Return powers of two up to the most sequences, each with one or two lengths of prompts."""
+    numbers = list(_powers(limits.max_num_seqs))
+    # The longest that all sequences can have at once, with a tenth of the cache to spare.
+    room = int(0.9 * limits.max_kv_tokens / limits.max_num_seqs)
+    longest = min(limits.max_context_length, room) - NUM_STEPS - 1
+    lengths = sorted({min(SHORT_PROMPT, max(1, longest)), max(1, longest)})
+    return [
+        DecodeTiming(num_running=num, num_prompt_tokens=length, num_steps=NUM_STEPS)
+        for num in numbers
+        for length in lengths
+    ]
+
+
+def _powers(highest: int) -> Iterator[int]:
+    number = 1
+    while number < highest:
+        yield number
+        number *= 2
+    yield highest
+
+
+async def time_decoding(
+    engine: GeneratorActor,
+    grid: Sequence[DecodeTiming],
+    sampling: SamplingSection,
+    on_point: Callable[[], None],
+) -> tuple[DecodePoint, ...]:
+    """Return the times of a grid, each the mean of ``NUM_ROUNDS`` rounds after one that warms up."""
+    samples: dict[DecodeTiming, list[float]] = defaultdict(list)
+    for number in range(NUM_ROUNDS + 1):
+        for timing in grid:
+            step_s = await engine.time_engine.call_one(timing, sampling, number)
+            if number:
+                samples[timing].append(step_s)
+            on_point()
+    return tuple(
+        DecodePoint(
+            num_running=timing.num_running,
+            # Halfway through the steps.
+            num_context_tokens=timing.num_prompt_tokens + timing.num_steps // 2,
+            step_s=Estimate.of(found),
+        )
+        for timing, found in samples.items()
+    )
+
+
+async def time_prompts(
+    engine: GeneratorActor, limits: EngineLimits, sampling: SamplingSection, *, num_prompt_tokens: int
+) -> Estimate:
+    """Return the prompt tokens that the engine computes a second, in prompts of such a length."""
+    num_tokens = min(PREFILL_BATCHES * limits.max_num_batched_tokens, limits.max_kv_tokens // 2)
+    num_prompts = max(1, min(num_tokens // num_prompt_tokens, limits.max_num_seqs))
+    timing = PrefillTiming(num_prompts=num_prompts, num_prompt_tokens=num_prompt_tokens)
+    rates = []
+    for number in range(NUM_ROUNDS + 1):
+        token_s = await engine.time_engine.call_one(timing, sampling, number)
+        if number:
+            rates.append(1.0 / token_s)
+    return Estimate.of(rates)

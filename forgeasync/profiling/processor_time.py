@@ -1,0 +1,51 @@
+"""Processor time of some processes of this machine, with all that they have started."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+
+import psutil
+
+
+class ProcessorTime:
+    """Seconds that processes have computed since the last look."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pids = tuple(pids)
+        self._before_s = self._total_s()
+
+    def passed_s(self) -> float:
+        """Return the seconds since the last call, of all cores together."""
+        before_s, self._before_s = self._before_s, self._total_s()
+        return max(0.0, self._before_s - before_s)
+
+    def _total_s(self) -> float:
+        total_s = 0.0
+        for pid in self._pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                for one in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        times = one.cpu_times()
+                        total_s += times.user + times.system
+        return total_s
+
+
+class OtherLoad:
+    """What processes of others take of this machine's cores."""
+
+    def __init__(self) -> None:
+        self._own = ProcessorTime([os.getpid()])
+        self._start_s, self._busy_s = time.perf_counter(), _busy_s()
+
+    def share(self) -> float:
+        """Return their share of all cores since this was made, from 0 to 1."""
+        passed_s = time.perf_counter() - self._start_s
+        others_s = _busy_s() - self._busy_s - self._own.passed_s()
+        return min(1.0, max(0.0, others_s / (passed_s * psutil.cpu_count())))
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait

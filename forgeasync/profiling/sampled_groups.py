@@ -1,0 +1,170 @@
+"""Groups sampled and scored by the run's own procs: lengths, times of scoring, episodes."""
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
+from forgeasync.environments.order import sampling_seed
+from forgeasync.environments.reward import response_of
+from forgeasync.profile.numbers import Distribution
+from forgeasync.profile.profile import EnvironmentTimes, Lengths
+from forgeasync.rollouts.rollout import Group, StoredRollout
+from forgeasync.rollouts.score import Score, steps_of
+from forgeasync.rollouts.task import Task
+
+NUM_SCORED_ALONE = 32
+"""Responses that are scored one after the other, to be timed."""
+
+
+class NotProfiled(RuntimeError):
+    """What has to be timed did not work; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One group with its scores, and what its environment took."""
+
+    group: Group
+    scores: tuple[Score, ...]
+    turn_latencies_s: tuple[float, ...]
+    """Of each episode: its time without sampling, by its turns."""
+    num_turns: tuple[int, ...]
+
+
+async def sample_groups(
+    groups: GroupSampler, scorer: GroupScoring, tasks: Sequence[Task], *, seed: int
+) -> list[Sampled]:
+    """Sample and score a group for each task, all at once.
+
+    Raises:
+        NotProfiled: no group could be sampled and scored.
+    """
+    problems: list[str] = []
+
+    async def one(number: int, task: Task) -> Sampled | None:
+        answer = await groups.sample(number, task, seed=sampling_seed(seed, number))
+        if not isinstance(answer, SampledGroup):
+            problems.append(f"task {task.task_id}: {answer}")
+            return None
+        scores = answer.scores
+        if scores is None:
+            responses = [response_of(rollout) for rollout in answer.rollouts]
+            found = await scorer.score_group(number, task, responses)
+            if isinstance(found, Unscored):
+                problems.append(f"task {task.task_id}: {found.reason}")
+                return None
+            scores = found
+        return _sampled(number, task, answer, scores)
+
+    found = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
+    sampled = [one for one in found if one is not None]
+    if not sampled:
+        raise NotProfiled(f"none of {len(tasks)} groups was sampled and scored; the first: {problems[0]}")
+    return sampled
+
+
+def _sampled(number: int, task: Task, answer: SampledGroup, scores: tuple[Score, ...]) -> Sampled:
+    group = Group(
+        group_id=number,
+        draw_id=number,
+        task=task,
+        rollouts=answer.rollouts,
+        rewards=tuple(score.value for score in scores),
+        scores=scores,
+        steps=steps_of(scores),
+        durations_ms=answer.durations_ms,
+    )
+    episodes = [one for one in answer.outcomes if one.num_turns]
+    return Sampled(
+        group=group,
+        scores=scores,
+        turn_latencies_s=tuple(max(0.0, one.episode_s - one.sampling_s) / one.num_turns for one in episodes),
+        num_turns=tuple(one.num_turns for one in episodes),
+    )
+
+
+async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Distribution:
+    """Return how long scoring one response takes, with nothing else to do."""
+    times_s = []
+    pairs = [(one.group.task, rollout) for one in sampled for rollout in one.group.rollouts]
+    every = max(1, len(pairs) // NUM_SCORED_ALONE)
+    for task, rollout in pairs[::every][:NUM_SCORED_ALONE]:
+        start_s = time.perf_counter()
+        await scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
+        times_s.append(time.perf_counter() - start_s)
+    return Distribution.of(times_s)
+
+
+def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:
+    """Return what episodes took besides sampling; None without an environment."""
+    turns = [float(num) for one in sampled for num in one.num_turns]
+    if not turns:
+        return None
+    latencies_s = [latency for one in sampled for latency in one.turn_latencies_s]
+    return EnvironmentTimes(num_turns=Distribution.of(turns), latency_s=Distribution.of(latencies_s))
+
+
+def lengths_by_source(sampled: Sequence[Sampled]) -> dict[str, Lengths]:
+    """Return the lengths of prompts and responses of every source that was sampled."""
+    by_source: dict[str, list[Group]] = {}
+    for one in sampled:
+        by_source.setdefault(one.group.task.source, []).append(one.group)
+    return {
+        source: Lengths(
+            prompt=Distribution.of([_prompt(group.rollouts[0]) for group in groups]),
+            response=Distribution.of([_response(rollout) for group in groups for rollout in group.rollouts]),
+            prompt_share=alikeness([[_response(one) for one in group.rollouts] for group in groups]),
+        )
+        for source, groups in by_source.items()
+    }
+
+
+def _prompt(rollout: StoredRollout) -> float:
+    return float(rollout.branches[0].num_prompt_tokens)
+
+
+def _response(rollout: StoredRollout) -> float:
+    return float(max(1, rollout.num_sampled_tokens))
+
+
+def alikeness(groups: Sequence[Sequence[float]]) -> float:
+    """Return how alike the values within groups are: the intraclass correlation of their normal scores.
+
+    That of one-way analysis of variance (Shrout and Fleiss 1979, ICC(1,1)), between 0 and 1. Normal scores
+    are the normal quantiles of mid-ranks by the number of values (Blom 1958).
+    """
+    groups = [group for group in groups if len(group) > 1]
+    values = sorted(value for group in groups for value in group)
+    if len(groups) < 2 or values[0] == values[-1]:
+        return 0.0
+    scores = _normal_scores(values)
+    scored = [[scores[value] for value in group] for group in groups]
+    size = statistics.fmean(len(group) for group in scored)
+    mean = statistics.fmean(value for group in scored for value in group)
+    means = [statistics.fmean(group) for group in scored]
+    between = math.fsum(len(group) * (one - mean) ** 2 for group, one in zip(scored, means, strict=True)) / (
+        len(scored) - 1
+    )
+    num_within = sum(len(group) - 1 for group in scored)
+    within = (
+        math.fsum((value - one) ** 2 for group, one in zip(scored, means, strict=True) for value in group)
+        / num_within
+    )
+    return min(1.0, max(0.0, (between - within) / (between + (size - 1) * within)))
+
+
+def _normal_scores(ordered: Sequence[float]) -> dict[float, float]:
+    """Return the normal score of every value; equal ones have the score of their middle rank."""
+    normal, num = statistics.NormalDist(), len(ordered)
+    places: dict[float, list[int]] = {}
+    for place, value in enumerate(ordered, 1):
+        places.setdefault(value, []).append(place)
+    return {
+        value: normal.inv_cdf((statistics.fmean(ranks) - 0.375) / (num + 0.25))
+        for value, ranks in places.items()
+    }

@@ -1,0 +1,154 @@
+"""Times of the trainer, alone: steps on parts of a batch, and their weights on the way to the generators."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forgeasync.actors.router import GeneratorRouter
+from forgeasync.config.run import RunConfig
+from forgeasync.controller.trainer_recovery import TrainerRecovery
+from forgeasync.profile.numbers import Distribution, Estimate
+from forgeasync.profile.profile import TrainPoint, WeightTimes
+from forgeasync.profiling.processor_time import ProcessorTime
+from forgeasync.profiling.sampled_groups import NotProfiled
+from forgeasync.rollouts.rollout import Group
+from forgeasync.rollouts.row_plan import padded_length
+from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
+from forgeasync.weights.staging import NUM_SLOTS
+
+SHARES = (0.25, 0.5, 1.0)
+"""Parts of a batch that steps are timed on."""
+
+NUM_ROUNDS = 3
+
+MORE_ROWS = 4
+"""Each part is also packed into rows so many times shorter, if its longest sequence lets them be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """What the trainer takes."""
+
+    points: tuple[TrainPoint, ...]
+    weights: WeightTimes
+    cores: float
+    """Cores that all of its procs keep busy together while they train."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One step that is timed, by its size and how it is packed."""
+
+    num_groups: int
+    tokens_per_row: int
+
+
+class _Measured:
+    """Samples of weights on their way, in seconds."""
+
+    def __init__(self) -> None:
+        self.wait: list[float] = []
+        self.publish: list[float] = []
+        self.fetch: list[float] = []
+        self.swap: list[float] = []
+
+    def times(self) -> WeightTimes:
+        return WeightTimes(
+            wait_s=Distribution.of(self.wait),
+            publish_s=Distribution.of(self.publish),
+            fetch_s=Distribution.of(self.fetch),
+            swap_s=Distribution.of(self.swap),
+        )
+
+
+async def time_steps(
+    config: RunConfig,
+    trainer: TrainerRecovery,
+    generators: GeneratorRouter,
+    groups: Sequence[Group],
+    processors: ProcessorTime,
+    on_step: Callable[[], None],
+) -> StepTimes:
+    """Make steps on parts of the groups, publish each, and have the generators take it.
+
+    Raises:
+        NotProfiled: a version did not arrive.
+    """
+    samples: dict[tuple[int, int], list[float]] = defaultdict(list)
+    measured, cores = _Measured(), list[float]()
+    step = 0
+    cases = step_cases(config, groups)
+    for number in range(NUM_ROUNDS + 1):
+        # Of the first round only one: it warms up.
+        for case in cases if number else cases[:1]:
+            step += 1
+            part = groups[: case.num_groups]
+            items = training_items(part, [1.0] * len(part), config.algorithm)
+            rows = assign_rows(items, tokens_per_row=case.tokens_per_row, num_ranks=trainer.num_data_ranks)
+            processors.passed_s()
+            start_s = time.perf_counter()
+            await trainer.train_items([rows], step=step)
+            step_s = time.perf_counter() - start_s
+            busy = processors.passed_s() / step_s
+            await _serve(trainer, generators, step, measured)
+            on_step()
+            if number:
+                samples[size_of(rows)].append(step_s)
+                cores.append(busy)
+    points = tuple(
+        TrainPoint(num_rows=num_rows, num_tokens=num_tokens, step_s=Estimate.of(found))
+        for (num_rows, num_tokens), found in samples.items()
+    )
+    return StepTimes(points=points, weights=measured.times(), cores=sum(cores) / len(cores))
+
+
+def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:
+    """Return the steps of a round: parts of the groups, in rows as the run has them and in shorter ones."""
+    longest = max(branch.num_tokens for one in groups for roll in one.rollouts for branch in roll.branches)
+    whole = config.trainer.tokens_per_row
+    cases = []
+    for share in SHARES:
+        num_groups = max(1, round(share * len(groups)))
+        cases.append(_Case(num_groups, whole))
+        num_tokens = sum(roll.num_tokens for one in groups[:num_groups] for roll in one.rollouts)
+        shorter = max(longest, math.ceil(num_tokens / (MORE_ROWS * config.trainer.parallel.num_procs)))
+        if shorter < min(whole, num_tokens):
+            cases.append(_Case(num_groups, shorter))
+    return list(dict.fromkeys(cases))
+
+
+def size_of(rows: Sequence[Sequence[Sequence[TrainingItem]]]) -> tuple[int, int]:
+    """Return the microbatches of a step, and the tokens of the longest row of each, added up.
+
+    ``rows`` has items by data rank and microbatch. Rows are filled up to ``ROW_ALIGNMENT`` tokens.
+    """
+    lengths = [[padded_length(sum(item.num_tokens for item in row)) for row in of_rank] for of_rank in rows]
+    return len(rows[0]), sum(max(of_batch) for of_batch in zip(*lengths, strict=True))
+
+
+async def _serve(
+    trainer: TrainerRecovery, generators: GeneratorRouter, step: int, measured: _Measured
+) -> None:
+    """Publish the weights of a step and have all generators take them, as the serving loops do."""
+    begun_s: list[float] = []
+    start_s = time.perf_counter()
+    manifest = await trainer.stage_weights(
+        step % NUM_SLOTS, when_begun=lambda: begun_s.append(time.perf_counter())
+    )
+    published_s = time.perf_counter()
+    measured.wait.append(begun_s[0] - start_s)
+    measured.publish.append(published_s - begun_s[0])
+    generators.published(manifest.version)
+    for host in range(generators.num_hosts):
+        fetch_start_s = time.perf_counter()
+        fetched = await generators.begin_update(host, manifest)
+        if fetched is None or not fetched.is_complete:
+            raise NotProfiled(f"version {manifest.version} did not arrive at the generators of host {host}")
+        swapped = await generators.finish_update(host, manifest.version)
+        pauses = [one.report.pause_s for one in swapped]
+        measured.fetch.append(time.perf_counter() - fetch_start_s - max(pauses))
+        measured.swap += pauses
+        for one in swapped:
+            generators.taken(one.number)

@@ -1,0 +1,73 @@
+"""A profile as tables for people."""
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+
+from forgeasync.profile.numbers import Distribution, Estimate
+from forgeasync.profile.profile import Profile
+
+
+def profile_table(profile: Profile) -> Group:
+    """Return the times of a profile, in milliseconds with the half width of their 95 % intervals."""
+    hardware = profile.hardware
+    decode = Table(
+        title=f"decode steps on {hardware.num_cores} cores of {', '.join(hardware.gpus) or hardware.cpu}"
+    )
+    for column in ("sequences", "tokens of context", "ms", "tokens/s"):
+        decode.add_column(column, justify="right")
+    for point in profile.decode:
+        rate = point.num_running / point.step_s.mean
+        decode.add_row(
+            str(point.num_running), str(point.num_context_tokens), _ms(point.step_s), f"{rate:,.0f}"
+        )
+    train = Table(title="optimizer steps")
+    for column in ("rows of a rank", "tokens of a rank", "ms", "tokens/s of a rank"):
+        train.add_column(column, justify="right")
+    for point in profile.train:
+        rate = point.num_tokens / point.step_s.mean
+        train.add_row(str(point.num_rows), str(point.num_tokens), _ms(point.step_s), f"{rate:,.0f}")
+    others = Table(title="other times")
+    for column in ("part", "ms", "p5", "p95"):
+        others.add_column(column, justify="left" if column == "part" else "right")
+    for name, times in _distributions(profile):
+        others.add_row(name, _ms(times.mean), _number(times.at(0.05)), _number(times.at(0.95)))
+    return Group(decode, train, others, *_facts(profile))
+
+
+def _distributions(profile: Profile) -> Iterator[tuple[str, Distribution]]:
+    yield "training waits to publish", profile.weights.wait_s
+    yield "publish", profile.weights.publish_s
+    yield "fetch and stage", profile.weights.fetch_s
+    yield "swap", profile.weights.swap_s
+    yield "score a response", profile.score_s
+    yield "between two steps", profile.between_steps_s
+    yield "until a group begins", profile.call_s
+    if profile.environment is not None:
+        yield "environment, a turn", profile.environment.latency_s
+
+
+def _facts(profile: Profile) -> Iterator[str]:
+    prefill, cores = profile.prefill_tokens_per_s, profile.cores
+    yield f"prompts: {prefill.mean:,.0f} tokens/s ({prefill.low:,.0f} to {prefill.high:,.0f})"
+    yield (
+        f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
+        f"scorer {cores.scorer:.2f}"
+    )
+    for source, lengths in profile.lengths.items():
+        response = lengths.response
+        yield (
+            f"{source}: prompts of {lengths.prompt.mean.mean:.0f} tokens, responses of "
+            f"{response.mean.mean:.0f} (p95 {response.at(0.95):.0f}), alike within a group by "
+            f"{lengths.prompt_share:.2f}"
+        )
+    yield f"starting: {profile.start_s.mean:.0f} s from the command until all procs are connected"
+
+
+def _ms(estimate: Estimate) -> str:
+    return f"{_number(estimate.mean)} ± {_number((estimate.high - estimate.low) / 2)}"
+
+
+def _number(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"

@@ -1,0 +1,47 @@
+"""Which sequence of a batch goes into which row of which data-parallel rank: pure, and from lengths alone."""
+
+import heapq
+from collections.abc import Sequence
+
+from forgeasync.config.trainer import ROW_ALIGNMENT
+
+
+def padded_length(num_tokens: int) -> int:
+    """Return how long a row of so many tokens is: filled up to a multiple of ``ROW_ALIGNMENT``."""
+    return max(1, -(-num_tokens // ROW_ALIGNMENT)) * ROW_ALIGNMENT
+
+
+def plan_rows(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int) -> list[list[list[int]]]:
+    """Assign sequences to rows and rows to ranks: ``plan[microbatch][rank]`` lists sequence indices.
+
+    Longest first into the emptiest row that has room, over the smallest multiple of ``num_ranks`` rows
+    that suffices: ranks get nearly equal work, every rank the same number of microbatches. Deterministic.
+
+    Raises:
+        ValueError: a sequence is longer than a row.
+    """
+    for index, length in enumerate(lengths):
+        if length > tokens_per_row:
+            raise ValueError(
+                f"sequence {index} has {length} tokens, more than trainer.tokens_per_row = {tokens_per_row}"
+            )
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    num_microbatches = max(1, -(-sum(lengths) // (tokens_per_row * num_ranks)))
+    while (rows := _fill(order, lengths, tokens_per_row, num_microbatches * num_ranks)) is None:
+        num_microbatches += 1
+    return [rows[i * num_ranks : (i + 1) * num_ranks] for i in range(num_microbatches)]
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], tokens_per_row: int, num_rows: int
+) -> list[list[int]] | None:
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    # Tokens used of every row, and its index; the emptiest one comes first.
+    emptiest = [(0, row) for row in range(num_rows)]
+    for index in order:
+        used, row = emptiest[0]
+        if used + lengths[index] > tokens_per_row:
+            return None
+        rows[row].append(index)
+        heapq.heapreplace(emptiest, (used + lengths[index], row))
+    return rows

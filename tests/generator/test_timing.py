@@ -1,0 +1,45 @@
+"""Timing an engine: the steps that are timed are those that were asked for."""
+
+import asyncio
+from pathlib import Path
+
+from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.weights import WeightsSection
+from forgeasync.generator.reports import DecodeSteps, DecodeTiming, PrefillTiming
+from tests.support.engines import start_engine
+from tests.support.models import write_random_model
+from tests.support.processes import run_alone
+from tests.support.tiers import Starts, starts
+
+
+@starts(Starts.ENGINE)
+def _time(folder: Path) -> tuple[list[float], dict[int, DecodeSteps], str]:
+    from forgeasync.generator.timing import NothingTimed, time_engine
+
+    async def run() -> tuple[list[float], dict[int, DecodeSteps], str]:
+        section = GeneratorSection(max_num_batched_tokens=64, max_num_seqs=8, kv_cache_gib=0.01)
+        engine = await start_engine(folder, section, WeightsSection())
+        sampling = SamplingSection(max_response_tokens=4, top_k=5, top_p=0.9)
+        asked = DecodeTiming(num_running=5, num_prompt_tokens=20, num_steps=12)
+        found = [await time_engine(engine, asked, sampling, seed=seed) for seed in (0, 0)]
+        prompts = PrefillTiming(num_prompts=4, num_prompt_tokens=30)
+        found.append(await time_engine(engine, prompts, sampling, seed=1))
+        counts = engine.stats().decode_steps
+        try:
+            # More than decode at once: no step has all of them.
+            more = DecodeTiming(num_running=20, num_prompt_tokens=20, num_steps=4)
+            words = str(await time_engine(engine, more, sampling, seed=2))
+        except NothingTimed as error:
+            words = str(error)
+        engine.shutdown()
+        return found, dict(counts), words
+
+    return asyncio.run(run())
+
+
+def test_steps_with_all_sequences_are_timed(tmp_path: Path) -> None:
+    found, counts, words = run_alone(_time, write_random_model(tmp_path / "hf"))
+    assert all(value > 0 for value in found)
+    # 5 prompts of 20 tokens take two steps; from the one after, 10 or 11 steps decode 5 tokens, twice.
+    assert set(counts) >= {3} and 18 <= counts[3].num_steps <= 22
+    assert "of 20 sequences with 20 prompt tokens no step decoded one token each" in words

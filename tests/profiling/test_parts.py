@@ -1,0 +1,145 @@
+"""The plain parts of profiling: what is timed, in which sizes, and what is made of samples."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgeasync.config.load import load_config
+from forgeasync.profile.numbers import Distribution
+from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
+from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
+from forgeasync.profiling.sampled_groups import (
+    Sampled,
+    alikeness,
+    environment_times,
+    lengths_by_source,
+)
+from forgeasync.profiling.step_times import size_of, step_cases
+from forgeasync.rollouts.rollout import Group
+from forgeasync.trainer.batch import assign_rows, training_items
+from tests.support.buffer_world import make_task
+from tests.support.rollouts import make_stored_rollout
+from tests.support.runs import tiny_config
+
+
+def make_group(*lengths: int, number: int = 0, num_prompt_tokens: int = 6, source: str = "x") -> Group:
+    rollouts = tuple(
+        make_stored_rollout((0, 0, length), num_prompt_tokens=num_prompt_tokens) for length in lengths
+    )
+    return Group(
+        group_id=number,
+        draw_id=number,
+        task=dataclasses.replace(make_task(number), source=source),
+        rollouts=rollouts,
+        rewards=tuple(float(index) for index in range(len(lengths))),
+    )
+
+
+@given(
+    max_num_seqs=st.integers(1, 300),
+    max_context_length=st.integers(64, 4096),
+    spare=st.floats(0.2, 4.0),
+)
+def test_the_grid_is_whole_and_fits_the_cache(
+    max_num_seqs: int, max_context_length: int, spare: float
+) -> None:
+    max_kv_tokens = max(64 * max_num_seqs, int(spare * max_num_seqs * max_context_length))
+    limits = EngineLimits(
+        max_num_seqs=max_num_seqs,
+        max_context_length=max_context_length,
+        max_kv_tokens=max_kv_tokens,
+        max_num_batched_tokens=512,
+    )
+    grid = decode_grid(limits)
+    numbers = sorted({one.num_running for one in grid})
+    lengths = {one.num_prompt_tokens for one in grid}
+    assert numbers[0] == 1 and numbers[-1] == max_num_seqs and len(grid) == len(numbers) * len(lengths)
+    assert len(set(grid)) == len(grid)
+    for one in grid:
+        assert one.num_prompt_tokens + NUM_STEPS < max_context_length
+        assert one.num_running * (one.num_prompt_tokens + NUM_STEPS) <= max_kv_tokens
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_alikeness_finds_what_lengths_were_drawn_with(share: float) -> None:
+    """Against draws whose correlation within a group is known, through a monotone map that ranks undo."""
+    rng = random.Random(3)
+    groups = []
+    for _ in range(3000):
+        of_prompt = share**0.5 * rng.gauss(0.0, 1.0)
+        groups.append([2.0 ** (of_prompt + (1 - share) ** 0.5 * rng.gauss(0.0, 1.0)) for _ in range(4)])
+    assert alikeness(groups) == pytest.approx(share, abs=0.03)
+
+
+def test_alikeness_without_anything_to_compare() -> None:
+    assert alikeness([]) == alikeness([[1.0, 2.0]]) == alikeness([[3.0], [4.0]]) == 0.0
+    assert alikeness([[5.0, 5.0], [5.0, 5.0]]) == 0.0
+    assert alikeness([[1.0, 1.0], [9.0, 9.0]]) == 1.0
+    assert alikeness([[1.0, 9.0], [1.0, 9.0], [1.0, 9.0]]) == 0.0
+
+
+def test_lengths_are_kept_apart_by_source() -> None:
+    groups = [make_group(3, 5, source="a"), make_group(30, number=1, source="b", num_prompt_tokens=9)]
+    sampled = [Sampled(group=one, scores=(), turn_latencies_s=(), num_turns=()) for one in groups]
+    found = lengths_by_source(sampled)
+    assert {name: one.response.mean.mean for name, one in found.items()} == {"a": 4.0, "b": 30.0}
+    assert {name: one.prompt.mean.mean for name, one in found.items()} == {"a": 6.0, "b": 9.0}
+    assert environment_times(sampled) is None
+    episodes = [dataclasses.replace(sampled[0], turn_latencies_s=(0.5, 1.5), num_turns=(2, 4))]
+    times = environment_times(episodes)
+    assert times is not None
+    assert times.num_turns == Distribution.of([2.0, 4.0]) and times.latency_s == Distribution.of([0.5, 1.5])
+
+
+def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    groups = [make_group(10, 20, 30, 40, number=number) for number in range(4)]
+    cases = step_cases(config, groups)
+    assert [(one.num_groups, one.tokens_per_row) for one in cases] == [
+        *((1, 256), (1, 46)),  # the longest sequence has 46 tokens
+        *((2, 256), (2, 46)),
+        *((4, 256), (4, 62)),
+    ]
+    sizes = set()
+    for case in cases:
+        part = groups[: case.num_groups]
+        items = training_items(part, [1.0] * len(part), config.algorithm)
+        sizes.add(size_of(assign_rows(items, tokens_per_row=case.tokens_per_row, num_ranks=2)))
+    # Two ranks; 124 tokens a group, filled up to 64 in each row.
+    assert (1, 64) in sizes and (1, 256) in sizes
+    assert len({num_rows for num_rows, _ in sizes}) > 1, "the time of a row can be told from that of a token"
+
+
+def test_processor_time_is_that_of_a_process_and_its_children() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    try:
+        processors = ProcessorTime([child.pid, 2**22 - 1])
+        deadline_s = time.monotonic() + 30.0
+        total_s = 0.0
+        while total_s < 0.3 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            total_s += processors.passed_s()
+        assert total_s >= 0.3
+        assert 0.0 <= OtherLoad().share() <= 1.0
+    finally:
+        subprocess.run(["pkill", "-9", "-s", str(child.pid)], check=False)
+        child.wait()
+
+
+def test_what_a_profile_would_leave_out_is_refused(tmp_path: Path) -> None:
+    from forgeasync.profiling.measuring import check_profiled
+    from forgeasync.schema.problems import ConfigError
+
+    check_profiled(tiny_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"launcher\.kind = 'process': must be local") as refused:
+        config = load_config(["configs/distill_cpu.yaml"], ["launcher={kind: process}"])
+        check_profiled(config)
+    assert "teachers = " in str(refused.value)

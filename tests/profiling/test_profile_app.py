@@ -1,0 +1,40 @@
+"""``python -m apps.profile`` on a tiny run, and what the simulator makes of its file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forgeasync.config.load import dump_config
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.profile.profile import Origin
+from forgeasync.profile.profile_file import read_profile
+from forgeasync.simulation.run import simulate
+from forgeasync.simulation.shape import of_config
+from tests.support.app_runs import finish, start
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+
+@pytest.mark.exhaustive
+def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
+    config = tiny_config(write_random_model(tmp_path / "model", scale=8.0))
+    file, out = tmp_path / "run.yaml", tmp_path / "profile.json"
+    file.write_text(dump_config(config))
+    code, said, err = finish(start(file, "--out", str(out), app="apps.profile"))
+    assert code == 0, err
+    assert said.splitlines()[-1] == f"wrote {out}" and "decode steps on" in said
+    profile = read_profile(out)
+    assert profile.origin is Origin.MEASURED and profile.measured_at
+    assert {one.num_running for one in profile.decode} == {1, 2, 4, 8, 16, 32}
+    assert {one.num_context_tokens for one in profile.decode} == {16 + 8, 160 - 17 + 8}
+    assert all(one.step_s.num_samples == 3 for one in profile.decode)
+    assert len({one.num_tokens for one in profile.train}) >= 3
+    (lengths,) = profile.lengths.values()
+    assert 1 <= lengths.response.quantiles[0] and lengths.response.quantiles[-1] <= 24
+    assert profile.setup.num_data_ranks == 2 and profile.hardware.packages["torch"]
+    assert profile.environment is None and profile.cores.trainer > 0 and profile.cores.generator > 0
+    assert profile.weights.swap_s.mean.mean < profile.start_s.mean
+    prediction = simulate(of_config(config, read_model_facts(config.model.path), profile), profile)
+    assert len(prediction.steps) == config.max_steps
+    assert json.loads(out.read_text())["format_version"] == 1

@@ -1,0 +1,55 @@
+"""Two timelines: what waits, and what computes on cores that are shared."""
+
+import pytest
+
+from forgeasync.simulation.clock import Clock
+
+
+def _ends(num_cores: int, works: list[tuple[float, float]]) -> list[float]:
+    """When procs end that begin to compute at once, each with its work and its cores."""
+    clock = Clock(num_cores)
+    ends = [0.0] * len(works)
+    for index, (work_s, cores) in enumerate(works):
+        clock.compute(work_s, cores, lambda index=index: ends.__setitem__(index, clock.now_s))
+    while clock.step():
+        pass
+    return ends
+
+
+def test_procs_with_cores_of_their_own_take_as_long_as_alone() -> None:
+    assert _ends(2, [(1.0, 1.0), (3.0, 1.0)]) == pytest.approx([1.0, 3.0])
+
+
+def test_procs_that_share_cores_slow_down_alike_while_they_do() -> None:
+    """Two procs on one core: at half speed until the first ends at 2 s, the other has 2 s left then."""
+    assert _ends(1, [(1.0, 1.0), (3.0, 1.0)]) == pytest.approx([2.0, 4.0])
+
+
+def test_what_computes_on_a_gpu_shares_nothing() -> None:
+    assert _ends(1, [(1.0, 0.0), (3.0, 0.0), (1.0, 1.0)]) == pytest.approx([1.0, 3.0, 1.0])
+
+
+def test_one_proc_that_wants_more_cores_than_there_are_is_slow() -> None:
+    assert _ends(2, [(1.0, 4.0)]) == pytest.approx([2.0])
+
+
+def test_a_wait_takes_as_long_whoever_computes() -> None:
+    clock = Clock(1)
+    seen = []
+    clock.compute(1.0, 2.0, lambda: seen.append(("computed", clock.now_s)))
+    clock.wall.after(1.5, lambda: seen.append(("waited", clock.now_s)))
+    while clock.step():
+        pass
+    assert seen == [("waited", pytest.approx(1.5)), ("computed", pytest.approx(2.0))]
+
+
+def test_what_was_cancelled_does_not_happen_and_times_that_tie_keep_their_order() -> None:
+    clock = Clock(1)
+    seen = []
+    for name in "abc":
+        event = clock.wall.after(1.0, lambda name=name: seen.append(name))
+        if name == "b":
+            event.cancel()
+    while clock.step():
+        pass
+    assert seen == ["a", "c"]

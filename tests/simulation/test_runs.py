@@ -1,0 +1,236 @@
+"""Runs in simulated time: laws that hold for all of them, and times that can be computed by hand."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgeasync.config.buffer import AgeOf, BufferSection, StaleGroups
+from forgeasync.config.run import ScorerSection
+from forgeasync.config.weights import Interruption, WeightsSection
+from forgeasync.profile.numbers import Distribution
+from forgeasync.profile.profile import Cores, EnvironmentTimes, Profile
+from forgeasync.simulation.prediction import Prediction
+from forgeasync.simulation.run import RunSimulation, simulate
+from forgeasync.simulation.shape import FaultRates, SimulatedRun
+from tests.support.profiles import simple_profile
+from tests.support.simulated import small_run
+
+runs = st.builds(
+    small_run,
+    num_steps=st.integers(1, 8),
+    groups_per_step=st.integers(1, 5),
+    group_size=st.integers(1, 4),
+    max_off_policy_steps=st.integers(0, 4),
+    num_replicas=st.integers(1, 3),
+    max_num_seqs=st.integers(1, 20),
+    num_groups_held=st.just(5),
+    payload_capacity_bytes=st.sampled_from([5 * 10**6, 10**9]),
+    buffer=st.builds(
+        BufferSection,
+        stale_groups=st.sampled_from(list(StaleGroups)),
+        age_of=st.sampled_from([AgeOf.OLDEST_TOKEN, AgeOf.NEWEST_TOKEN, AgeOf.TOKEN]),
+        max_in_flight=st.sampled_from([None, 1, 3]),
+        adapt_load=st.booleans(),
+    ),
+    weights=st.builds(WeightsSection, interruption=st.sampled_from(list(Interruption))),
+    scorer=st.builds(ScorerSection, num_workers=st.integers(1, 2), max_queued=st.sampled_from([1, 100])),
+    faults=st.sampled_from([FaultRates(), FaultRates(per_generator_per_s=0.1, trainer_per_s=0.1)]),
+    seed=st.integers(0, 100),
+)
+profiles = st.builds(
+    simple_profile,
+    decode_per_sequence_s=st.sampled_from([0.0, 0.001]),
+    token_s=st.sampled_from([1e-5, 1e-3]),
+    score_s=st.sampled_from([0.0, 0.5]),
+    swap_s=st.sampled_from([0.0, 0.05]),
+    fetch_s=st.sampled_from([0.0, 0.7]),
+    publish_s=st.sampled_from([0.0, 0.2]),
+    num_cores=st.just(2),
+    cores=st.sampled_from([None, Cores(trainer=2.0, generator=1.0, scorer=1.0)]),
+)
+
+
+def _played(run: SimulatedRun, profile: Profile) -> tuple[RunSimulation, Prediction, float]:
+    """Also the groups in flight by the buffer, integrated over time."""
+    simulation = RunSimulation(run, profile)
+    clock, area_s = simulation.clock, 0.0
+    step = clock.step
+
+    def counted_step() -> bool:
+        nonlocal area_s
+        # What happens in a step of the clock happens at its end.
+        num, before_s = simulation.buffer.num_in_flight, clock.now_s
+        is_there = step()
+        area_s += num * (clock.now_s - before_s)
+        return is_there
+
+    clock.step = counted_step
+    return simulation, simulation.simulate(), area_s
+
+
+@settings(max_examples=30, deadline=None)
+@given(runs, profiles)
+def test_littles_law_and_conservation(run: SimulatedRun, profile: Profile) -> None:
+    """L = lambda W (Little 1961): groups in flight, by the buffer, are those that come a second times the
+    seconds that each is there, by the simulation."""
+    simulation, prediction, area_s = _played(run, profile)
+    counts = prediction.counts
+    assert counts.num_started - counts.num_ended == prediction.num_in_flight
+    if not prediction.num_in_flight:
+        assert area_s == pytest.approx(counts.sojourn_s, rel=1e-6, abs=1e-6)
+    num_dropped = sum(prediction.num_dropped.values())
+    assert counts.num_started == (
+        counts.num_trained + num_dropped + prediction.num_in_flight + prediction.num_complete
+    )
+    assert counts.num_trained == run.num_steps * run.groups_per_step == simulation.buffer.num_trained
+    assert len(prediction.steps) == run.num_steps
+    for before, after in zip(prediction.steps, prediction.steps[1:], strict=False):
+        assert before.end_s == after.begin_s <= after.end_s
+    for step in prediction.steps:
+        parts_s = step.wait_s + step.train_s + step.publish_s
+        assert parts_s <= step.step_s * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=20, deadline=None)
+@given(runs, profiles)
+def test_no_token_is_older_than_the_bound_and_all_tokens_are_counted(
+    run: SimulatedRun, profile: Profile
+) -> None:
+    run = replace(run, buffer=run.buffer.model_copy(update={"age_of": AgeOf.OLDEST_TOKEN}))
+    prediction = simulate(run, profile)
+    assert prediction.largest_age <= run.max_off_policy_steps
+    for step in prediction.steps:
+        assert step.num_trained_tokens == sum(num for _, num in step.ages)
+        lengths = run.groups_per_step * run.group_size
+        assert 20 * lengths <= step.num_trained_tokens <= 80 * lengths
+
+
+@settings(max_examples=8, deadline=None)
+@given(runs, profiles)
+def test_the_same_run_is_the_same_to_the_last_bit(run: SimulatedRun, profile: Profile) -> None:
+    assert simulate(run, profile).steps == simulate(run, profile).steps
+
+
+def test_another_seed_is_another_run() -> None:
+    profile = simple_profile()
+    assert simulate(small_run(seed=1), profile).steps != simulate(small_run(seed=2), profile).steps
+
+
+FIXED = (50.0, 50.0)
+
+
+def test_a_synchronous_run_takes_the_sum_of_its_parts() -> None:
+    """50 tokens at 0.01 s, scoring, 16 rollouts of 60 tokens in one row, publish, fetch, swap, records."""
+    profile = simple_profile(
+        lengths=FIXED, score_s=0.1, token_s=1e-3, publish_s=0.2, fetch_s=0.3, swap_s=0.04, between_s=0.05
+    )
+    run = small_run(max_off_policy_steps=0, scorer=ScorerSection(num_workers=16, max_in_flight=64))
+    prediction = simulate(run, profile)
+    # Rows are padded to 64 tokens; records are written while the version travels.
+    train_s = 1e-3 * 960
+    expected_s = 0.5 + 0.1 + train_s + 0.2 + 0.3 + 0.04
+    assert prediction.step_s == pytest.approx(expected_s, rel=1e-3)
+    assert prediction.mean_age == 0.0
+    assert prediction.trainer_idle_share == pytest.approx(1 - (train_s + 0.05) / expected_s, rel=1e-3)
+
+
+def test_a_slow_trainer_never_waits_and_ages_reach_the_bound() -> None:
+    prediction = simulate(
+        small_run(num_steps=30, buffer=BufferSection(adapt_load=False)),
+        simple_profile(lengths=FIXED, token_s=1e-2, between_s=0.4),
+    )
+    assert prediction.step_s == pytest.approx(9.6 + 0.4)
+    assert prediction.trainer_idle_share == 0.0
+    assert prediction.mean_age == pytest.approx(2.0)
+    assert prediction.generators_idle_share > 0.9
+
+
+def test_slow_generators_bound_a_run_by_what_they_can_decode() -> None:
+    """With 8 at once, 16 rollouts of 50 tokens take two rounds of 0.5 s; twice the replicas half of it."""
+    profile = simple_profile(lengths=FIXED, token_s=1e-6)
+    one = simulate(small_run(num_steps=30, max_num_seqs=8), profile)
+    two = simulate(small_run(num_steps=30, max_num_seqs=8, num_replicas=2), profile)
+    assert one.step_s == pytest.approx(1.0, rel=0.02)
+    assert two.step_s == pytest.approx(0.5, rel=0.02)
+    assert one.generators_idle_share == pytest.approx(0.0, abs=0.02)
+    assert one.trained_tokens_per_s == pytest.approx(800.0, rel=0.02)
+
+
+def test_scorers_bound_a_run_by_their_workers() -> None:
+    """16 responses a step, 1 s each, 2 workers."""
+    profile = simple_profile(lengths=FIXED, token_s=1e-6, score_s=1.0)
+    prediction = simulate(small_run(num_steps=30, scorer=ScorerSection(num_workers=2)), profile)
+    assert prediction.step_s == pytest.approx(8.0, rel=0.02)
+
+
+def test_procs_that_share_cores_take_longer() -> None:
+    shared = Cores(trainer=1.0, generator=1.0, scorer=0.0)
+    values = {"lengths": FIXED, "token_s": 1e-3}
+    alone = simulate(small_run(num_steps=30, max_num_seqs=16), simple_profile(**values))
+    one_core = simulate(
+        small_run(num_steps=30, max_num_seqs=16), simple_profile(**values, cores=shared, num_cores=1)
+    )
+    # 0.96 s of training and 0.5 s of decoding for every step, on one core and nothing beside each other.
+    assert alone.step_s == pytest.approx(0.96, rel=0.02)
+    assert one_core.step_s == pytest.approx(1.46, rel=0.05)
+
+
+def test_turns_of_an_environment_take_their_latencies() -> None:
+    profile = simple_profile(lengths=FIXED, token_s=1e-6).model_copy(
+        update={
+            "environment": EnvironmentTimes(
+                num_turns=Distribution.point(5.0), latency_s=Distribution.point(0.3)
+            )
+        }
+    )
+    run = small_run(max_off_policy_steps=0, has_environment=True, num_steps=4)
+    assert simulate(run, profile).step_s == pytest.approx(0.5 + 5 * 0.3, rel=0.02)
+
+
+def test_generators_that_are_lost_cost_time_and_no_group() -> None:
+    profile = simple_profile(lengths=FIXED, token_s=1e-6)
+    values = {"num_steps": 40, "max_num_seqs": 8, "num_replicas": 2}
+    whole = simulate(small_run(**values), profile)
+    faults = FaultRates(per_generator_per_s=0.2)
+    kept = simulate(small_run(**values, faults=faults), profile)
+    anew = simulate(small_run(**values, faults=faults, keeps_in_flight=False), profile)
+    assert kept.num_moved > 0 and anew.num_moved > 0
+    assert whole.run_s < kept.run_s < anew.run_s
+    assert kept.counts.num_trained == whole.counts.num_trained
+
+
+def test_a_trainer_that_is_lost_begins_its_step_again() -> None:
+    profile = simple_profile(lengths=FIXED, token_s=1e-3)
+    run = small_run(num_steps=40, faults=FaultRates(trainer_per_s=0.2))
+    lost = simulate(run, profile)
+    whole = simulate(replace(run, faults=FaultRates()), profile)
+    assert lost.trainer_lost_s > 0.0
+    assert lost.run_s == pytest.approx(whole.run_s + lost.trainer_lost_s, rel=0.05)
+
+
+def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
+    """With all of the variance the prompt's, every group is of one length: batches hold no mixture."""
+    lengths = tuple(float(20 + 5 * index) for index in range(13))
+    spread = []
+    for share in (0.0, 1.0):
+        simulation = RunSimulation(small_run(), simple_profile(lengths=lengths, prompt_share=share))
+        draws = simulation._draws
+        groups = [draws.group(draws.order.next(), draw_id) for draw_id in range(300)]
+        tokens = [[rollout.turns[0] for rollout in group] for group in groups]
+        mean = sum(map(sum, tokens)) / (300 * 4)
+        assert mean == pytest.approx(50.0, abs=2.5), "the same distribution whatever is shared"
+        spread.append(sum(max(one) - min(one) for one in tokens) / 300)
+    assert spread[1] == 0.0 < spread[0]
+
+
+def test_the_simulator_loads_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, forgeasync.simulation.run; "
+        "print([name for name in ('torch', 'vllm', 'monarch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

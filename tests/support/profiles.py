@@ -1,0 +1,74 @@
+"""Profiles of machines that do not exist, for tests."""
+
+from forgeasync.profile.numbers import Distribution, Estimate
+from forgeasync.profile.profile import (
+    Cores,
+    DecodePoint,
+    Hardware,
+    Lengths,
+    Origin,
+    Profile,
+    Setup,
+    TrainPoint,
+    WeightTimes,
+)
+
+
+def simple_profile(
+    *,
+    decode_s: float = 0.01,
+    decode_per_sequence_s: float = 0.0,
+    token_s: float = 1e-4,
+    fixed_s: float = 0.0,
+    lengths: tuple[float, ...] = (20.0, 40.0, 80.0),
+    prompt_share: float = 0.0,
+    score_s: float = 0.0,
+    swap_s: float = 0.0,
+    fetch_s: float = 0.0,
+    publish_s: float = 0.0,
+    between_s: float = 0.0,
+    num_cores: int = 64,
+    cores: Cores | None = None,
+) -> Profile:
+    """A machine whose steps take ``decode_s`` and whose trainer takes ``token_s`` a token of a rank."""
+    return Profile(
+        origin=Origin.STATED,
+        sources=("a test",),
+        hardware=Hardware(host="test", num_cores=num_cores, cpu="none", packages={}),
+        setup=Setup(model="none", num_trainer_procs=1, num_data_ranks=1, num_replicas=1, tensor_parallel=1),
+        cores=cores or Cores(trainer=0.0, generator=0.0, scorer=0.0),
+        decode=tuple(
+            DecodePoint(
+                num_running=num,
+                num_context_tokens=0,
+                step_s=Estimate.stated(decode_s + num * decode_per_sequence_s),
+            )
+            for num in (1, 64)
+        ),
+        prefill_tokens_per_s=Estimate.stated(1e9),
+        train=tuple(
+            TrainPoint(num_rows=1, num_tokens=num, step_s=Estimate.stated(fixed_s + num * token_s))
+            for num in (1_000, 2_000)
+        ),
+        between_steps_s=Distribution.point(between_s),
+        call_s=Distribution.point(0.0),
+        weights=WeightTimes(
+            wait_s=Distribution.point(0.0),
+            publish_s=Distribution.point(publish_s),
+            fetch_s=Distribution.point(fetch_s),
+            swap_s=Distribution.point(swap_s),
+        ),
+        score_s=Distribution.point(score_s),
+        lengths={
+            "chain_sum": Lengths(
+                prompt=Distribution.point(10.0),
+                response=Distribution(
+                    mean=Estimate.stated(sum(lengths) / len(lengths)), quantiles=tuple(lengths)
+                ),
+                prompt_share=prompt_share,
+            )
+        },
+        start_s=Estimate.stated(1.0),
+        generator_start_s=Estimate.stated(1.0),
+        trainer_start_s=Estimate.stated(1.0),
+    )
