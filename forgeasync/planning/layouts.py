@@ -149,6 +149,11 @@ def fit_rows(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> list[tu
     return rows
 
 
+def generator_fits(config: RunConfig, facts: ModelFacts, *, gpu_bytes: int) -> bool:
+    """Whether a rank of a generator fits on a GPU, with the config's ``weights.shadow``."""
+    return _generator_bytes(config, facts, config.weights.shadow) <= int(gpu_bytes * USABLE_SHARE)
+
+
 def _fit_row(name: str, planned: int, usable: int, limit: str) -> tuple[str, str, str]:
     if planned <= usable:
         return name, "yes", f"{gib(planned)} are at most {limit}"
