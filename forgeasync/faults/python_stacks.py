@@ -5,13 +5,16 @@ must let this user read it (ptrace's rules: the same user and, with Yama's ptrac
 that). What keeps the stacks from being read stands in their place.
 """
 
+import contextlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import psutil
 
 LIMIT_S = 10.0
 """Time for reading a process; a large one takes seconds where every core is busy."""
@@ -34,6 +37,13 @@ OWN = ("forgeasync/", "apps/", "examples/")
 
 IDLE = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py")
 """A thread whose innermost frame is in one of these waits."""
+
+STATES = {
+    psutil.STATUS_STOPPED: "it was stopped by a signal; ",
+    psutil.STATUS_TRACING_STOP: "a debugger has stopped it; ",
+    psutil.STATUS_DISK_SLEEP: "it waits in the kernel, as for a disk; ",
+}
+"""What a process does that runs no code, in words."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -72,12 +82,20 @@ def read_stacks(pid: int) -> str:
         except subprocess.TimeoutExpired:
             return f"its stack is not known: py-spy has not read it within {LIMIT_S:g} s"
         if answer.returncode == 0:
-            return describe(msgspec.json.decode(answer.stdout, type=_Threads))
+            return _state(pid) + describe(msgspec.json.decode(answer.stdout, type=_Threads))
         problem = answer.stderr.decode(errors="replace").strip()
     first, *_ = problem.splitlines() or ["nothing"]
     if any(word in problem.lower() for word in ("permission denied", "not permitted")):
         return f"its stack is not known: this user may not read its memory{_scope()}"
     return f"its stack is not known: py-spy says {first[:200]!r}"
+
+
+def _state(pid: int) -> str:
+    """Say that a process is stopped, or that the kernel does not let it go on; empty otherwise."""
+    status = ""
+    with contextlib.suppress(psutil.Error):
+        status = psutil.Process(pid).status()
+    return STATES.get(status, "")
 
 
 def _scope() -> str:
@@ -92,22 +110,31 @@ def describe(threads: Sequence[Thread]) -> str:
     """Return threads in one line: those that compute or are in the run's code first."""
     if not threads:
         return "it has no Python thread"
-    shown = sorted(threads, key=_rank)[:MAX_THREADS]
-    words = "; ".join(map(_thread_words, shown))
-    num_left = len(threads) - len(shown)
-    if num_left:
+    counts = Counter(_thread_words(one) for one in sorted(threads, key=_rank))
+    shown = [words if num == 1 else f"{words} ({num} of these)" for words, num in counts.items()]
+    words = "; ".join(shown[:MAX_THREADS])
+    if num_left := sum([*counts.values()][MAX_THREADS:]):
         words += f"; and {num_left} more threads"
     return words if len(words) <= MAX_CHARACTERS else words[: MAX_CHARACTERS - 1] + "…"
 
 
+def _waits(thread: Thread) -> bool:
+    return not thread.frames or (thread.frames[0].short_filename or "").endswith(IDLE)
+
+
+def _is_own(thread: Thread) -> bool:
+    """Whether the run's own code has called what the thread does."""
+    return any(part in frame.filename for frame in thread.frames for part in OWN)
+
+
 def _rank(thread: Thread) -> tuple[bool, bool, bool, int]:
-    waits = not thread.frames or (thread.frames[0].short_filename or "").endswith(IDLE)
-    is_own = any(part in frame.filename for frame in thread.frames for part in OWN)
-    return not thread.owns_gil, waits, not is_own, thread.os_thread_id or 0
+    return not thread.owns_gil, _waits(thread), not _is_own(thread), thread.os_thread_id or 0
 
 
 def _thread_words(thread: Thread) -> str:
     name = thread.thread_name or f"thread {thread.os_thread_id}"
+    if _waits(thread) and not _is_own(thread) and not thread.owns_gil:
+        return f"{name} waits for something to do"
     frames = [
         f"{frame.name} ({frame.short_filename or frame.filename}:{frame.line})"
         for frame in thread.frames[:MAX_FRAMES]

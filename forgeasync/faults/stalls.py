@@ -91,7 +91,6 @@ class StallPolicy:
 
     def rest(self) -> None:
         """The time since the look before counts for nothing: what holds the run up is known and seen to."""
-        self._marks.clear()
         self._since_s = dict.fromkeys(Progress, 0.0)
         self._stall = None
 

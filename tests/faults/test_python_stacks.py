@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgeasync.faults.python_stacks import MAX_CHARACTERS, Frame, Thread, describe, read_stacks
+from forgeasync.faults.python_stacks import MAX_CHARACTERS, MAX_THREADS, Frame, Thread, describe, read_stacks
 from tests.support.other_user import run_as_nobody, why_not
 from tests.support.standing_still import CALL, standing_still
 
@@ -23,10 +23,10 @@ def test_a_stopped_process_shows_what_all_its_threads_are_doing() -> None:
         os.kill(process.pid, signal.SIGSTOP)
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        main, helper = read_stacks(process.pid).split("; ")
-        assert main.startswith(f"MainThread in {CALL} (<string>:") and main.endswith(
-            " < <module> (<string>:12)"
-        )
+        stopped, main, helper = read_stacks(process.pid).split("; ")
+        assert stopped == "it was stopped by a signal"
+        assert main.startswith(f"MainThread in {CALL} (<string>:")
+        assert main.endswith(" < <module> (<string>:12)")
         assert helper.startswith("helper in helps (<string>:5) < Thread.run (threading.py:")
         assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it was only looked at"
     finally:
@@ -93,8 +93,11 @@ def test_the_runs_own_code_comes_before_libraries_that_wait() -> None:
         thread("waits", "threading.py"),
         thread("library", "torch/x.py"),
         thread("own", "torch/x.py", "forgeasync/trainer/step.py"),
-        *(thread(f"pool{number}", "concurrent/futures/thread.py") for number in range(4)),
+        *(thread("pool", "concurrent/futures/thread.py") for _ in range(4)),
     ]
-    first, second, *_, last = describe(threads).split("; ")
-    assert (first.split()[0], second.split()[0]) == ("own", "library")
-    assert last == "and 3 more threads"
+    own, library, waits, pool, *more = describe(threads).split("; ")
+    assert (own.split()[0], library.split()[0]) == ("own", "library")
+    assert (waits, pool) == ("waits waits for something to do", "pool waits for something to do (4 of these)")
+    assert more == []
+    many = [thread(f"computes{number}", "torch/x.py") for number in range(MAX_THREADS + 3)]
+    assert describe([*threads, *many]).endswith("; and 10 more threads")
