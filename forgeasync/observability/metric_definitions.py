@@ -37,8 +37,8 @@ the evaluation, `time/eval_s`, `time/elapsed_s` (0) and the metrics under `metri
 
 With `logging.wandb: {project: NAME, entity: null, mode: online}` Weights & Biases gets the same lines and the
 config, with `step` as the axis. `mode: offline` needs no network: its files are in the run's `wandb/`, and
-`wandb sync` sends them later. A process of its own talks to W&B. Where that fails, hangs or dies, the run says so
-once, counts the lines (`metrics/num_wandb_errors`), and goes on; only its end waits, for 10 s at most.
+`wandb sync` sends them later. A process of its own talks to W&B. Where that fails, hangs or dies, the run
+says so once, counts the lines (`metrics/num_wandb_errors`), and goes on; its end waits for 10 s at most.
 
 Code of your own (an objective, a correction) may report further names; they are not listed here.
 

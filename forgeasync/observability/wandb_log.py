@@ -36,7 +36,7 @@ def check_wandb(section: LoggingSection) -> Iterator[Problem]:
         yield Problem(
             field="logging.wandb",
             value=section.wandb.project,
-            remedy="needs the wandb package, which is not installed: pip install 'forgeasync[wandb]', or set null",
+            remedy="needs the wandb package: pip install 'forgeasync[wandb]', or set null",
         )
 
 
