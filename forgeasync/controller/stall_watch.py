@@ -69,6 +69,8 @@ class StallWatch:
             match self._policy.look(passed_s, self._marks(procs)):
                 case Stall() as stall:
                     await self._tell_stall(stall, procs)
+                    # Reading stacks takes a while: that was no time in which the controller stood still.
+                    looked_s = time.monotonic()
                 case Resumed(quiet_s=quiet_s):
                     self._tell(f"stall: it is over after {quiet_s:.0f} s")
 
