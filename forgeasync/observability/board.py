@@ -43,72 +43,70 @@ def board_lines(metrics: Numbers, *, max_steps: int, left_s: float | None, age_s
     ``left_s`` is the estimate of the time left, ``age_s`` the time since the last step.
     """
     number = _Numbers(metrics)
-    faults = sum(metrics.get(f"faults/detected_{role}", 0) for role in Role)
-    recovered = sum(metrics.get(f"faults/recovered_{role}", 0) for role in Role)
-    num_open = round(faults - recovered)
-    num_stalls = metrics.get("stall/num_found", 0)
-    lines = (
-        BoardLine(
-            label="step",
-            words=_joined(
-                number("step", f"{{:.0f}} of {max_steps}"),
-                number("time/step_s", "took {:.1f} s"),
-                f"made {_time(age_s)} ago",
-                None if left_s is None else f"{_time(left_s)} left",
-            ),
-        ),
-        BoardLine(
-            label="learning",
-            words=_joined(
-                number("reward/mean", "reward {:.3f}"), number("eval/accuracy", "held-out accuracy {:.3f}")
-            ),
-        ),
-        BoardLine(
-            label="rates",
-            words=_joined(
-                number("throughput/train_tokens_per_s", "{:,.0f} tokens/s trained"),
-                number("throughput/generated_tokens_per_s", "{:,.0f} tokens/s sampled"),
-            ),
-        ),
-        BoardLine(
-            label="ages",
-            words=_joined(
-                number("off_policy/age_mean", "mean {:.2f} versions"),
-                number("off_policy/age_max", "at most {:.0f}"),
-            ),
-        ),
-        BoardLine(
-            label="waits",
-            words=_joined(
-                number("load/trainer_wait_share", "trainer {:.0%} of the step for its batch"),
-                number("buffer/num_complete", "{:.0f} groups wait for it"),
-                number("buffer/num_in_flight", "{:.0f} under way"),
-            ),
-        ),
-        BoardLine(
-            label="generators",
-            words=_joined(
-                number("generator/num_healthy", "{:.0f} healthy"),
-                number("generator/num_suspect", "{:.0f} suspect", is_shown=bool),
-                number("generator/num_starting", "{:.0f} starting", is_shown=bool),
-            ),
-            is_alarm=metrics.get("generator/num_healthy", 1) == 0,
-        ),
-        BoardLine(
-            label="faults",
-            words=_joined(
-                f"{faults:.0f} noticed", f"{num_open} open" if num_open else None, _stalls(num_stalls)
-            ),
-            is_alarm=num_open > 0,
-        ),
-        BoardLine(
-            label="memory",
-            words=_joined(
-                *(number(f"memory/{role}_gib", role.replace("_", " ") + " {:.1f} GiB") for role in MEMORY)
-            ),
+    step = BoardLine(
+        label="step",
+        words=_joined(
+            number("step", f"{{:.0f}} of {max_steps}"),
+            number("time/step_s", "took {:.1f} s"),
+            f"made {_time(age_s)} ago",
+            None if left_s is None else f"{_time(left_s)} left",
         ),
     )
+    memory = BoardLine(
+        label="memory",
+        words=_joined(
+            *(number(f"memory/{role}_gib", role.replace("_", " ") + " {:.1f} GiB") for role in MEMORY)
+        ),
+    )
+    lines = (step, *_training_lines(number), *_health_lines(metrics, number), memory)
     return [line for line in lines if line.words]
+
+
+def _training_lines(number: "_Numbers") -> tuple[BoardLine, ...]:
+    learning = _joined(
+        number("reward/mean", "reward {:.3f}"), number("eval/accuracy", "held-out accuracy {:.3f}")
+    )
+    rates = _joined(
+        number("throughput/train_tokens_per_s", "{:,.0f} tokens/s trained"),
+        number("throughput/generated_tokens_per_s", "{:,.0f} tokens/s sampled"),
+    )
+    ages = _joined(
+        number("off_policy/age_mean", "mean {:.2f} versions"), number("off_policy/age_max", "at most {:.0f}")
+    )
+    waits = _joined(
+        # At most one of the two is 1.
+        number("load/trainer_waits", "sampling and scoring bound the run", is_shown=bool),
+        number("load/generators_wait", "the trainer bounds the run", is_shown=bool),
+        number("load/trainer_wait_share", "trainer {:.0%} of the step for its batch"),
+        number("buffer/num_complete", "{:.0f} groups wait for it"),
+        number("buffer/num_in_flight", "{:.0f} under way"),
+    )
+    words = {"learning": learning, "rates": rates, "ages": ages, "waits": waits}
+    return tuple(BoardLine(label=label, words=of_label) for label, of_label in words.items())
+
+
+def _health_lines(metrics: Numbers, number: "_Numbers") -> tuple[BoardLine, BoardLine]:
+    num_noticed = sum(metrics.get(f"faults/detected_{role}", 0) for role in Role)
+    num_open = round(num_noticed - sum(metrics.get(f"faults/recovered_{role}", 0) for role in Role))
+    generators = BoardLine(
+        label="generators",
+        words=_joined(
+            number("generator/num_healthy", "{:.0f} healthy"),
+            number("generator/num_suspect", "{:.0f} suspect", is_shown=bool),
+            number("generator/num_starting", "{:.0f} starting", is_shown=bool),
+        ),
+        is_alarm=metrics.get("generator/num_healthy", 1) == 0,
+    )
+    faults = BoardLine(
+        label="faults",
+        words=_joined(
+            f"{num_noticed:.0f} noticed",
+            f"{num_open} open" if num_open else None,
+            number("stall/num_found", "{:.0f} times without progress", is_shown=bool),
+        ),
+        is_alarm=num_open > 0,
+    )
+    return generators, faults
 
 
 class _Numbers:
@@ -129,10 +127,6 @@ class _Numbers:
 
 def _joined(*parts: str | None) -> str:
     return "   ".join(part for part in parts if part is not None)
-
-
-def _stalls(num: float) -> str | None:
-    return f"{num:.0f} stalls" if num else None
 
 
 def _time(seconds: float) -> str:

@@ -41,6 +41,11 @@ def test_it_says_how_the_run_is_doing() -> None:
     said = words(METRICS)
     assert said["step"].startswith("7 of 60") and said["step"].endswith("made 3 s ago   0:12:30 left")
     assert said["waits"].startswith("trainer 25% of the step for its batch")
+    bounds = {
+        key: words(METRICS, **{key: 1.0})["waits"].split("   ")[0]
+        for key in ("load/trainer_waits", "load/generators_wait")
+    }
+    assert [*bounds.values()] == ["sampling and scoring bound the run", "the trainer bounds the run"]
     assert said["generators"] == "2 healthy   1 starting", "what is 0 needs no room"
     assert said["faults"] == "2 noticed"
     assert said["memory"] == "trainer 1.2 GiB   generator gpu 60.0 GiB"
@@ -55,7 +60,7 @@ def test_what_is_wrong_is_an_alarm() -> None:
     assert alarms() == []
     assert alarms(**{"faults/detected_trainer": 1}) == ["faults 3 noticed   1 open"]
     assert alarms(**{"generator/num_healthy": 0}) == ["generators 0 healthy   1 starting"]
-    assert words(METRICS, **{"stall/num_found": 1})["faults"] == "2 noticed   1 stalls"
+    assert words(METRICS, **{"stall/num_found": 1})["faults"] == "2 noticed   1 times without progress"
 
 
 COUNTS = sorted(key for key in METRICS if key.startswith(("faults/", "stall/")))
