@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from forgeasync.faults.awaited_calls import MAX_CALLS, awaited_calls
-from forgeasync.waiting import Monitor, comes_within, deadline
+from forgeasync.waiting import Monitor, comes_within
 
 
 def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> None:
@@ -29,20 +29,20 @@ def test_a_call_is_named_with_its_line_and_with_how_many_wait_for_it() -> None:
     assert within.startswith("comes_within (forgeasync/waiting.py:") and within.endswith(": await event)")
 
 
-def test_tasks_that_only_look_again_and_code_of_others_are_left_out() -> None:
-    async def looks() -> None:
-        async with deadline(60, call="looking", key="none"):
-            await asyncio.sleep(60)
-
+def test_tasks_that_sleep_and_code_of_others_are_left_out() -> None:
     async def go() -> str:
-        tasks = [asyncio.ensure_future(looks()), asyncio.ensure_future(asyncio.Event().wait())]
+        tasks = [
+            asyncio.ensure_future(comes_within(60, asyncio.sleep(60))),
+            asyncio.ensure_future(asyncio.Event().wait()),
+        ]
         await asyncio.sleep(0)
-        words = awaited_calls([*tasks, asyncio.current_task()])  # type: ignore[list-item]
+        words = awaited_calls(tasks)
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         return words
 
-    assert asyncio.run(go()) == "", "neither is in the run's own code"
+    assert asyncio.run(go()) == ""
 
 
 def test_the_number_of_calls_has_a_bound() -> None:
