@@ -86,6 +86,8 @@ class WandbLog:
             "config": dict(config),
         }
         self._keep(json.dumps(given))
+        # It begins at once: starting takes W&B longer than the run has for its end.
+        self._exchange()
 
     @property
     def num_errors(self) -> int:
