@@ -50,6 +50,7 @@ from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
 from forgeasync.controller.resume import RunFiles, open_files, resume_or_begin_anew
 from forgeasync.controller.serving import WeightServing
+from forgeasync.controller.stall_watch import StallWatch
 from forgeasync.controller.starting import Roles, open_procs, start_roles
 from forgeasync.controller.step_clock import Part, StepClock
 from forgeasync.controller.stopping import run_main, telling
@@ -127,6 +128,7 @@ class GrpoRun:
         self.sampled: asyncio.Queue[Group] = asyncio.Queue()
         self.trained: asyncio.Queue[tuple[int, Batch]] = asyncio.Queue()
         """Steps whose arrays the trainer may still have to read again."""
+        self.stalls = StallWatch(config, roles, lambda: self.version, recorder.console)
         self.serving = WeightServing(
             config.weights,
             trainer=self.trainer,
@@ -144,7 +146,8 @@ class GrpoRun:
         async with asyncio.TaskGroup() as loops:
             serving = self.serving.loops()
             others = (
-                *(fleet.watch(), self.trainer.watch(), *serving, self.evaluations.loop()),
+                *(fleet.watch(), self.stalls.loop(fleet), self.trainer.watch()),
+                *(*serving, self.evaluations.loop()),
                 *(self.collect(), self.score(), self.free_trained(), self.endings.keeper.loop()),
                 *(() if control is None else (control.loop(),)),
             )
@@ -304,9 +307,8 @@ class GrpoRun:
     def counters(self) -> dict[str, float]:
         """Return what the loops have counted so far, by metric name."""
         counted = [self.filtering, self.scorer, self.payloads, self.serving.ledger, self.generators]
-        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.endings]
-        if isinstance(self.groups, GroupEpisodes):
-            counted.append(self.groups)
+        counted += [self.evaluations, self.faults, self.storage, self.trainer, self.endings, self.stalls]
+        counted += [self.groups] if isinstance(self.groups, GroupEpisodes) else []
         return {name: value for one in counted for name, value in one.metrics().items()}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import psutil
 
 from forgeasync.actors.deaths import ActorDied
+from forgeasync.actors.evidence import evidence_here
 from forgeasync.actors.watched_process import Heartbeat, is_running
 from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.launch.kill_tree import kill_with_children
@@ -38,6 +39,11 @@ class BufferWatch:
             ActorDied: always.
         """
         while not self._look():
+            if self._beat.look():
+                evidence = await evidence_here(Role.BUFFER, self._process.pid)
+                limit = f"buffer.heartbeat_s = {self._heartbeat_s:g} s"
+                self._lose(f"has not answered for {limit}", evidence)
+                break
             await asyncio.sleep(LOOK_S)
         raise ActorDied(f"{self._who} is gone, and with it the groups that it held")
 
@@ -51,15 +57,13 @@ class BufferWatch:
         return f"the buffer (process {self._process.pid})"
 
     def _look(self) -> bool:
-        """Whether the buffer is lost; notes it, and kills what does not answer."""
-        if not self._is_lost:
-            what = None
-            if not is_running(self._process):
-                what = "has died"
-            elif self._beat.look():
-                what = f"has not answered for buffer.heartbeat_s = {self._heartbeat_s:g} s"
-                kill_with_children(self._process)
-            if what is not None:
-                self._is_lost = True
-                self._faults.detected(Role.BUFFER, self._who, what)
+        """Whether the buffer is lost; notes its death."""
+        if not self._is_lost and not is_running(self._process):
+            self._lose("has died", None)
         return self._is_lost
+
+    def _lose(self, what: str, evidence: str | None) -> None:
+        kill_with_children(self._process)
+        if not self._is_lost:
+            self._is_lost = True
+            self._faults.detected(Role.BUFFER, self._who, what, evidence=evidence)

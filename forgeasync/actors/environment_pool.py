@@ -15,6 +15,7 @@ import psutil
 
 from forgeasync.actors.environment import EnvironmentActor, WorkerReport
 from forgeasync.actors.episode_turns import EpisodeRequest, GroupMove
+from forgeasync.actors.evidence import evidence_here
 from forgeasync.actors.generator import CancelledGroup, GeneratorActor
 from forgeasync.actors.watched_process import (
     END_S,
@@ -276,11 +277,12 @@ class EnvironmentPool:
             return
         if worker.beat.look():
             limit = f"episodes.heartbeat_s = {self._section.heartbeat_s:g} s"
-            await self._lose(number, f"has not answered for {limit}")
+            evidence = await evidence_here(Role.ENVIRONMENT, worker.process.pid)
+            await self._lose(number, f"has not answered for {limit}", evidence)
         elif worker.report is not None and worker.report.num_stuck > MAX_STUCK:
             self._table.retire(number)
 
-    async def _lose(self, number: int, why: str) -> None:
+    async def _lose(self, number: int, why: str, evidence: str | None = None) -> None:
         worker = self._workers.pop(number)
         kill_with_children(worker.process)
         self._lost = [process for process in (*self._lost, worker.process) if is_running(process)]
@@ -292,9 +294,8 @@ class EnvironmentPool:
         self._table.lose(number)
         worker.gone.set()
         which = f"environment worker {number} (process {worker.process.pid})"
-        fault = self._faults.detected(
-            Role.ENVIRONMENT, which, f"{why}: its episodes run again elsewhere, and another worker starts"
-        )
+        what = f"{why}: its episodes run again elsewhere, and another worker starts"
+        fault = self._faults.detected(Role.ENVIRONMENT, which, what, evidence=evidence)
         self._listing.remove(Role.ENVIRONMENT, worker.place)
         self._in_background(self._stopping, _clean_up(worker.spawned))
         self._in_background(self._starting, self._start_worker(worker.place, fault))

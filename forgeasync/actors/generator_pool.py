@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from forgeasync.actors.deaths import Proc
+from forgeasync.actors.evidence import evidence_of
 from forgeasync.actors.generator_losses import GeneratorLosses
 from forgeasync.actors.replica import LiveReplica, SpawnedReplica
 from forgeasync.actors.replica_health import BEAT_S, LOOK_S, ReplicaHealth
@@ -149,12 +150,13 @@ class GeneratorPool:
                 if has_ended:
                     self.lose(replica, "has died")
                 elif replica.number in self._replicas and (what := self._health.look_at(replica)) is not None:
-                    self.lose(replica, what)
+                    self.lose(replica, what, await evidence_of(self._role, (replica.host, replica.pid)))
 
-    def lose(self, replica: LiveReplica, what: str) -> None:
+    def lose(self, replica: LiveReplica, what: str, evidence: str | None = None) -> None:
         """Give a generator up: all calls to it end, it is killed, and another one is started.
 
-        ``what`` is what is wrong with it, as the rest of a sentence. No news if it is lost already.
+        ``what`` is what is wrong with it, as the rest of a sentence; ``evidence`` what was seen of it. No
+        news if it is lost already.
         """
         if self._replicas.pop(replica.number, None) is None:
             return
@@ -166,7 +168,7 @@ class GeneratorPool:
         self._losses.count(replica)
         self._health.forget(replica)
         self._listing.remove(self.title, replica.rank)
-        fault = self._faults.detected(self._role, replica.name, what)
+        fault = self._faults.detected(self._role, replica.name, what, evidence=evidence)
         replica.gone.set()
         promoted = None
         if is_wanted and not is_spare:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from monarch.actor import ActorError
 
 from forgeasync.actors.deaths import END_S, ActorDied, Proc, first_ended
+from forgeasync.actors.evidence import evidence_of
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.faults.fault_log import Fault, Role
@@ -49,7 +50,9 @@ class TrainerLife:
                 for one, beat in zip(self.mesh.members, beats, strict=True):
                     if not self.lost.is_set() and beat.look() > self._heartbeat_s:
                         what = f"has not answered for trainer.recovery.heartbeat_s = {self._heartbeat_s:g} s"
-                        self._lose(_name(one), what, ActorDied(f"{_name(one)} {what}"))
+                        evidence = await evidence_of(Role.TRAINER, (one.host, one.pid))
+                        if not self.lost.is_set():
+                            self._lose(_name(one), what, ActorDied(f"{_name(one)} {what}"), evidence)
                 await self._rest()
         finally:
             for beat in beats:
@@ -81,7 +84,10 @@ class TrainerLife:
         if self.lost.is_set():
             return True
         if isinstance(error, DeadlineExceeded):
-            self._lose("the trainer", f"is stuck: {error}", error)
+            ranks = [(one.host, one.pid) for one in self.mesh.members]
+            evidence = await evidence_of(Role.TRAINER, *ranks)
+            if not self.lost.is_set():
+                self._lose("the trainer", f"is stuck: {error}", error, evidence)
         elif isinstance(error, ActorError) and _is_of_collective(error.exception):
             self._lose("the trainer", f"has failed in a collective ({error.exception})", error)
         return self.lost.is_set()
@@ -108,8 +114,8 @@ class TrainerLife:
                 log = self._procs.log_dir / f"trainer-{one.rank}.log"
                 self._lose(_name(one), "has died", ActorDied(f"{_name(one)} has ended; see {log}"))
 
-    def _lose(self, who: str, what: str, error: Exception) -> None:
-        self.faults.append(self._procs.faults.detected(Role.TRAINER, who, what))
+    def _lose(self, who: str, what: str, error: Exception, evidence: str | None = None) -> None:
+        self.faults.append(self._procs.faults.detected(Role.TRAINER, who, what, evidence=evidence))
         self.error = self.error or error
         self.lost.set()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
+from forgeasync.actors.evidence import evidence_here
 from forgeasync.actors.scorer import ScoredResponses, ScorerActor, Unavailable
 from forgeasync.actors.watched_process import (
     END_S,
@@ -157,7 +158,8 @@ class WatchedScorer:
             )
             if not ended:
                 limit = f"{self._rounds} times its limit: scorer.max_in_flight, scorer.num_workers"
-                self._lose(life, f"has not scored a response within {self._backstop_s:g} s ({limit})")
+                what = f"has not scored a response within {self._backstop_s:g} s ({limit})"
+                self._lose(life, what, await evidence_here(Role.SCORER, life.process.pid))
             if scoring.done() and (error := scoring.exception()) is not None:
                 # A dying scorer's call can fail before its process is seen to be gone.
                 if isinstance(error, SupervisionError):
@@ -195,7 +197,8 @@ class WatchedScorer:
                 self._lose(life, "has died")
             elif life.beat.look():
                 limit = f"scorer.heartbeat_s = {self._section.heartbeat_s:g} s"
-                self._lose(life, f"has not answered for {limit}")
+                evidence = await evidence_here(Role.SCORER, life.process.pid)
+                self._lose(life, f"has not answered for {limit}", evidence)
 
     async def close(self) -> None:
         """End the scorer with all that it has started, and wait until it is gone, for at most ``END_S``."""
@@ -221,7 +224,7 @@ class WatchedScorer:
             beat=Heartbeat(spawned.actor.beat.call_one, limit_s=self._section.heartbeat_s),
         )
 
-    def _lose(self, life: _Life, why: str) -> None:
+    def _lose(self, life: _Life, why: str, evidence: str | None = None) -> None:
         """End a process and have another one started; no news if it was lost already."""
         if life.gone.is_set():
             return
@@ -233,9 +236,8 @@ class WatchedScorer:
         self._lost = [process for process in (*self._lost, life.process) if is_running(process)]
         self._lost_counts += life.counts
         who = f"{self._name} (process {life.process.pid})"
-        fault = self._faults.detected(
-            Role.SCORER, who, f"{why}: another one starts, and its responses are scored again"
-        )
+        what = f"{why}: another one starts, and its responses are scored again"
+        fault = self._faults.detected(Role.SCORER, who, what, evidence=evidence)
         self._listing.remove(Role.SCORER, self._rank)
         cleaning = asyncio.create_task(_clean_up(life.spawned))
         self._stopping.add(cleaning)

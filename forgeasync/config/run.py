@@ -1,5 +1,6 @@
 """The config of one run, with the sections that belong to no single role."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -99,12 +100,31 @@ class CheckpointSection(Section):
     """Folder for checkpoints, which all trainer procs must see; null: ``checkpoints`` in the run's folder."""
 
 
+class WandbMode(StrEnum):
+    """Whether Weights & Biases is reached over the network."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+    """Files only; ``wandb sync`` sends them later."""
+
+
+class WandbSection(Section):
+    """Metrics for Weights & Biases, besides all other files. Logging in there is left to wandb."""
+
+    project: str = Field(min_length=1, max_length=128)
+    entity: str | None = None
+    """User or team that the project belongs to; null: the user's default."""
+    mode: WandbMode = WandbMode.ONLINE
+
+
 class LoggingSection(Section):
     """Files that a run writes besides metrics.jsonl."""
 
     rollouts_per_step: CountOrZero = 4
     """Number of rollouts per step whose text is written to rollouts.jsonl."""
     tensorboard: bool = True
+    wandb: WandbSection | None = None
+    """null: Weights & Biases gets nothing. Needs the package wandb."""
 
 
 Width = Annotated[int, Field(gt=0, le=65536)]

@@ -34,6 +34,7 @@ from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.models.rules import check_config
 from forgeasync.models.sizes import published_weight_bytes, weight_copies_in_shared_memory
 from forgeasync.observability.run_dir import check_run_dir
+from forgeasync.observability.wandb_log import check_wandb
 from forgeasync.planning.host_requests import with_host_requests
 from forgeasync.planning.memory.host import available_host_bytes, check_memory, snapshot_memory_bytes
 from forgeasync.planning.request_warnings import request_warnings
@@ -79,6 +80,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     others = [*check_run_dir(config, is_resumed=is_resumed)]
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
     others += check_transport(config)
+    others += check_wandb(config.logging)
     if config.environment is not None:
         others += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):

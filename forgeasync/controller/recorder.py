@@ -23,6 +23,7 @@ from forgeasync.observability.metrics import (
 )
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores, ScoredGroups
+from forgeasync.observability.wandb_log import WandbLog
 from forgeasync.process_memory import MemoryWatch, largest
 from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.score import Score
@@ -80,7 +81,11 @@ class RunRecorder:
         tensorboard = run_dir.tensorboard if config.logging.tensorboard else None
         first_step = None if resumed is None else resumed.step + 1
         self._metrics = MetricsWriter(
-            run_dir.metrics, tensorboard_dir=tensorboard, first_step=first_step, say=console.message
+            run_dir.metrics,
+            tensorboard_dir=tensorboard,
+            first_step=first_step,
+            say=console.message,
+            wandb=_wandb(config, run_dir, console),
         )
         self._records = None if config.environment is None else EpisodeRecords(run_dir.artifacts)
         self._rollouts = RolloutWriter(
@@ -226,6 +231,7 @@ class RunRecorder:
         written = self._rollouts.write(record.step, batch.groups)
         if self._records is not None:
             self._records.forget((group.group_id for group in batch.groups), written=written)
+        self.console.now(metrics)
         self.console.step(StepLine.from_metrics(metrics, waited_for=times.longest()))
         self._num_generated_before = num_generated
         self._num_dropped_before = Counter(num_dropped)
@@ -272,6 +278,19 @@ class RunRecorder:
         self._rollouts.close()
         if self._records is not None:
             self._records.close()
+
+
+def _wandb(config: RunConfig, run_dir: RunDir, console: StepConsole) -> WandbLog | None:
+    if config.logging.wandb is None:
+        return None
+    return WandbLog(
+        config.logging.wandb,
+        run_dir.wandb,
+        log_file=run_dir.log("wandb"),
+        name=config.name,
+        config=config.model_dump(mode="json"),
+        say=console.message,
+    )
 
 
 def _num_generated(engines: Sequence[EngineStats]) -> int:

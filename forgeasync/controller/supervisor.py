@@ -34,6 +34,7 @@ from forgeasync.controller.resume import LATEST, begin_anew, planned_folder
 from forgeasync.controller.supervisor_beat import PIPE, Pulse
 from forgeasync.faults.appended_file import is_refusal
 from forgeasync.faults.fault_log import FaultLog, Role
+from forgeasync.faults.python_stacks import read_stacks
 from forgeasync.faults.storage import RETRY_S
 from forgeasync.launch.restart_policy import STOPPING, End, Ending, RestartPolicy, StartAgain, is_death
 from forgeasync.observability.run_dir import RunDir, default_run_dir
@@ -87,6 +88,8 @@ class Supervisor:
         self._controller_s = controller_s
         self._silence: str | None = None
         """In words, that the run was killed because it stood still."""
+        self._evidence: str | None = None
+        """The stacks of the run that stood still, before it was killed."""
 
     def run(self) -> int:
         """Supervise until the run is done or cannot go on; returns the exit code."""
@@ -140,7 +143,7 @@ class Supervisor:
             env=os.environ | {PIPE: str(pulse.writer)},
         )
         pulse.close_writer()
-        self._silence = None
+        self._silence = self._evidence = None
         self._child = self._last_child = process.pid
         if self._received is not None:
             # It came before there was anybody to pass it on to.
@@ -156,7 +159,8 @@ class Supervisor:
                 self._silence = (
                     f"has given no sign of life for timeouts.controller_s = {self._controller_s:g} s"
                 )
-                _say(f"the run {self._silence}: killing it")
+                self._evidence = read_stacks(process.pid)
+                _say(f"the run {self._silence}: killing it; {self._evidence}")
                 process.kill()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -195,7 +199,7 @@ class Supervisor:
             )
             if is_death(ending) and not (ending.exit_code == EXIT_FAILED and is_noted):
                 who = f"controller (process {self._last_child})"
-                fault = faults.detected(Role.CONTROLLER, who, ending.words)
+                fault = faults.detected(Role.CONTROLLER, who, ending.words, evidence=self._evidence)
                 if ending.has_ended:
                     faults.recovered(fault, "had done everything before")
             resume = self._next_resume()

@@ -104,14 +104,19 @@ class FaultLog:
         for fault in earlier:
             self.recovered(fault, how)
 
-    def detected(self, role: Role, who: str, what: str) -> Fault:
-        """Take note of a failure, once for each; ``recovered`` ends it."""
+    def detected(self, role: Role, who: str, what: str, *, evidence: str | None = None) -> Fault:
+        """Take note of a failure, once for each; ``recovered`` ends it.
+
+        ``evidence`` is what was seen of something that stood still, before it was killed.
+        """
         number = sum(self._num_detected.values())
         fault = Fault(number=number, role=role, who=who, what=what, detected_s=time.monotonic())
         self._num_detected[role] += 1
         self._open[number] = fault
-        self._write({"event": "detected", "number": number, "role": role.value, "who": who, "what": what})
-        self._tell(f"{who} {what}")
+        event: dict[str, object] = {"event": "detected", "number": number, "role": role.value}
+        event |= {"who": who, "what": what}
+        self._write(event if evidence is None else event | {"evidence": evidence})
+        self._tell(f"{who} {what}" if evidence is None else f"{who} {what}; {evidence}")
         return fault
 
     def recovered(self, fault: Fault, how: str) -> None:

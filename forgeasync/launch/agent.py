@@ -15,6 +15,7 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from forgeasync.faults.python_stacks import read_stacks
 from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
@@ -67,6 +68,12 @@ class HostAgent(Actor):
     async def kill(self, pid: int) -> None:
         """Kill a process of this host with all that it has started; no error if it has ended."""
         kill_tree(pid)
+
+    @concurrent_endpoint
+    async def read_stacks(self, pid: int) -> str:
+        """Say what the Python threads of a process of this host are doing, or why that cannot be read."""
+        # In a thread, as the controller goes on asking whether the host is up.
+        return await asyncio.to_thread(read_stacks, pid)
 
     @concurrent_endpoint
     async def remove_files(self, files: Sequence[str]) -> None:

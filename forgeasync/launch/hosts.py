@@ -11,6 +11,7 @@ import torch
 from monarch.actor import ProcMesh, this_host
 from monarch.config import configure
 
+from forgeasync.faults.python_stacks import read_stacks
 from forgeasync.launch import MONARCH_LIMITS
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
@@ -54,6 +55,10 @@ class Host(Protocol):
 
     async def kill(self, pid: int) -> None:
         """Kill a process of the run with all that it has started; no error if it has ended."""
+        ...
+
+    async def read_stacks(self, pid: int) -> str:
+        """Say in one line what the Python threads of a process are doing, or why that cannot be read."""
         ...
 
     async def remove_files(self, files: Sequence[str]) -> None:
@@ -178,6 +183,9 @@ class LocalHost:
 
     async def kill(self, pid: int) -> None:
         kill_tree(pid)
+
+    async def read_stacks(self, pid: int) -> str:
+        return await asyncio.to_thread(read_stacks, pid)
 
     async def remove_files(self, files: Sequence[str]) -> None:
         remove_from(self.folders, files)

@@ -96,6 +96,10 @@ class JobHost:
         if not self.is_lost:
             await self.agent.kill.call_one(pid)
 
+    async def read_stacks(self, pid: int) -> str:
+        """See ``Host``."""
+        return await self.agent.read_stacks.call_one(pid)
+
     async def remove_files(self, files: Sequence[str]) -> None:
         """See ``Host``."""
         await self.agent.remove_files.call_one(list(files))

@@ -1,6 +1,7 @@
 """What a person sees of a run: messages, phases by name, one line per step and, on a terminal, progress bars.
 
-In a pipe or a file there are plain lines only. Times are passed in; only the bars' running clocks are rich's.
+A terminal with room for it has a board above the bars (``forgeasync.observability.board``). In a pipe or a
+file there are plain lines only. Times are passed in; only the running clocks of board and bars are their own.
 """
 
 import os
@@ -15,8 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from forgeasync.observability.board import Board, BoardProgress
+
 COLUMNS = 80
 """Longest line of a step in a pipe or a file, in characters."""
+
+LINES = 24
+"""Height of a terminal that does not know it."""
 
 MAX_COLUMNS = 170
 """The same on a wide terminal, where there is room for what the optimizer does."""
@@ -142,13 +148,23 @@ class StepConsole:
         self._log = log
         self._remaining = RemainingTime(max_steps, eval_every_steps)
         console = Console(file=self._stream)
+        self._board = Board(max_steps)
         self._bars: Progress | None = None
         self._is_gone = False
         self._phase: TaskID | None = None
         self._training: TaskID | None = None
         # Asked of the stream itself: rich takes a pipe for a terminal when FORCE_COLOR is set.
         if self._stream.isatty() and console.is_interactive:
-            self._bars = _progress_bars(console)
+            self._bars = BoardProgress(
+                self._board,
+                self._size,
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[count]}"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[remaining]}"),
+                console=console,
+            )
 
     def start(self) -> None:
         """Show the bars; does nothing in a pipe."""
@@ -213,13 +229,19 @@ class StepConsole:
                 self._bars.remove_task(self._phase)
                 self._phase = None
 
+    def now(self, metrics: Mapping[str, float | int]) -> None:
+        """Show the newest values of metrics on the board; nothing in a pipe."""
+        self._board.now(metrics)
+
     def step(self, line: StepLine) -> None:
-        """Print one step's line and move the bar."""
+        """Print one step's line and move the bar; what ``now`` is told is of this step."""
         self.message(line.format(self._max_steps, self._num_columns()))
         self._remaining.add(line.step, elapsed_s=line.elapsed_s, step_s=line.step_s, eval_s=line.eval_s)
         with self._showing():
             if self._bars is None:
                 return
+            left_s = self._remaining.estimate_s()
+            self._board.stepped(left_s)
             if self._training is None:
                 # Before the first step there is no progress to show.
                 self._training = self._bars.add_task(
@@ -229,18 +251,21 @@ class StepConsole:
                 self._training,
                 completed=line.step,
                 count=f"{line.step}/{self._max_steps}",
-                remaining=f"ETA {timedelta(seconds=round(self._remaining.estimate_s()))}",
+                remaining=f"ETA {timedelta(seconds=round(left_s))}",
             )
 
     def _num_columns(self) -> int:
-        if self._bars is None:
-            return COLUMNS
+        return COLUMNS if self._bars is None else min(MAX_COLUMNS, self._size()[0])
+
+    def _size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal."""
         # rich asks the standard descriptors, which are a log file's in the controller. A terminal that does
         # not know its size says 0.
         try:
-            return min(MAX_COLUMNS, os.get_terminal_size(self._stream.fileno()).columns or COLUMNS)
+            size = os.get_terminal_size(self._stream.fileno())
         except OSError:
-            return COLUMNS  # the terminal is gone
+            return COLUMNS, LINES  # the terminal is gone
+        return size.columns or COLUMNS, size.lines or LINES
 
     def evaluated(self, eval_s: float) -> None:
         """The evaluation before the first step took so long: the ones to come count as much."""
@@ -258,20 +283,6 @@ class StepConsole:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-
-def _progress_bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[count]}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[remaining]}"),
-        console=console,
-        # Once a second moves the clock; more would only take time from the processes that compute.
-        refresh_per_second=1,
-        transient=True,
-    )
 
 
 class RemainingTime:

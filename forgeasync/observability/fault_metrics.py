@@ -22,6 +22,11 @@ FAULTS = Topic(
     metrics=(
         *(metric for role in Role for metric in _of_role(role)),
         Metric(
+            key="stall/num_found",
+            meaning="How often the run stood still so far while all its processes answered, for far longer "
+            "than ever before; `run.log` says what each loop waited for, and what each process did.",
+        ),
+        Metric(
             key="faults/storage_wait_s",
             meaning="Time so far, in seconds, for which disks have refused what the run writes.",
         ),

@@ -35,6 +35,11 @@ counted in `metrics/num_nonfinite`.
 The evaluation before the first step has a line of its own, with `step` 0, `policy_version` 0, the metrics of
 the evaluation, `time/eval_s`, `time/elapsed_s` (0) and the metrics under `metrics/`.
 
+With `logging.wandb: {project: NAME, entity: null, mode: online}` Weights & Biases gets the same lines and the
+config, with `step` as the axis. `mode: offline` needs no network: its files are in the run's `wandb/`, and
+`wandb sync` sends them later. A process of its own talks to W&B. Where that fails, hangs or dies, the run
+says so once, counts the lines (`metrics/num_wandb_errors`), and goes on; its end waits for 10 s at most.
+
 Code of your own (an objective, a correction) may report further names; they are not listed here.
 
 This page is generated from `forgeasync/observability/training_metrics.py`, `operation_metrics.py`,

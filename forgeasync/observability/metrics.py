@@ -22,12 +22,14 @@ from forgeasync.faults.appended_file import AppendedFile, Refusal, is_refusal
 from forgeasync.observability.episode_records import EpisodeKey, EpisodeRecords
 from forgeasync.observability.metric_definitions import REQUIRED_KEYS
 from forgeasync.observability.scored_groups import HeldOutScores, part_means
+from forgeasync.observability.wandb_log import WandbLog
 from forgeasync.rollouts.rollout import FinishReason, Group
 
 _LOGGER = logging.getLogger(__name__)
 
 NUM_NONFINITE = "metrics/num_nonfinite"
 NUM_TENSORBOARD_ERRORS = "metrics/num_tensorboard_errors"
+NUM_WANDB_ERRORS = "metrics/num_wandb_errors"
 
 MAX_KEPT_EVENTS = 1000
 """Most lines that are kept for TensorBoard's files while the disk refuses them."""
@@ -239,11 +241,14 @@ class MetricsWriter:
         tensorboard_dir: Path | None,
         first_step: int | None = None,
         say: Callable[[str], None] = _LOGGER.warning,
+        wandb: WandbLog | None = None,
     ) -> None:
         """``first_step`` is that of a run that is resumed: TensorBoard hides what it saw from then on.
 
-        ``say`` is told where TensorBoard's files cannot be written; the run goes on.
+        ``say`` is told where TensorBoard's files cannot be written; the run goes on. ``wandb`` gets the same
+        lines, and is closed with this.
         """
+        self._wandb = wandb
         self.lines = JsonLines(metrics_path)
         self._events = None if tensorboard_dir is None else _Events(tensorboard_dir, first_step, say)
 
@@ -273,12 +278,18 @@ class MetricsWriter:
             counts[NUM_TENSORBOARD_ERRORS] = self._events.num_errors
             self._events.add({**finite, **counts}, int(metrics["step"]))
             counts[NUM_TENSORBOARD_ERRORS] = self._events.num_errors
+        if self._wandb is not None:
+            counts[NUM_WANDB_ERRORS] = self._wandb.num_errors
+            self._wandb.add({**finite, **counts})
+            counts[NUM_WANDB_ERRORS] = self._wandb.num_errors
         self.lines.append({**{key: finite.get(key) for key in metrics}, **counts})
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
         self.lines.close()
 
     def __enter__(self) -> Self:

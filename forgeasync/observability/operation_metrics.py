@@ -349,6 +349,11 @@ FILES = Topic(
             meaning="Lines that TensorBoard's files lack because they could not be written, or not yet; "
             "the run goes on without them.",
         ),
+        Metric(
+            key="metrics/num_wandb_errors",
+            meaning="Lines so far that Weights & Biases has not taken; the run goes on without them.",
+            when="runs with `logging.wandb`",
+        ),
     ),
 )
 

@@ -17,6 +17,7 @@ runs/<name>-<time>/
     checkpoints/     what a later run resumes from or samples with
     logs/            output of the controller's libraries and of every process, and what each did when
     tensorboard/     event files
+    wandb/           files of Weights & Biases, with logging.wandb
 """
 
 import json
@@ -127,7 +128,8 @@ class RunDir:
         Failures stay: their file is of the whole run, which begins anew. The caller has the folder's lock.
         """
         files = (self.metrics, self.rollouts, self.ledger, self.procs, self.config)
-        left = [*files, self.artifacts, self.bad_steps, self.payloads, self.logs, self.tensorboard]
+        left = [*files, self.artifacts, self.bad_steps, self.payloads, self.logs]
+        left += [self.tensorboard, self.wandb]
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             left.append(self.checkpoints)
         return [put_aside(path).name for path in left if path.exists()]
@@ -217,6 +219,11 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Files of Weights & Biases, if the run has them."""
+        return self.path / "wandb"
 
     def log(self, process: str) -> Path:
         """Log file of the process called ``process``, such as ``generator-0``."""

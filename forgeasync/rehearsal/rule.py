@@ -96,6 +96,7 @@ def rehearsed(config: RunConfig, facts: ModelFacts, stage: Stage) -> Rehearsal:
     draft = Draft(config)
     draft.set("run_dir", str(stage.folder), "a folder of its own: nothing of the run's is overwritten")
     draft.set("checkpoint.folder", None, "in the rehearsal's own folder", None)
+    draft.set("logging.wandb", None, "no run of anybody's project", "Weights & Biases")
     on_gpus = _runs_on_gpus(config, stage)
     _place(draft, stage)
     rehearse_data(draft, stage.local_paths)

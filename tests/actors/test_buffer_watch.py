@@ -10,11 +10,13 @@ import pytest
 from forgeasync.actors.buffer_watch import BufferWatch
 from forgeasync.actors.deaths import ActorDied
 from forgeasync.faults.fault_log import FaultLog, Role
+from tests.support.standing_still import CALL, standing_still
 
 
 async def _watched(number: signal.Signals | None, *, heartbeat_s: float) -> FaultLog:
-    process = subprocess.Popen(["sleep", "1000"])
-    faults = FaultLog()
+    process = standing_still()
+    told: list[str] = []
+    faults = FaultLog(tell=told.append)
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def answer() -> None:
@@ -29,6 +31,7 @@ async def _watched(number: signal.Signals | None, *, heartbeat_s: float) -> Faul
             with pytest.raises(ActorDied, match=rf"the buffer \(process {process.pid}\) is gone"):
                 await asyncio.wait_for(watching, 60.0)
             assert process.wait(60) < 0, "it was killed, if it was not dead"
+            assert (f"MainThread in {CALL} (" in told[0]) == (number is signal.SIGSTOP)
         else:
             await asyncio.sleep(2.0)
             assert not watching.done()

@@ -29,6 +29,7 @@ from forgeasync.rollouts.outcome import EpisodeOutcome
 from forgeasync.rollouts.trajectory import EpisodeId
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
+from tests.support.standing_still import CALL, standing_still
 
 
 class ScriptedWorker:
@@ -114,8 +115,7 @@ async def started(
             raise ValueError("no such module")
         mark = f"mark-{os.getpid()}-{number}"
         # The second one is what the worker has started, and does not end with it.
-        command = ["sh", "-c", "sleep 1000 & exec sleep 1001"]
-        process = subprocess.Popen(command, env=os.environ | {WORKER_MARK: mark})
+        process = standing_still(child=True, env=os.environ | {WORKER_MARK: mark})
         world.workers[number] = ScriptedWorker(process)
 
         async def stop() -> None:
@@ -162,6 +162,9 @@ def test_a_worker_that_is_gone_is_named_and_replaced(number: signal.Signals) -> 
             await world.until(lambda: all(one.done() for one in running))
             endings = [one.result().ending for one in running]
             assert sorted(endings) == [Ending.COMPLETED] * 2 + [Ending.INFRASTRUCTURE] * 2
+            assert (f"MainThread in {CALL} (" in world.told[0]) == (number is signal.SIGSTOP)
+            if number is signal.SIGSTOP:
+                assert "; the controller waits in EnvironmentPool.run_episode (forgeasync/" in world.told[0]
             why = (
                 "has died"
                 if number is signal.SIGKILL

@@ -22,6 +22,7 @@ from forgeasync.observability.procs_file import ProcsFile
 from forgeasync.waiting import DeadlineExceeded
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
+from tests.support.standing_still import CALL
 
 SAMPLING = SamplingSection(max_response_tokens=8)
 PROMPT = np.arange(3, dtype=np.int32)
@@ -50,6 +51,10 @@ def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(sen
             if sent is signal.SIGSTOP:
                 await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
             await world.until(lambda: world.state(0) is ReplicaState.DEAD)
+            assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
+            if sent is signal.SIGSTOP:
+                assert "; the controller waits in GeneratorRouter.sample_group (forgeasync/" in world.told[0]
+                assert "(4 of these)" in world.told[0]
             await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
             assert world.generators[0].process.wait(60) == -signal.SIGKILL, "also one that has stopped"
             for one in world.generators.values():

@@ -286,7 +286,10 @@ def test_ranks_that_end_in_other_ways_and_at_other_moments(
 def test_a_rank_that_is_stopped(world: World, undisturbed: Made, tmp_path: Path) -> None:
     made = disturb(world, tmp_path / "run", TrainerFault(step=2, way=Way.STOP))
     check(made, undisturbed, num_faults=1)
-    assert any("has not answered for trainer.recovery.heartbeat_s = 8 s" in text for text in made.told)
+    (told,) = [
+        text for text in made.told if "has not answered for trainer.recovery.heartbeat_s = 8 s; " in text
+    ]
+    assert "; the controller waits in " in told and "train" in told.partition("waits in ")[2]
 
 
 @pytest.mark.procs

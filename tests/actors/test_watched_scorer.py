@@ -22,6 +22,7 @@ from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.score import Score, VerifierCounts
 from tests.support.buffer_world import make_task
 from tests.support.loops import Endpoint
+from tests.support.standing_still import CALL, standing_still
 
 RESPONSES = [Response("4", 1, FinishReason.STOP)]
 SCORE = Score(value=1.0, is_correct=True)
@@ -80,8 +81,7 @@ async def started(
             raise ValueError("no such module")
         mark = f"scorer-{os.getpid()}-{number}"
         # The second one is what the scorer has started, and does not end with it.
-        command = ["sh", "-c", "sleep 1000 & exec sleep 1001"]
-        process = subprocess.Popen(command, env=os.environ | {WORKER_MARK: mark})
+        process = standing_still(child=True, env=os.environ | {WORKER_MARK: mark})
         world.actors[number] = ScriptedScorer(process)
 
         async def stop() -> None:
@@ -132,6 +132,10 @@ def test_a_scorer_that_is_gone_is_named_and_replaced(number: signal.Signals) -> 
             assert counts["faults/detected_scorer"] == counts["faults/recovered_scorer"] == 1
             silent = "has not answered for scorer.heartbeat_s = 0.5 s"
             assert (silent if number is signal.SIGSTOP else "has died") in world.told[0]
+            assert (f"MainThread in {CALL} (" in world.told[0]) == (number is signal.SIGSTOP)
+            if number is signal.SIGSTOP:
+                assert "; the controller waits in WatchedScorer.score (forgeasync/" in world.told[0]
+                assert "(2 of these)" in world.told[0]
             assert f"was replaced by process {second.process.pid}" in world.told[1]
             assert [(one.role, one.pid) for one in world.listing.entries] == [("scorer", second.process.pid)]
             await world.until(lambda: world.num_stopped == 1)

@@ -87,8 +87,11 @@ def test_generators_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path) -
         "has died",
         "has not answered for generator.heartbeat_s = 8 s",
     ], err
+    died, stood_still = run.events("detected")
+    assert "evidence" not in died and "the controller waits in GrpoRun." in str(stood_still["evidence"])
     _, *steps = read_lines(run_dir / "metrics.jsonl")
     last = steps[-1]
+    assert last["stall/num_found"] == 0
     assert last["faults/detected_generator"] == last["faults/recovered_generator"] == 2
     assert last["generator/num_healthy"] == 2 and last["generator/num_lost"] == 2
     assert last["faults/tokens_kept_share"] >= 0.95

@@ -457,3 +457,11 @@ def test_a_rehearsal_can_be_written_as_a_config(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
     file.write_text(dump_config(small))
     assert load_config(file) == small
+
+
+def test_a_rehearsal_is_no_run_in_anybodys_project(tmp_path: Path) -> None:
+    config = minimal(tmp_path, "logging.wandb={project: numbers}")
+    rehearsal = rehearsed(config, FACTS, stage())
+    assert rehearsal.config.logging.wandb is None
+    (change,) = [one for one in rehearsal.changes if one.field == "logging.wandb"]
+    assert change.untried == "Weights & Biases"

@@ -48,6 +48,7 @@ from forgeasync.ledger.lines import (
     ResumedBuffer,
 )
 from forgeasync.observability.metrics import JsonLines
+from forgeasync.observability.procs_file import ProcsFile
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.rollouts.outcome import EpisodeOutcome
@@ -348,6 +349,12 @@ class Console:
     def message(self, text: str) -> None:
         return None
 
+    def alarm(self, text: str) -> None:
+        return None
+
+    def now(self, metrics: Mapping[str, float]) -> None:
+        return None
+
 
 class Trainer:
     """Remembers what it trains on; each step makes a version."""
@@ -499,6 +506,10 @@ class Prompts:
 
 class Fleet:
     """Procs that never fail."""
+
+    def __init__(self) -> None:
+        self.listing = ProcsFile()
+        self.generators = None
 
     async def watch(self) -> None:
         await asyncio.Event().wait()

@@ -27,6 +27,7 @@ from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.weights.fetcher import FetchReport, HostShare
 from forgeasync.weights.manifest import Manifest
 from tests.support.loops import Endpoint
+from tests.support.standing_still import standing_still
 
 SWAP = SwapReport(pause_s=0.0, waited_s=0.0, num_crossing=0, num_resumed=0, num_recomputed=0, progress=())
 
@@ -163,6 +164,8 @@ class ReplicaWorld:
     hosts: list[str] = field(default_factory=list)
     """By rank."""
     log: list[tuple[str, int, str]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    """Lines about faults."""
     num_stopped: int = 0
     fails_to_start: Callable[[int], bool] = lambda number: False
     watching: "asyncio.Task[None] | None" = None
@@ -206,7 +209,7 @@ async def generators_of(
     async def spawn(rank: int, number: int) -> SpawnedReplica:
         if world.fails_to_start(number):
             raise ValueError("no such model")
-        process = subprocess.Popen(["sleep", "1001"])
+        process = standing_still()
         generator = world.generators[number] = ScriptedGenerator(process, number, world.log)
 
         async def stop() -> None:
@@ -215,10 +218,13 @@ async def generators_of(
         return SpawnedReplica(actor=generator, pid=process.pid, host=by_id[world.hosts[rank]], stop=stop)  # type: ignore[arg-type]
 
     config = GeneratorSection(**({"num_replicas": len(hosts)} | section))  # type: ignore[arg-type]
-    faults, listing = FaultLog(), ProcsFile()
+    told: list[str] = []
+    faults, listing = FaultLog(tell=told.append), ProcsFile()
     pool = GeneratorPool(spawn, config, [by_id[name] for name in hosts], faults=faults, listing=listing)
     router = GeneratorRouter(pool, timeouts or TimeoutSection(), max_lost_per_group=config.max_lost_per_group)
-    world = ReplicaWorld(pool=pool, router=router, faults=faults, listing=listing, hosts=list(hosts))
+    world = ReplicaWorld(
+        pool=pool, router=router, faults=faults, listing=listing, hosts=list(hosts), told=told
+    )
     try:
         await pool.start()
         world.watching = asyncio.create_task(pool.watch())

@@ -1,0 +1,120 @@
+"""Looks at a run once a second: shows what lives, and tells of a run that stands still.
+
+Where processes answer and nothing moves, it says what each loop waits for and what each process does. It ends
+nothing: deadlines of calls (``timeouts``) end what takes too long; this says before where it hangs.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from forgeasync.actors.evidence import stacks_of
+from forgeasync.actors.group_episodes import GroupEpisodes
+from forgeasync.actors.procs import Procs
+from forgeasync.config.run import RunConfig, is_served
+from forgeasync.controller.starting import Roles
+from forgeasync.faults.awaited_calls import awaited_calls
+from forgeasync.faults.stalls import Progress, Resumed, Stall, StallPolicy
+from forgeasync.launch.hosts import Host, LocalHost
+from forgeasync.launch.jobs import HostRole
+from forgeasync.observability.console import StepConsole
+from forgeasync.observability.procs_file import ProcEntry
+
+LOOK_S = 1.0
+"""Seconds between two looks."""
+
+STOOD_STILL_S = 5.0
+"""A look that comes later than this says that the controller itself stood still."""
+
+SCORE_COUNTS = ("score/num_queued", "score/num_in_flight", "score/num_early", "scoring/num_failed_attempts")
+"""Of these one changes when a response comes to be scored, or is."""
+
+MAX_PROCS = 32
+"""The stacks of so many processes are told."""
+
+
+class StallWatch:
+    """Looks at the progress of one run."""
+
+    def __init__(
+        self, config: RunConfig, roles: Roles, version: Callable[[], int], console: StepConsole
+    ) -> None:
+        """``version`` is the number of optimizer steps."""
+        # A run that people bring tasks to waits for them as long as they take.
+        self._is_watched = not is_served(config)
+        self._roles = roles
+        self._version = version
+        self._console = console
+        self._tell = console.alarm
+        self._policy = StallPolicy()
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the command started, under their names in metrics.jsonl."""
+        return {"stall/num_found": self._policy.num_found}
+
+    async def loop(self, procs: Procs) -> None:
+        """Look at the run until cancelled."""
+        looked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            passed_s, looked_s = now_s - looked_s, now_s
+            # Steps may not come to tell of it.
+            self._console.now(
+                self._roles.faults.metrics() | self._roles.generators.metrics() | self.metrics()
+            )
+            if not self._is_watched or self._roles.faults.open or passed_s > STOOD_STILL_S:
+                self._policy.rest()
+                continue
+            match self._policy.look(passed_s, self._marks(procs)):
+                case Stall() as stall:
+                    await self._tell_stall(stall, procs)
+                    # Reading stacks takes a while: that was no time in which the controller stood still.
+                    looked_s = time.monotonic()
+                case Resumed(quiet_s=quiet_s):
+                    self._tell(f"stall: it is over after {quiet_s:.0f} s")
+
+    def _marks(self, procs: Procs) -> Mapping[Progress, Hashable]:
+        """Return what changes whenever there is progress."""
+        counts = self._roles.scorer.metrics()
+        scores: list[Hashable] = [counts[key] for key in SCORE_COUNTS]
+        if isinstance(self._roles.groups, GroupEpisodes):
+            scores += self._roles.groups.metrics().values()
+        marks: dict[Progress, Hashable] = {Progress.STEP: self._version(), Progress.SCORES: tuple(scores)}
+        if procs.generators is not None:
+            table = procs.generators.table.state
+            marks[Progress.TOKENS] = sum(one.num_generated_tokens for one in procs.generators.stats())
+            marks[Progress.WEIGHTS] = (table.newest, *(one.version for one in table.present))
+        return marks
+
+    async def _tell_stall(self, stall: Stall, procs: Procs) -> None:
+        what = "nothing has moved" if stall.is_whole else "no optimizer step was made"
+        ages = ", ".join(f"{kind} {age_s:.0f} s" for kind, age_s in stall.since_s.items())
+        self._tell(
+            f"stall: {what} for {stall.quiet_s:.0f} s, at most {stall.longest_s:.0f} s before; "
+            f"the run goes on waiting. Time since the last {ages}"
+        )
+        calls = awaited_calls(asyncio.all_tasks() - {asyncio.current_task()})
+        self._tell(f"stall: the controller waits in {calls}")
+        entries = procs.listing.entries
+        hosts = _hosts(procs, entries)
+        stacks = await asyncio.gather(*(self._stack(one, hosts) for one in entries[:MAX_PROCS]))
+        for one, stack in zip(entries, stacks, strict=False):
+            self._tell(f"stall: {one.role} {one.rank} (process {one.pid}): {stack}")
+        if len(entries) > MAX_PROCS:
+            self._tell(f"stall: {len(entries) - MAX_PROCS} more processes are in procs.json")
+
+    async def _stack(self, entry: ProcEntry, hosts: Mapping[str, Host]) -> str:
+        if entry.start_ticks is not None:
+            return await stacks_of(LocalHost(entry.host, []), entry.pid)
+        if entry.host in hosts:
+            return await stacks_of(hosts[entry.host], entry.pid)
+        return f"its stack is not known: {entry.host} was not asked"
+
+
+def _hosts(procs: Procs, entries: Sequence[ProcEntry]) -> dict[str, Host]:
+    """Return the hosts of generators and trainer ranks by name; all else is on the controller's own."""
+    num_ranks = sum(one.role == HostRole.TRAINER for one in entries)
+    hosts = [*procs.hosts.of_procs(HostRole.TRAINER, num_ranks)] if num_ranks else []
+    hosts += [] if procs.generators is None else procs.generators.hosts
+    return {one.id: one for one in hosts}

@@ -1,0 +1,106 @@
+"""A run whose trainer hangs while its processes answer: the real loops, and a process whose stack is read."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from apps.grpo import GrpoRun
+from forgeasync.controller import stall_watch
+from forgeasync.faults import stalls
+from forgeasync.faults.fault_log import Role
+from forgeasync.launch.hosts import LOCAL_HOST_ID
+from forgeasync.trainer.step_result import StepResult
+from tests.support.loops import Console, Fleet, Recorder, Trainer, make_config, make_problem, make_run
+from tests.support.standing_still import CALL, standing_still
+
+FLOOR_S = 0.5
+
+
+class HangingTrainer(Trainer):
+    """It never makes its third step until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = asyncio.Event()
+        self.hangs = False
+
+    async def train_items(self, minibatches: object, *, step: int) -> StepResult:
+        if step == 3:
+            self.hangs = True
+            await self.goes_on.wait()
+        return await super().train_items(minibatches, step=step)  # type: ignore[arg-type]
+
+
+class ToldConsole(Console):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def alarm(self, text: str) -> None:
+        self.told.append(text)
+
+
+def start(folder: Path, trainer: Trainer, console: Console, *overrides: str) -> GrpoRun:
+    recorder = Recorder()
+    recorder.console = console
+    config = make_config(folder, "max_steps=4", *overrides)
+    return make_run(config, trainer=trainer, recorder=recorder, held_out=[make_problem(10)])
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(stalls, "FIRST_FLOOR_S", FLOOR_S)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(tmp_path: Path) -> None:
+    async def go() -> list[str]:
+        trainer, console, fleet = HangingTrainer(), ToldConsole(), Fleet()
+        run = start(tmp_path, trainer, console)
+        process = standing_still()
+        fleet.listing.put("scorer", 0, pid=process.pid, host=LOCAL_HOST_ID)
+        running = asyncio.ensure_future(run.run(fleet))  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(60):
+                while not (trainer.hangs and any(CALL in line for line in console.told)):
+                    assert not running.done(), running
+                    await asyncio.sleep(0.01)
+                assert run.counters()["stall/num_found"] >= 1
+                trainer.goes_on.set()
+                await running
+            return console.told
+        finally:
+            process.kill()
+            process.wait()
+
+    told = asyncio.run(go())
+    assert any(
+        line.startswith("stall: nothing has moved for ") and "the run goes on" in line for line in told
+    )
+    (waits, *_) = [line for line in told if line.startswith("stall: the controller waits in ")]
+    train = "GrpoRun.train (apps/grpo.py:"
+    call = "result = await self.trainer.train_items(minibatches, step=step)"
+    assert train in waits and call in waits
+    assert "buffer.start.call_one" in waits, "what the other loops wait for"
+    assert any(f"MainThread in {CALL} (" in line and line.startswith("stall: scorer 0 (") for line in told)
+    assert any(line.startswith("stall: it is over after ") for line in told)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still(tmp_path: Path) -> None:
+    async def go() -> None:
+        trainer, console = HangingTrainer(), ToldConsole()
+        run = start(tmp_path, trainer, console)
+        fault = run.faults.detected(Role.TRAINER, "trainer rank 0", "has died")
+        running = asyncio.ensure_future(run.run(Fleet()))  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            while not trainer.hangs:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(3 * FLOOR_S)
+            assert run.counters()["stall/num_found"] == 0 and not console.told
+            run.faults.recovered(fault, "was replaced")
+            trainer.goes_on.set()
+            await running
+
+    asyncio.run(go())
