@@ -50,6 +50,7 @@ profiles = st.builds(
     fetch_s=st.sampled_from([0.0, 0.7]),
     publish_s=st.sampled_from([0.0, 0.2]),
     num_cores=st.just(2),
+    filtered_share=st.sampled_from([0.0, 0.3]),
     cores=st.sampled_from([None, Cores(trainer=2.0, generator=1.0, scorer=1.0)]),
 )
 
@@ -234,3 +235,17 @@ def test_the_simulator_loads_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_generator_that_is_lost_while_it_drains_ends_no_run() -> None:
+    """Its drain ends with it, and the host's next update is made without it."""
+    run = small_run(
+        num_steps=20,
+        num_replicas=2,
+        max_num_seqs=4,
+        weights=WeightsSection(interruption=Interruption.DRAIN),
+        faults=FaultRates(per_generator_per_s=1.0),
+    )
+    prediction = simulate(run, simple_profile(token_s=1e-5))
+    assert prediction.num_moved > 5
+    assert prediction.counts.num_trained == 80
