@@ -224,6 +224,7 @@ def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
         tokens = [[rollout.turns[0] for rollout in group] for group in groups]
         mean = sum(map(sum, tokens)) / (300 * 4)
         assert mean == pytest.approx(50.0, abs=2.5), "the same distribution whatever is shared"
+        assert len({one[0] for one in tokens}) > 30, "and groups differ from each other"
         spread.append(sum(max(one) - min(one) for one in tokens) / 300)
     assert spread[1] == 0.0 < spread[0]
 
