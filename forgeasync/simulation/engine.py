@@ -133,10 +133,11 @@ class Engine:
         self._go_on()
         return progress
 
-    def end_what_has_ended(self) -> None:
-        """Bring everything to the present."""
+    def stop(self) -> None:
+        """Its process is gone: what has ended by now has ended, and nobody waits for a drain any more."""
         self._advance()
         self._go_on()
+        self._when_empty = None
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Sequences go, with what they have sampled."""

@@ -108,7 +108,7 @@ class Generators:
     def lose(self, number: int) -> None:
         """A generator is gone; others go on with its groups, and another one comes in its place."""
         engine = self.engines[number]
-        engine.end_what_has_ended()
+        engine.stop()
         self.table.lose(number, "simulated")
         del self.engines[number]
         groups = list(self._groups.pop(number).values())

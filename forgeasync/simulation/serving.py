@@ -48,7 +48,9 @@ class Serving:
         self._is_publishing = False
         self._version = 0
         self._told = 0
-        generators.on_change = self._look_at_all
+        self._swapping: dict[int, set[int]] = {}
+        """By host, the generators that have fetched a version and do not sample under it yet."""
+        generators.on_change = self._generators_changed
 
     def publish(self, version: int, begun: Callable[[], None]) -> None:
         """Have the trainer's weights, now of this version, staged; ``begun`` when training may go on."""
@@ -86,6 +88,11 @@ class Serving:
         self._generators.table.published(version)
         self._is_publishing = False
         self._publish_next()
+        self._look_at_all()
+
+    def _generators_changed(self) -> None:
+        for host in list(self._swapping):
+            self._end_update(host)
         self._look_at_all()
 
     def _look_at_all(self) -> None:
@@ -134,34 +141,40 @@ class Serving:
             self._is_busy[host] = False
             self._look_at_all()
             return
-        left = set(there)
+        self._swapping[host] = set(there)
         for number in there:
             if self._section.interruption is Interruption.DRAIN:
-                engines[number].drain(lambda number=number: self._swap(host, left, number, version))
+                engines[number].drain(lambda number=number: self._swap(host, number, version))
             else:
-                self._swap(host, left, number, version)
+                self._swap(host, number, version)
         self._catch_up()
 
-    def _swap(self, host: int, left: set[int], number: int, version: int) -> None:
+    def _swap(self, host: int, number: int, version: int) -> None:
         stall_s = self._draws.time_s(self._times.swap_s)
         recompute = (
             self._section.kv_cache is KvAfterSwap.RECOMPUTE or self._section.interruption in _RECOMPUTING
         )
         progress = self._generators.swap(number, version, stall_s, recompute=recompute)
-        self._clock.wall.after(stall_s, lambda: self._swapped(host, left, number, progress))
+        self._clock.wall.after(stall_s, lambda: self._swapped(host, number, progress))
 
-    def _swapped(self, host: int, left: set[int], number: int, progress: list[GroupProgress]) -> None:
+    def _swapped(self, host: int, number: int, progress: list[GroupProgress]) -> None:
         if number in self._generators.engines:
             # First: with it groups that run on become younger than their start says.
             self._on_progress(progress)
             self._generators.table.updated(number)
-        left.discard(number)
-        left &= self._generators.engines.keys()
-        if not left:
-            self._is_busy[host] = False
-            self._look_at(host)
+            self._swapping[host].discard(number)
+            self._end_update(host)
         self._generators.assign()
         self._tell()
+
+    def _end_update(self, host: int) -> None:
+        """Let a host fetch again once all of its generators that are still there have swapped."""
+        left = self._swapping[host]
+        left &= self._generators.engines.keys()
+        if not left:
+            del self._swapping[host]
+            self._is_busy[host] = False
+            self._look_at(host)
 
     def _tell(self) -> None:
         if self._generators.table.served > self._told:

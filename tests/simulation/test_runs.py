@@ -50,6 +50,7 @@ profiles = st.builds(
     fetch_s=st.sampled_from([0.0, 0.7]),
     publish_s=st.sampled_from([0.0, 0.2]),
     num_cores=st.just(2),
+    filtered_share=st.sampled_from([0.0, 0.3]),
     cores=st.sampled_from([None, Cores(trainer=2.0, generator=1.0, scorer=1.0)]),
 )
 
@@ -223,6 +224,7 @@ def test_group_lengths_are_as_alike_as_the_profile_says() -> None:
         tokens = [[rollout.turns[0] for rollout in group] for group in groups]
         mean = sum(map(sum, tokens)) / (300 * 4)
         assert mean == pytest.approx(50.0, abs=2.5), "the same distribution whatever is shared"
+        assert len({one[0] for one in tokens}) > 30, "and groups differ from each other"
         spread.append(sum(max(one) - min(one) for one in tokens) / 300)
     assert spread[1] == 0.0 < spread[0]
 
@@ -234,3 +236,17 @@ def test_the_simulator_loads_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_generator_that_is_lost_while_it_drains_ends_no_run() -> None:
+    """Its drain ends with it, and the host's next update is made without it."""
+    run = small_run(
+        num_steps=20,
+        num_replicas=2,
+        max_num_seqs=4,
+        weights=WeightsSection(interruption=Interruption.DRAIN),
+        faults=FaultRates(per_generator_per_s=1.0),
+    )
+    prediction = simulate(run, simple_profile(token_s=1e-5))
+    assert prediction.num_moved > 5
+    assert prediction.counts.num_trained == 80

@@ -29,6 +29,7 @@ def simple_profile(
     between_s: float = 0.0,
     num_cores: int = 64,
     cores: Cores | None = None,
+    filtered_share: float = 0.0,
 ) -> Profile:
     """A machine whose steps take ``decode_s`` and whose trainer takes ``token_s`` a token of a rank."""
     return Profile(
@@ -68,6 +69,7 @@ def simple_profile(
                 prompt_share=prompt_share,
             )
         },
+        filtered_share=filtered_share,
         start_s=Estimate.stated(1.0),
         generator_start_s=Estimate.stated(1.0),
         trainer_start_s=Estimate.stated(1.0),
