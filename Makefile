@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 # Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent demo-distill test test-fast test-all setup setup-gpu model lint mutants docs
+.PHONY: demo demo-agent demo-distill demo-self-distill test test-fast test-all setup setup-gpu model lint mutants docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed
@@ -60,6 +60,12 @@ models/tiny_teacher: | setup
 
 demo-distill: setup models/tiny_moe models/tiny_teacher
 	$(BIN)/python -m apps.distill --config configs/distill_cpu.yaml
+
+models/tiny_self: | setup
+	$(BIN)/python -m apps.warmup --config configs/self_distill_cpu.yaml
+
+demo-self-distill: setup models/tiny_self
+	$(BIN)/python -m apps.distill --config configs/self_distill_cpu.yaml
 
 demo-agent: setup models/tiny_tool_moe
 	$(BIN)/python -m apps.grpo --config configs/agent_tool_cpu.yaml

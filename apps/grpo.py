@@ -27,7 +27,6 @@ from typing import TypeVar
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_sampling import SampledGroup
-from forgeasync.actors.group_scoring import Unscored
 from forgeasync.actors.procs import Procs
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.events import Update
@@ -56,7 +55,6 @@ from forgeasync.controller.step_clock import Part, StepClock
 from forgeasync.controller.stopping import run_main, telling
 from forgeasync.controller.supervisor import become_supervisor
 from forgeasync.environments.order import sampling_seed, weighted_order
-from forgeasync.environments.reward import response_of
 from forgeasync.environments.sandboxes.build import sandbox_warning
 from forgeasync.faults.storage import StorageFaults
 from forgeasync.observability.console import StepConsole
@@ -119,6 +117,7 @@ class GrpoRun:
             prepared,
             generators=self.generators,
             buffer=self.buffer,
+            scorer=self.scorer,
             teaching=roles.teaching,
             payloads=self.payloads,
             recorder=recorder,
@@ -187,7 +186,7 @@ class GrpoRun:
                 await self.endings.give_up(start.group_id, DropReason.CANCELLED)
 
     async def keep(self, start: Start, sampled: SampledGroup) -> None:
-        """Put a sampled group into the buffer, for the scoring loop unless an environment has scored it."""
+        """Put a sampled group into the buffer, for the scoring loop unless it has been scored."""
         whole = Group(
             group_id=start.group_id,
             draw_id=start.draw_id,
@@ -195,16 +194,16 @@ class GrpoRun:
             rollouts=sampled.rollouts,
             durations_ms=sampled.durations_ms,
         )
-        if (group := await self.endings.settled(whole)) is None:
-            self.scorer.forget(start.group_id)
+        if (settled := await self.endings.settled(whole, sampled.scores)) is None:
             return
+        group, scores = settled
         await self.buffer.finished.call_one(group)
-        if sampled.scores is None:
+        if scores is None:
             await self.sampled.put(group)
         else:
             self.recorder.record_episodes(sampled.outcomes)
             self.recorder.keep_records(group.group_id, sampled.outcomes)
-            await self.accept(group, sampled.scores)
+            await self.accept(group, scores)
 
     async def score(self) -> None:
         """Have sampled groups scored concurrently; the buffer bounds how many there are."""
@@ -214,11 +213,7 @@ class GrpoRun:
 
     async def complete(self, group: Group) -> None:
         """Have the scorer score a group, and accept it."""
-        responses = [response_of(rollout) for rollout in group.rollouts]
-        scores = await self.scorer.score_group(group.group_id, group.task, responses)
-        if isinstance(scores, Unscored):
-            await self.endings.drop(group, DropReason.UNSCORED, scores.reason)
-        else:
+        if (scores := await self.endings.scored(group)) is not None:
             await self.accept(group, scores)
 
     async def accept(self, group: Group, scores: Sequence[Score]) -> None:

@@ -35,6 +35,7 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.models.tokenizer import build_tokenizer, save_tokenizer
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.teacher_prompt import teacher_prompt
 from forgeasync.schema.problems import ConfigError, Problem
 from forgeasync.trainer.packing import TrainingSequence, pack_rows
 from forgeasync.trainer.setup import TrainerSetup
@@ -115,8 +116,16 @@ def calls_of(config: RunConfig) -> PlainCalls | None:
             raise ConfigError([Problem(field="environment", remedy=remedy)])
 
 
-def texts_of(task: Task, calls: PlainCalls | None) -> list[str]:
+def shown_prompt(config: RunConfig) -> str | None:
+    """Return the prompt of the teacher that shows a sibling, if the run has one."""
+    return next((one.prompt for one in config.teachers.values() if one.shows_sibling), None)
+
+
+def texts_of(task: Task, calls: PlainCalls | None, shown: str | None = None) -> list[str]:
     """Return the texts of a task that the tokenizer must know."""
+    if shown is not None:
+        worked = worked_example(task)
+        return [task.prompt, worked, teacher_prompt(shown, task, sibling=worked)]
     if calls is None:
         return [task.prompt, worked_example(task)]
     return [task.prompt, *(piece.text for piece in tool_example(task, calls)), calls.error_text or ""]
@@ -128,8 +137,8 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
     num_examples = warmup.num_steps * warmup.examples_per_step
     data = config.data.model_copy(update={"num_train": num_examples})
     tasks = build_source(data, seed=warmup.seed).train
-    calls = calls_of(config)
-    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, calls))
+    calls, shown = calls_of(config), shown_prompt(config)
+    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, calls, shown))
     prompts = PromptEncoder.of_section(tokenizer, config.data)
     num_procs = config.trainer.parallel.num_procs
     parallel = ParallelSection(num_procs=num_procs, data_replicate=num_procs)
@@ -158,7 +167,7 @@ async def warm_up(config: RunConfig, warmup: WarmupSection) -> None:
                 rows = pack_rows(
                     [
                         supervised_sequence(example, prompts, tokenizer)
-                        for example in mixed_examples(of_step, warmup, rng, calls=calls)
+                        for example in mixed_examples(of_step, warmup, rng, calls=calls, shown=shown)
                     ],
                     tokens_per_row=section.tokens_per_row,
                     num_ranks=trainer.num_data_ranks,

@@ -1,9 +1,6 @@
 """Starts the teachers of a run: a pool of engines for each, on the controller's machine."""
 
 import asyncio
-import functools
-
-import numpy as np
 
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.generator_setup import GeneratorSetup
@@ -25,8 +22,7 @@ from forgeasync.launch.jobs import HostRole
 from forgeasync.models.config_file import model_folder, read_model_facts
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.records import Records
-from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import teacher_prompt
+from forgeasync.rollouts.teacher_prompt import TeacherPrompts
 from forgeasync.waiting import deadline
 
 
@@ -108,7 +104,7 @@ async def _start_teacher(
         name=name,
         section=section,
         model=model,
-        prompt_of=None if section.prompt is None else functools.partial(_prompt_of, section.prompt, prompts),
+        prompts=TeacherPrompts(encoder=prompts, max_tokens=_max_context_length(config, name) - 1),
         room=asyncio.Semaphore(max(1, num_at_once // config.algorithm.group_size)),
     )
 
@@ -124,8 +120,7 @@ async def _start_pool(
         model_path=model_folder(model_path).resolve(),
         facts=read_model_facts(model_path),
         section=engine,
-        # vLLM samples one token behind those that it is asked about.
-        max_context_length=section.max_context_length or config.model.max_context_length + 1,
+        max_context_length=_max_context_length(config, name),
         seed=config.seed,
         records=Records(routing=False, kept_tokens=False, num_dense_layers=0),
         weights=weights_of_teacher(config.weights),
@@ -168,5 +163,6 @@ async def _start_pool(
     return pool
 
 
-def _prompt_of(template: str, prompts: PromptEncoder, task: Task) -> np.ndarray:
-    return prompts.encode(teacher_prompt(template, task))
+def _max_context_length(config: RunConfig, name: str) -> int:
+    # vLLM samples one token behind those that it is asked about.
+    return config.teachers[name].max_context_length or config.model.max_context_length + 1

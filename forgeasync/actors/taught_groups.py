@@ -10,7 +10,8 @@ import numpy as np
 from forgeasync.rollouts.group_payload import Arrays
 from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
 from forgeasync.rollouts.rollout import StoredRollout
-from forgeasync.rollouts.teacher_record import TeacherRecord, check_teacher_record
+from forgeasync.rollouts.teacher_prompt import Instead, TeacherReads
+from forgeasync.rollouts.teacher_record import TeacherRecord, check_teacher_record, not_asked
 
 ScoreTokens = Callable[[np.ndarray, int], Awaitable[TeacherRecord]]
 """What a teacher says of token ids [S] behind the first so many; raises ValueError where it cannot."""
@@ -40,14 +41,17 @@ class TaughtGroups:
     """Size of the policy's vocabulary."""
 
     async def teach(
-        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None, score: ScoreTokens
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads], score: ScoreTokens
     ) -> tuple[StoredRollout, ...] | Untaught:
         """The rollouts of a group, with new references: to a file that has the teacher's record too.
 
-        ``prompt_ids_P`` is what the teacher reads before each response; None: what the policy read.
+        ``reads`` is what the teacher reads before each rollout's response.
         """
         reader = PayloadReader(self.host_id)
         branches = [branch for rollout in rollouts for branch in rollout.branches]
+        reads_of_branches = [
+            read for rollout, read in zip(rollouts, reads, strict=True) for _ in rollout.branches
+        ]
         prompts: dict[str, tuple[int, Arrays]] = {}
         for branch in branches:
             if branch.prompt.payload_id not in prompts:
@@ -55,13 +59,9 @@ class TaughtGroups:
         responses = [reader.read(branch.response) for branch in branches]
         asked = [
             asyncio.ensure_future(
-                self._record(
-                    prompts[branch.prompt.payload_id][1]["ids"] if prompt_ids_P is None else prompt_ids_P,
-                    response["ids"],
-                    score,
-                )
+                self._record(read, prompts[branch.prompt.payload_id][1]["ids"], response["ids"], score)
             )
-            for branch, response in zip(branches, responses, strict=True)
+            for branch, read, response in zip(branches, reads_of_branches, responses, strict=True)
         ]
         try:
             records = await asyncio.gather(*asked)
@@ -98,8 +98,15 @@ class TaughtGroups:
         )
 
     async def _record(
-        self, prompt_ids_P: np.ndarray, response_ids_T: np.ndarray, score: ScoreTokens
+        self,
+        read: TeacherReads,
+        policys_ids_P: np.ndarray,
+        response_ids_T: np.ndarray,
+        score: ScoreTokens,
     ) -> TeacherRecord:
+        if read is Instead.NOTHING:
+            return not_asked(len(response_ids_T), self.num_ids)
+        prompt_ids_P = policys_ids_P if isinstance(read, Instead) else read
         record = await score(np.concatenate([prompt_ids_P, response_ids_T]), len(prompt_ids_P))
         check_teacher_record(
             record,

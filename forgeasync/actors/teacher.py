@@ -17,6 +17,7 @@ from forgeasync.actors.taught_groups import TaughtGroups, Untaught
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch
 from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.teacher_prompt import TeacherReads
 from forgeasync.rollouts.teacher_record import TeacherRecord
 from forgeasync.tracing.proc_trace import open_trace
 from forgeasync.tracing.states import State
@@ -40,10 +41,10 @@ class TeacherActor(GeneratorActor):
 
     @concurrent_endpoint
     async def teach(
-        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | Untaught:
         """See ``TaughtGroups.teach``."""
-        return await self._groups.teach(rollouts, prompt_ids_P, self._score)
+        return await self._groups.teach(rollouts, reads, self._score)
 
     async def _score(self, ids_S: np.ndarray, num_prompt: int) -> TeacherRecord:
         # vLLM takes 10 s to import, so only the procs that have an engine import it.

@@ -7,7 +7,7 @@ finished. A teacher's engines that are lost are replaced; their groups go to ano
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -20,7 +20,9 @@ from forgeasync.actors.taught_groups import TaughtGroups, Untaught
 from forgeasync.actors.teacher import TeacherActor
 from forgeasync.config.teachers import TeacherSection
 from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.teacher_prompt import Instead, Response, TeacherPrompts, TeacherReads
 from forgeasync.rollouts.teacher_record import TeacherRecord
 from forgeasync.scoring.unavailable import RewardUnavailable
 
@@ -42,7 +44,7 @@ class TeacherModel(Protocol):
         ...
 
     async def teach(
-        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | Untaught:
         """See ``TaughtGroups.teach``.
 
@@ -64,11 +66,11 @@ class PoolTeacher:
         return self.pool.table.state.served
 
     async def teach(
-        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | Untaught:
         replica = await self.pool.assigned(len(rollouts))
         try:
-            return await replica.while_there(functools.partial(_teach, replica, rollouts, prompt_ids_P))
+            return await replica.while_there(functools.partial(_teach, replica, rollouts, reads))
         finally:
             self.pool.table.change(lambda table: table.ended(replica.number, len(rollouts)))
 
@@ -87,9 +89,9 @@ class EndpointTeacher:
         return 0
 
     async def teach(
-        self, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+        self, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
     ) -> tuple[StoredRollout, ...] | Untaught:
-        return await self.groups.teach(rollouts, prompt_ids_P, self._score)
+        return await self.groups.teach(rollouts, reads, self._score)
 
     async def _score(self, ids_S: np.ndarray, num_prompt: int) -> TeacherRecord:
         async with self.room:
@@ -103,8 +105,7 @@ class Teacher:
     name: str
     section: TeacherSection
     model: TeacherModel
-    prompt_of: Callable[[Task], np.ndarray] | None = None
-    """Tokens that it reads before a response instead of the policy's prompt; None: the policy's prompt."""
+    prompts: TeacherPrompts
     room: asyncio.Semaphore
     """Groups beyond it wait here, where waiting does not count against their deadline."""
 
@@ -140,37 +141,67 @@ class Teaching:
     _num_retried: int = 0
     _num_failed: int = 0
     _num_tokens: int = 0
+    _num_without_sibling: int = 0
     _busy_s: float = 0.0
 
+    def needs_scores(self, task: Task) -> bool:
+        """Whether what a task's teacher reads depends on the scores of the group."""
+        return bool(self.by_source) and self.by_source[task.source].section.shows_sibling
+
     async def teach(
-        self, group_id: int, task: Task, rollouts: tuple[StoredRollout, ...]
+        self,
+        group_id: int,
+        task: Task,
+        rollouts: tuple[StoredRollout, ...],
+        scores: Sequence[Score] | None = None,
     ) -> tuple[StoredRollout, ...] | Untaught:
         """The rollouts of a group with references to a file of their own, which has their teacher's record.
 
-        The file of before is still there. Without teachers the group comes back as it is.
+        The file of before is still there. Without teachers the group comes back as it is. ``scores`` are
+        needed where ``needs_scores`` says so.
         """
         if not self.by_source:
             return rollouts
         teacher = self.by_source[task.source]
-        prompt_ids_P = None if teacher.prompt_of is None else teacher.prompt_of(task)
+        reads = self._reads(teacher, task, rollouts, scores)
         async with teacher.room:
             start_s = time.perf_counter()
             try:
-                return await self._attempts(teacher, group_id, rollouts, prompt_ids_P)
+                return await self._attempts(teacher, group_id, rollouts, reads)
             finally:
                 self._busy_s += time.perf_counter() - start_s
+
+    def _reads(
+        self,
+        teacher: Teacher,
+        task: Task,
+        rollouts: Sequence[StoredRollout],
+        scores: Sequence[Score] | None,
+    ) -> tuple[TeacherReads, ...]:
+        """What the teacher reads before each rollout's response."""
+        template = teacher.section.prompt
+        if template is None or not teacher.section.shows_sibling:
+            return (teacher.prompts.of_task(template, task),) * len(rollouts)
+        assert scores is not None, "needs_scores has said so"
+        responses = [
+            Response(text=rollout.text, num_tokens=rollout.num_response_tokens, is_correct=score.is_correct)
+            for rollout, score in zip(rollouts, scores, strict=True)
+        ]
+        reads = teacher.prompts.of_group(template, task, responses)
+        self._num_without_sibling += sum(read is Instead.NOTHING for read in reads)
+        return reads
 
     async def _attempts(
         self,
         teacher: Teacher,
         group_id: int,
         rollouts: tuple[StoredRollout, ...],
-        prompt_ids_P: np.ndarray | None,
+        reads: Sequence[TeacherReads],
     ) -> tuple[StoredRollout, ...] | Untaught:
         num_left, away = teacher.section.max_attempts, Away()
         while True:
             try:
-                found = await self._attempt(teacher, group_id, rollouts, prompt_ids_P)
+                found = await self._attempt(teacher, group_id, rollouts, reads)
             except (ReplicaLost, DeadlineExceeded) as error:
                 found = Untaught(problem=str(error))
             except RewardUnavailable as error:
@@ -180,7 +211,11 @@ class Teaching:
                     continue
                 found, num_left = Untaught(problem=str(error)), 0
             if not isinstance(found, Untaught):
-                self._num_tokens += sum(rollout.num_response_tokens for rollout in rollouts)
+                self._num_tokens += sum(
+                    rollout.num_response_tokens
+                    for rollout, read in zip(rollouts, reads, strict=True)
+                    if read is not Instead.NOTHING
+                )
                 return found
             num_left -= 1
             if num_left <= 0 or found.is_full:
@@ -193,11 +228,11 @@ class Teaching:
         teacher: Teacher,
         group_id: int,
         rollouts: tuple[StoredRollout, ...],
-        prompt_ids_P: np.ndarray | None,
+        reads: Sequence[TeacherReads],
     ) -> tuple[StoredRollout, ...] | Untaught:
         call = f"teacher {teacher.name} looking at group {group_id}"
         async with deadline(self.score_limit_s, call=call, key="timeouts.score_s"):
-            return await teacher.model.teach(rollouts, prompt_ids_P)
+            return await teacher.model.teach(rollouts, reads)
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the command started, under their names in metrics.jsonl; none without one."""
@@ -208,6 +243,7 @@ class Teaching:
             "teacher/num_retried": self._num_retried,
             "teacher/num_failed": self._num_failed,
             "teacher/num_tokens": self._num_tokens,
+            "teacher/num_without_sibling": self._num_without_sibling,
             "teacher/busy_s": self._busy_s,
             "teacher/num_updates": sum(one.num_updates for one in self.moving),
             "teacher/num_rescored": sum(one.num_rescored for one in self.moving),
@@ -215,7 +251,7 @@ class Teaching:
 
 
 async def _teach(
-    replica: LiveReplica, rollouts: Sequence[StoredRollout], prompt_ids_P: np.ndarray | None
+    replica: LiveReplica, rollouts: Sequence[StoredRollout], reads: Sequence[TeacherReads]
 ) -> tuple[StoredRollout, ...] | Untaught:
     # Monarch's handle of an actor is of no class of ours.
-    return await cast(TeacherActor, replica.actor).teach.call_one(rollouts, prompt_ids_P)
+    return await cast(TeacherActor, replica.actor).teach.call_one(rollouts, reads)

@@ -12,7 +12,7 @@ Shape suffix: T trained tokens (targets) of a row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,10 @@ from forgeasync.schema.section import Section
 
 if TYPE_CHECKING:
     import torch
+
+
+TAUGHT_SHARE = "teacher/taught_share"
+"""Metric: share of trained tokens that the teacher was asked about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +84,23 @@ class Loss(Section):
         return self.aggregation.count(mask_T, sequence_ids_T, sample_weights_T)
 
     def term_counts(
-        self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
+        self,
+        mask_T: torch.Tensor,
+        is_asked_T: torch.Tensor,
+        sequence_ids_T: torch.Tensor,
+        sample_weights_T: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Compute what a row adds to the count of each term."""
-        return [term.aggregation.count(mask_T, sequence_ids_T, sample_weights_T) for term in self.terms]
+        """Compute what a row adds to the count of each term.
+
+        Where the teacher was not asked (``is_asked_T`` False) a token does not count in terms that need it.
+        """
+        taught_T = mask_T & is_asked_T
+        return [
+            term.aggregation.count(
+                taught_T if term.needs_teacher else mask_T, sequence_ids_T, sample_weights_T
+            )
+            for term in self.terms
+        ]
 
     def __call__(self, row: RowTokens, *, total: torch.Tensor | float) -> RowLoss:
         """Compute a row's share of the loss, without its terms, of a batch whose ``count`` is ``total``.
@@ -134,18 +151,20 @@ class Loss(Section):
         """
         of_objective = self(row, total=total)
         loss, sums = of_objective.loss, dict(of_objective.sums)
+        taught = row if row.teacher is None else row.taught()
         for term, term_total in zip(self.terms, term_totals, strict=True):
-            values_T, term_sums = term(row, of_objective.weights_T)
+            seen = taught if term.needs_teacher else row
+            values_T, term_sums = term(seen, of_objective.weights_T)
             sums |= term_sums
             loss = loss + term.weight * term.aggregation(
                 values_T=values_T,
-                mask_T=row.mask_T,
+                mask_T=seen.mask_T,
                 sequence_ids_T=row.sequence_ids_T,
                 weights_T=row.sample_weights_T,
                 total=term_total,
             )
         if row.teacher is not None:
-            sums |= _gap_sums(row)
+            sums |= _gap_sums(taught)
         return RowLoss(loss=loss, sums=sums, weights_T=of_objective.weights_T)
 
 
@@ -156,4 +175,19 @@ def _gap_sums(row: RowTokens) -> dict[str, torch.Tensor]:
         "teacher/gap_mean": gap_T.sum(),
         "teacher/gap_abs_mean": gap_T.abs().sum(),
         "teacher/version": row.masked(row.teacher.versions_T).sum(),
+        TAUGHT_SHARE: row.mask_T.sum(),
     }
+
+
+def means_of_taught(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics whose means of what teachers say are over the tokens that they were asked about.
+
+    ``metrics`` are the sums that rows give, divided by the number of trained tokens. If the teacher was asked
+    about none of these, there are no such means.
+    """
+    if TAUGHT_SHARE not in metrics:
+        return dict(metrics)
+    share = metrics[TAUGHT_SHARE]
+    means = {name for name in metrics if name.startswith("teacher/") and name != TAUGHT_SHARE}
+    of_taught = {name: metrics[name] / share for name in means} if share else {}
+    return {name: value for name, value in metrics.items() if name not in means} | of_taught

@@ -9,7 +9,7 @@ Shape suffixes: T trained tokens (targets) of a row, K ids of each token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class TeacherTokens:
     """What a teacher says of the tokens of a row, and the student of the same ids.
 
     All are float32; log-probabilities are over the full vocabulary at temperature 1. K is the largest number
-    of ids that a term of the loss looks at, and may be 0.
+    of ids that a term of the loss looks at, and may be 0. Where the teacher was not asked all values are
+    finite, and count for nothing.
     """
 
     logprobs_T: torch.Tensor
@@ -47,6 +48,8 @@ class TeacherTokens:
     """The student's, of these ids, with gradients."""
     versions_T: torch.Tensor
     """Which version of the teacher's weights has seen the token."""
+    is_asked_T: torch.Tensor
+    """bool: whether the teacher was asked about the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,11 @@ class RowTokens:
     the loss has no terms."""
     teacher: TeacherTokens | None = None
     """None if no term of the loss needs a teacher."""
+
+    def taught(self) -> RowTokens:
+        """The same row, masked to tokens that its teacher was asked about."""
+        assert self.teacher is not None
+        return replace(self, mask_T=self.mask_T & self.teacher.is_asked_T)
 
     def masked(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values, and 0 without a gradient where ``mask_T`` is False."""

@@ -162,12 +162,16 @@ class WarmupSection(Section):
     of the step: a few teach as much as many and take less time. null: direct_share of the examples."""
     guess_error: CountOrZero = 0
     """Largest error of a guess; errors are uniform."""
+    shown_per_step: CountOrZero = 0
+    """Number of examples of a step that are worked out behind the prompt of the run's teacher with
+    ``$sibling``, which shows a right response: without such a past a small model makes nothing of what it is
+    shown. They do not count for direct_share."""
 
     @property
     def num_guesses_per_step(self) -> int:
         if self.guesses_per_step is not None:
             return self.guesses_per_step
-        return round(self.direct_share * self.examples_per_step)
+        return round(self.direct_share * (self.examples_per_step - self.shown_per_step))
 
 
 AgentName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,30}$")]

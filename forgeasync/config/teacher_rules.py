@@ -30,12 +30,20 @@ def check_teachers(config: RunConfig) -> Iterator[Problem]:
         if teacher.prompt is not None and config.environment is not None:
             remedy = "must be null with an environment, whose conversations have no single prompt"
             yield Problem(field=f"teachers.{name}.prompt", value=teacher.prompt, remedy=remedy)
+        if teacher.shows_sibling and algorithm.group_size < 2:
+            remedy = f"must be at least 2: teachers.{name}.prompt has $sibling, another response of the group"
+            yield Problem(field="algorithm.group_size", value=algorithm.group_size, remedy=remedy)
         if teacher.moves:
             yield from _check_moving(config, name)
     alphas = {one.source.ema for one in teachers.values() if isinstance(one.source, AveragedPolicy)}
     if len(alphas) > 1:
         remedy = "must be the same for every teacher with ema: the trainer keeps one average"
         yield Problem(field="teachers", value=sorted(alphas), remedy=remedy)
+    showing = sorted({one.prompt for one in teachers.values() if one.prompt and one.shows_sibling})
+    if config.warmup is not None and config.warmup.shown_per_step and len(showing) != 1:
+        found = " and ".join(map(repr, showing)) or "none"
+        remedy = f"must be 0, or one prompt of a teacher must have $sibling; found {found}"
+        yield Problem(field="warmup.shown_per_step", value=config.warmup.shown_per_step, remedy=remedy)
     yield from _check_sources(config)
 
 

@@ -1,5 +1,6 @@
 """The ``teachers`` section: models that say how likely they find what the policy has sampled."""
 
+import string
 from collections.abc import Mapping
 from typing import Self
 
@@ -9,6 +10,9 @@ from pydantic_core import PydanticCustomError
 from forgeasync.config.generator import GeneratorSection
 from forgeasync.config.teacher_source import AveragedPolicy, FixedSource, TeacherSource
 from forgeasync.schema.section import Count, Seconds, Section
+
+SIBLING = "sibling"
+"""Stands in a teacher's ``prompt`` for the text of another response of the group that was correct."""
 
 
 class TeacherEndpoint(Section):
@@ -48,7 +52,9 @@ class TeacherSection(Section):
     prompt: str | None = None
     """What the teacher reads before a response, where that is not what the policy read: a template in which
     ``$prompt`` is the task's prompt, ``$answer`` its reference and ``$column`` a column of its record, such
-    as a hint or a demonstration. The response's tokens stay the same. null: the policy's own prompt."""
+    as a hint or a demonstration. ``$sibling`` is another response of the group that was correct; where there
+    is none the teacher is not asked (``teacher/num_without_sibling``), and no term that needs it counts. The
+    response's tokens stay the same. null: the policy's own prompt."""
     max_context_length: Count | None = None
     """Most tokens that it reads, and one more; null: ``model.max_context_length`` + 1."""
     engine: GeneratorSection = GeneratorSection(keep_in_flight=False)
@@ -56,6 +62,11 @@ class TeacherSection(Section):
     max_attempts: int = Field(default=3, gt=0, le=100)
     """Attempts at a group; after this many failures it is given up (``dropped/unscored``). What was lost with
     an engine counts too; waiting for a server that is down does not."""
+
+    @property
+    def shows_sibling(self) -> bool:
+        """Whether what it reads depends on what was correct."""
+        return self.prompt is not None and SIBLING in string.Template(self.prompt).get_identifiers()
 
     @property
     def num_engines(self) -> int:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from forgeasync.actors.buffer import BufferActor
+from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.taught_groups import Untaught
 from forgeasync.actors.teaching import Teaching
@@ -22,6 +23,7 @@ from forgeasync.controller.group_keeper import GroupKeeper
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
 from forgeasync.controller.resume import RunFiles
+from forgeasync.environments.reward import response_of
 from forgeasync.models.sizes import largest_group_payload_bytes
 from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group
@@ -45,6 +47,7 @@ class GroupEndings:
         *,
         generators: GeneratorRouter,
         buffer: BufferActor,
+        scorer: GroupScoring,
         teaching: Teaching,
         payloads: AsyncPayloadBudget,
         recorder: RunRecorder,
@@ -56,6 +59,7 @@ class GroupEndings:
         self._resumed = prepared.resumed
         self._generators = generators
         self._buffer = buffer
+        self._scorer = scorer
         self._teaching = teaching
         self._payloads = payloads
         self._recorder = recorder
@@ -71,23 +75,42 @@ class GroupEndings:
         """Return what is counted of kept groups and of teachers, under their names in metrics.jsonl."""
         return self.keeper.metrics() | self._teaching.metrics()
 
-    async def settled(self, group: Group) -> Group | None:
+    async def scored(self, group: Group) -> tuple[Score, ...] | None:
+        """Have the scorer score a sampled group; None: it could not, and the group was given up."""
+        responses = [response_of(rollout) for rollout in group.rollouts]
+        scores = await self._scorer.score_group(group.group_id, group.task, responses)
+        if isinstance(scores, Unscored):
+            await self.drop(group, DropReason.UNSCORED, scores.reason)
+            return None
+        return scores
+
+    async def settled(
+        self, group: Group, scores: tuple[Score, ...] | None
+    ) -> tuple[Group, tuple[Score, ...] | None] | None:
         """Have a sampled group's teacher look at it, if the run has teachers, and let its arrays stay.
 
-        None: the teacher could not, or the arrays take too much memory; the group was given up.
+        ``scores`` are those that an environment has given. Where there are none, they come back only if the
+        teacher had to have them: it reads responses that were correct. None: the group was given up, because
+        it has no scores, the teacher could not look at it, or the arrays take too much memory.
         """
-        taught = await self._taught(group)
-        if taught is None or await self._payloads.settle(taught.group_id, taught.num_payload_bytes):
-            return taught
-        problem = (
-            f"group {taught.group_id} takes {taught.num_payload_bytes:,} bytes, more than its reservation "
-            "and the rest of the shared excess; must be less, or payload.capacity_gib larger"
-        )
-        await self.drop(taught, DropReason.OVERSIZED, problem)
+        if scores is None and self._teaching.needs_scores(group.task):
+            scores = await self.scored(group)
+            if scores is None:
+                return None
+        taught = await self._taught(group, scores)
+        if taught is not None:
+            if await self._payloads.settle(taught.group_id, taught.num_payload_bytes):
+                return taught, scores
+            problem = (
+                f"group {taught.group_id} takes {taught.num_payload_bytes:,} bytes, more than its "
+                "reservation and the rest of the shared excess; must be less, or payload.capacity_gib larger"
+            )
+            await self.drop(taught, DropReason.OVERSIZED, problem)
+        self._scorer.forget(group.group_id)
         return None
 
-    async def _taught(self, group: Group) -> Group | None:
-        answer = await self._teaching.teach(group.group_id, group.task, group.rollouts)
+    async def _taught(self, group: Group, scores: Sequence[Score] | None) -> Group | None:
+        answer = await self._teaching.teach(group.group_id, group.task, group.rollouts, scores)
         if isinstance(answer, Untaught):
             reason = DropReason.OVERSIZED if answer.is_full else DropReason.UNSCORED
             await self.drop(group, reason, answer.problem)

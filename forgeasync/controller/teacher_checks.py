@@ -71,7 +71,7 @@ def check_teacher_prompts(
 ) -> Iterator[Problem]:
     """Find teachers' prompts that cannot be filled in, or leave no room for a response: one for each teacher.
 
-    ``tasks`` are those that train.
+    ``tasks`` are those that train. Of ``$sibling`` nothing is known yet.
     """
     for name, section in config.teachers.items():
         if section.prompt is None:
@@ -83,7 +83,8 @@ def check_teacher_prompts(
             if section.sources and task.source not in section.sources:
                 continue
             try:
-                num_tokens = len(prompts.encode(teacher_prompt(section.prompt, task)))
+                text = teacher_prompt(section.prompt, task, sibling="")
+                num_tokens = len(prompts.encode(text))
             except ValueError as error:
                 yield Problem(field=field, value=section.prompt, remedy=str(error))
                 break

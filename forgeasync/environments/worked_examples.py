@@ -8,11 +8,12 @@ With the tool of ``kind: python_tool`` each step is a call, whose result the too
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forgeasync.config.environments import PlainCalls
 from forgeasync.config.run import WarmupSection
 from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.teacher_prompt import teacher_prompt
 
 ANSWER_PREFIX = "#"
 
@@ -51,30 +52,48 @@ class _Step:
 
 
 def mixed_examples(
-    tasks: Sequence[Task], warmup: WarmupSection, rng: random.Random, *, calls: PlainCalls | None = None
+    tasks: Sequence[Task],
+    warmup: WarmupSection,
+    rng: random.Random,
+    *,
+    calls: PlainCalls | None = None,
+    shown: str | None = None,
 ) -> Iterator[Example]:
     """The examples of a step: guesses for the first ``num_guesses_per_step`` tasks, the rest worked out.
 
     All guesses together weigh ``direct_share`` of the step, however few they are. With ``calls`` the rest is
-    worked out by calls of a tool, written in this form.
+    worked out by calls of a tool, written in this form. The last ``shown_per_step`` are worked out behind the
+    prompt ``shown``, a teacher's template with ``$sibling``; they are beside the step's shares.
 
     Raises:
         ValueError: a task is not a ``chain_sum`` problem.
     """
     num_guesses = warmup.num_guesses_per_step
+    num_plain = len(tasks) - warmup.shown_per_step
     weight = 1.0
     if num_guesses:
         odds = warmup.direct_share / (1.0 - warmup.direct_share)
-        weight = odds * (len(tasks) - num_guesses) / num_guesses
+        weight = odds * (num_plain - num_guesses) / num_guesses
     for task in tasks[:num_guesses]:
         error = rng.randint(-warmup.guess_error, warmup.guess_error)
         yield Example(task=task, pieces=(Piece(text=guess(task, error=error)),), weight=weight)
-    for task in tasks[num_guesses:]:
+    for task in tasks[num_plain:]:
+        assert shown is not None, "as the rules of a config have checked"
+        yield _shown_example(task, shown, rng)
+    for task in tasks[num_guesses:num_plain]:
         if calls is None:
             pieces: tuple[Piece, ...] = (Piece(text=worked_example(task)),)
         else:
             pieces = tool_example(task, calls)
         yield Example(task=task, pieces=pieces, weight=1.0)
+
+
+def _shown_example(task: Task, template: str, rng: random.Random) -> Example:
+    """A problem worked out behind a right response, be it worked out or a guess."""
+    worked = worked_example(task)
+    sibling = rng.choice([worked, guess(task, error=0)])
+    prompt = teacher_prompt(template, task, sibling=sibling)
+    return Example(task=replace(task, prompt=prompt), pieces=(Piece(text=worked),), weight=1.0)
 
 
 def worked_example(task: Task) -> str:

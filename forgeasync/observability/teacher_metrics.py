@@ -6,9 +6,15 @@ _TAUGHT = "runs with `teachers`"
 
 TEACHERS = Topic(
     heading="Teachers and terms of the loss",
-    note="Gaps are log(policy / teacher) of the trained tokens, in nats, both over the full vocabulary at "
-    "temperature 1; see [teachers.md](teachers.md).",
+    note="Gaps are log(policy / teacher) of the trained tokens that teachers were asked about, in nats, both "
+    "over the full vocabulary at temperature 1; see [teachers.md](teachers.md).",
     metrics=(
+        Metric(
+            key="teacher/taught_share",
+            meaning="Share of trained tokens that teachers were asked about. If it is 0 there are no means "
+            "of what they said.",
+            when=_TAUGHT,
+        ),
         Metric(
             key="teacher/gap_mean",
             meaning="Mean gap: estimates KL(policy || teacher) on tokens that the policy sampled.",
@@ -55,6 +61,12 @@ TEACHERS = Topic(
         Metric(
             key="teacher/num_rescored",
             meaning="Scores that a swap has cut, and that were computed anew under the new weights.",
+            when=_TAUGHT,
+        ),
+        Metric(
+            key="teacher/num_without_sibling",
+            meaning="Responses that teachers were not asked about, because `prompt` has `$sibling` and no "
+            "other response of the group was correct and could be shown.",
             when=_TAUGHT,
         ),
         Metric(key="teacher/num_tokens", meaning="Response tokens that teachers have seen.", when=_TAUGHT),

@@ -60,6 +60,11 @@ class PromptEncoder:
             prompt = self._render(prompt)
         return np.asarray(self._tokenizer(prompt, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
+    def has_special_text(self, text: str) -> bool:
+        """Whether ``text`` contains the text of a special token, as which ``encode`` would read it."""
+        marks = self._tokenizer.added_tokens_decoder.values()
+        return any(mark.special and mark.content in text for mark in marks)
+
     def text_of(self, token_id: int) -> str:
         """Return the text of one token by itself."""
         return self._tokenizer.decode([token_id])

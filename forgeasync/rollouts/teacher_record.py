@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NOT_ASKED = -1
+"""Version of the tokens of a response that the teacher was not asked about."""
+
 
 class WrongTeacherRecord(ValueError):
     """A teacher's answer is not about the tokens that it was asked about, or has no numbers for them."""
@@ -17,7 +20,8 @@ class WrongTeacherRecord(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRecord:
-    """Of tokens that nobody sampled, which are no targets, nothing may be read."""
+    """Of tokens that nobody sampled, which are no targets, nothing may be read; nor of those whose version is
+    ``NOT_ASKED``, which have nan for their log-probabilities."""
 
     logprobs_T: np.ndarray
     """float32, of the tokens themselves."""
@@ -27,6 +31,11 @@ class TeacherRecord:
     """float32, of these ids."""
     versions_T: np.ndarray
     """int32: which version of the teacher's weights has computed it; one for all tokens of a response."""
+
+    @property
+    def is_asked_T(self) -> np.ndarray:
+        """bool: which tokens the teacher was asked about."""
+        return self.versions_T != NOT_ASKED
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The record as arrays of a payload; the inverse is ``teacher_record``."""
@@ -70,17 +79,17 @@ def teacher_record(arrays: Mapping[str, np.ndarray]) -> TeacherRecord | None:
         topk_TK=arrays["teacher_topk"],
         versions_T=arrays["teacher_versions"],
     )
-    _check_versions(record, num_tokens=len(record.logprobs_T), where="a stored record")
+    _check_versions(record, num_tokens=len(record.logprobs_T), where="a stored record", lowest=NOT_ASKED)
     return record
 
 
-def no_teacher_tokens(num_ids: int) -> TeacherRecord:
-    """The record of no token at all."""
+def not_asked(num_tokens: int, num_ids: int) -> TeacherRecord:
+    """The record of a response that the teacher was not asked about; also that of no token at all."""
     return TeacherRecord(
-        logprobs_T=np.empty(0, np.float32),
-        ids_TK=np.empty((0, num_ids), np.int32),
-        topk_TK=np.empty((0, num_ids), np.float32),
-        versions_T=np.empty(0, np.int32),
+        logprobs_T=np.full(num_tokens, np.nan, np.float32),
+        ids_TK=np.zeros((num_tokens, num_ids), np.int32),
+        topk_TK=np.full((num_tokens, num_ids), np.nan, np.float32),
+        versions_T=np.full(num_tokens, NOT_ASKED, np.int32),
     )
 
 
@@ -122,16 +131,18 @@ def check_teacher_record(
                 f"{where} gave the log-probability {values[is_wrong].flat[0]} of {name} at position {place}; "
                 "must be finite and at most 0"
             )
-    _check_versions(record, num_tokens=num_tokens, where=where)
+    _check_versions(record, num_tokens=num_tokens, where=where, lowest=0)
     if num_tokens and num_ids and not 0 <= record.ids_TK.min() <= record.ids_TK.max() < vocab_size:
         raise WrongTeacherRecord(f"{where} gave an id outside of the vocabulary of {vocab_size}")
 
 
-def _check_versions(record: TeacherRecord, *, num_tokens: int, where: str) -> None:
+def _check_versions(record: TeacherRecord, *, num_tokens: int, where: str, lowest: int) -> None:
     if record.versions_T.shape != (num_tokens,):
         raise WrongTeacherRecord(
             f"{where} gave versions of {len(record.versions_T)} tokens; must be {num_tokens}"
         )
-    if num_tokens and not 0 <= record.versions_T.min() == record.versions_T.max():
+    if num_tokens and not lowest <= record.versions_T.min() == record.versions_T.max():
         found = sorted(set(record.versions_T.tolist()))
-        raise WrongTeacherRecord(f"{where} gave scores of the versions {found}; must be one, at least 0")
+        raise WrongTeacherRecord(
+            f"{where} gave scores of the versions {found}; must be one, at least {lowest}"
+        )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
+from forgeasync.algorithms.loss import means_of_taught
 from forgeasync.algorithms.row_tokens import RowTokens
 from forgeasync.config.trainer import OnBadStep, RouterBias
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
@@ -199,7 +200,7 @@ class PolicyTrainer:
                 ep_enabled=self._parallel_dims.ep_enabled,
             )
         )
-        metrics = sums.metrics(counts.num_trained, mesh=self._loss_mesh)
+        metrics = means_of_taught(sums.metrics(counts.num_trained, mesh=self._loss_mesh))
         metrics["grad_norm"] = grad_norm
         if self._max_token_age is not None:
             metrics["off_policy/rejected_token_share"] = 1.0 - counts.num_trained / max(1, counts.num_targets)

@@ -9,7 +9,7 @@ import torch
 from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.row_tokens import TeacherTokens
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
-from forgeasync.rollouts.teacher_record import TeacherRecord, no_teacher_tokens
+from forgeasync.rollouts.teacher_record import TeacherRecord, not_asked
 from forgeasync.trainer.logprobs import Predictions
 from forgeasync.trainer.packing import PackedRow
 
@@ -24,7 +24,7 @@ def asked_ids(row: PackedRow, loss: Loss) -> np.ndarray | None:
     targets_T1 = row.target_ids_L[row.mask_L][:, None]
     if not loss.needs_teacher:
         return targets_T1
-    return np.concatenate([targets_T1, _record(row, loss).ids_TK.astype(np.int64)], axis=1)
+    return np.concatenate([targets_T1, record_of(row, loss).ids_TK.astype(np.int64)], axis=1)
 
 
 def full_logprobs(predictions: Predictions) -> torch.Tensor | None:
@@ -36,19 +36,25 @@ def teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Teac
     """What the teacher says of the row's targets, and the student of the same ids."""
     if not loss.needs_teacher:
         return None
-    record = _record(row, loss)
+    record = record_of(row, loss)
     assert predictions.asked_TK is not None
+    is_asked_T = torch.from_numpy(record.is_asked_T).to(DEVICE_TYPE)
+    # Where the teacher was not asked its record is nan, and 0 times nan in a gradient is nan. The student's
+    # own values are finite there; they are masked out.
+    own_TK = predictions.asked_TK.detach()
     return TeacherTokens(
-        logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE),
-        topk_TK=torch.from_numpy(record.topk_TK).to(DEVICE_TYPE),
+        logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE).where(is_asked_T, own_TK[:, 0]),
+        topk_TK=torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(is_asked_T[:, None], own_TK[:, 1:]),
         student_topk_TK=predictions.asked_TK[:, 1:],
         versions_T=torch.from_numpy(record.versions_T).to(DEVICE_TYPE, torch.float32),
+        is_asked_T=is_asked_T,
     )
 
 
-def _record(row: PackedRow, loss: Loss) -> TeacherRecord:
+def record_of(row: PackedRow, loss: Loss) -> TeacherRecord:
+    """What the teacher has said of the row's targets, for a loss that needs it."""
     if row.teacher is None:
         assert row.num_targets == 0, "groups of a run with a teacher are seen by it before they train"
-        return no_teacher_tokens(loss.num_teacher_ids)
+        return not_asked(0, loss.num_teacher_ids)
     assert row.teacher.ids_TK.shape[1] == loss.num_teacher_ids, "the teacher is asked for what terms need"
     return row.teacher

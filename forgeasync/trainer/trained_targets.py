@@ -13,6 +13,7 @@ from torchtitan.distributed import utils as dist_utils
 from forgeasync.algorithms.loss import Loss
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.trainer.packing import PackedRow
+from forgeasync.trainer.teacher_rows import record_of
 
 
 def trained_mask(row: PackedRow, max_token_age: int | None) -> torch.Tensor:
@@ -46,7 +47,11 @@ def count_targets(
         counts[0] += loss.count(mask_T, sequence_ids_T, sample_weights_T)
         counts[1] += mask_T.sum()
         counts[2] += row.num_targets
-        for index, count in enumerate(loss.term_counts(mask_T, sequence_ids_T, sample_weights_T)):
+        is_asked_T = mask_T
+        if loss.needs_teacher:
+            is_asked_T = torch.from_numpy(record_of(row, loss).is_asked_T).to(DEVICE_TYPE)
+        of_terms = loss.term_counts(mask_T, is_asked_T, sequence_ids_T, sample_weights_T)
+        for index, count in enumerate(of_terms):
             counts[3 + index] += count
     if mesh is not None:
         counts = dist_utils.dist_sum_tensor(counts, mesh)

@@ -1,7 +1,7 @@
 """Attempts at a group, by engines that are plain objects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -11,10 +11,20 @@ from forgeasync.actors.replica import ReplicaLost
 from forgeasync.actors.taught_groups import Untaught
 from forgeasync.actors.teaching import Away, PoolTeacher, Teacher, Teaching
 from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
+from forgeasync.models.tokenizer import character_tokenizer
+from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.score import Score
 from forgeasync.rollouts.task import Task
+from forgeasync.rollouts.teacher_prompt import Instead, TeacherPrompts, TeacherReads
 from forgeasync.scoring.unavailable import RewardUnavailable
 
-ROLLOUTS = (SimpleNamespace(num_response_tokens=3), SimpleNamespace(num_response_tokens=4))
+PROMPTS = TeacherPrompts(
+    encoder=PromptEncoder(character_tokenizer(chat_template=False), chat_template=False), max_tokens=100
+)
+ROLLOUTS = (
+    SimpleNamespace(num_response_tokens=3, text="wrong"),
+    SimpleNamespace(num_response_tokens=4, text="=2"),
+)
 NEW = ("new",)
 TASK = Task(task_id="t", prompt="1+1", answer="2", source_index=0, source="sums")
 
@@ -67,6 +77,7 @@ def teaching(engines: Engines, *, max_attempts: int = 3, room: int = 2, limit_s:
         name="t",
         section=TeacherSection(model_path="x", max_attempts=max_attempts),
         model=PoolTeacher(engines),  # type: ignore[arg-type]
+        prompts=PROMPTS,
         room=asyncio.Semaphore(room),
     )
     return Teaching({"sums": teacher}, limit_s)
@@ -140,8 +151,9 @@ class Server:
         self.retry_after_s = retry_after_s
         self.num_calls = 0
 
-    async def teach(self, rollouts: object, prompt_ids_P: object) -> object:
+    async def teach(self, rollouts: object, reads: Sequence[TeacherReads]) -> object:
         self.num_calls += 1
+        self.reads = reads
         if self.num_calls <= self.num_away:
             raise RewardUnavailable("the server is down", self.retry_after_s)
         return NEW
@@ -150,7 +162,13 @@ class Server:
 def served(server: Server, **endpoint: float) -> Teaching:
     where = TeacherEndpoint(base_url="http://localhost:1/v1", model="m", **endpoint)
     section = TeacherSection(endpoint=where, max_attempts=1)
-    teacher = Teacher(name="t", section=section, model=server, room=asyncio.Semaphore(1))  # type: ignore[arg-type]
+    teacher = Teacher(
+        name="t",
+        section=section,
+        model=server,  # type: ignore[arg-type]
+        prompts=PROMPTS,
+        room=asyncio.Semaphore(1),
+    )
     return Teaching({"sums": teacher}, 30.0)
 
 
@@ -174,3 +192,20 @@ def test_waits_double_up_to_a_bound_or_to_what_the_server_asks() -> None:
     assert [away.wait_s(section, down, 10.0) for _ in range(6)] == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
     assert Away().wait_s(section, RewardUnavailable("later", 60.0), 0.0) == 60.0
     assert away.wait_s(section, down, 109.9) == 15.0 and away.wait_s(section, down, 110.0) is None
+
+
+def test_a_teacher_that_shows_a_sibling_is_asked_where_there_is_one() -> None:
+    server = Server(num_away=0, retry_after_s=0.0)
+    one = served(server)
+    assert not one.needs_scores(TASK) and teach(one) == NEW
+    assert server.reads == (Instead.POLICYS,) * 2 and one.metrics()["teacher/num_tokens"] == 7
+
+    teacher = one.by_source["sums"]
+    teacher.section = teacher.section.model_copy(update={"prompt": "$sibling;$prompt"})
+    assert one.needs_scores(TASK) and not Teaching().needs_scores(TASK)
+    scores = (Score(0.0, False), Score(1.0, True))
+    assert asyncio.run(one.teach(4, TASK, ROLLOUTS, scores)) == NEW  # type: ignore[arg-type]
+    shown, nothing = server.reads
+    assert PROMPTS.encoder.encode("=2;1+1").tolist() == shown.tolist() and nothing is Instead.NOTHING
+    found = one.metrics()
+    assert found["teacher/num_without_sibling"] == 1 and found["teacher/num_tokens"] == 7 + 3

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from forgeasync.algorithms.loss import Loss
+from forgeasync.algorithms.loss import Loss, means_of_taught
 from forgeasync.algorithms.row_tokens import RowTokens, TeacherTokens
 from tests.support.tokens import make_tokens, section
 
@@ -34,13 +34,18 @@ def make_row(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torc
             topk_TK=top.values,
             student_topk_TK=full_TV.gather(1, top.indices),
             versions_T=torch.arange(T) + 4.0,
+            is_asked_T=torch.ones(T, dtype=torch.bool),
         ),
     )
 
 
 def totals(loss: Loss, row: RowTokens) -> dict[str, object]:
-    counted = (row.mask_T, row.sequence_ids_T, row.sample_weights_T)
-    return {"total": loss.count(*counted), "term_totals": loss.term_counts(*counted)}
+    counted = (row.sequence_ids_T, row.sample_weights_T)
+    is_asked_T = row.mask_T if row.teacher is None else row.teacher.is_asked_T
+    return {
+        "total": loss.count(row.mask_T, *counted),
+        "term_totals": loss.term_counts(row.mask_T, is_asked_T, *counted),
+    }
 
 
 SAMPLED = {"kind": "sampled_reverse_kl"}
@@ -121,6 +126,7 @@ def test_the_student_teaches_itself_nothing() -> None:
         topk_TK=row.teacher.student_topk_TK.detach(),
         student_topk_TK=row.teacher.student_topk_TK,
         versions_T=row.teacher.versions_T,
+        is_asked_T=row.teacher.is_asked_T,
     )
     row = dataclasses.replace(row, teacher=same)
     for divergence in ("forward", "reverse", "jsd"):
@@ -142,12 +148,57 @@ def test_a_row_without_tokens_adds_nothing() -> None:
             topk_TK=torch.empty(0, 4),
             student_topk_TK=torch.empty(0, 4).requires_grad_(),
             versions_T=empty,
+            is_asked_T=empty.bool(),
         ),
     )
     terms = [SAMPLED, {"kind": "topk_kl", "top_k": 4}, {"kind": "cross_entropy"}]
     loss = section(terms=terms)
     result = loss.with_terms(row, total=1.0, term_totals=(1.0, 1.0, 1.0))
     assert float(result.loss) == 0.0 and result.loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_of_token_mean", "sequence_mean_of_token_sum"]
+)
+def test_tokens_that_the_teacher_was_not_asked_about_count_in_no_term_that_needs_it(aggregation: str) -> None:
+    """As if they were not trained on; in the others they count."""
+    how = {"aggregation": {"kind": aggregation}}
+    terms = [SAMPLED | how, {"kind": "topk_kl", "top_k": 4} | how, {"kind": "ref_kl"} | how]
+    asked_T = torch.tensor([True, True, True, False, True, False])
+    found = []
+    for as_mask in (True, False):
+        logits_TV, row = make_row()
+        assert row.teacher is not None
+        if as_mask:
+            row = dataclasses.replace(row, mask_T=row.mask_T & asked_T)
+        else:
+            row = dataclasses.replace(row, teacher=dataclasses.replace(row.teacher, is_asked_T=asked_T))
+        loss = section(objective={"kind": "none"}, terms=terms)
+        result = loss.with_terms(row, **totals(loss, row))
+        gradient_TV = torch.autograd.grad(result.loss, logits_TV)[0]
+        assert (gradient_TV.abs().sum(-1) > 0).tolist() == (row.mask_T & asked_T).tolist()
+        found.append((result.loss, gradient_TV, result.sums))
+    torch.testing.assert_close(found[0], found[1])
+    assert float(found[1][2]["teacher/taught_share"]) == 3.0
+    other = section(objective={"kind": "reinforce"}, terms=[{"kind": "cross_entropy"}])
+    parts = [other.with_terms(row, **totals(other, row)).loss for row in (make_row()[1], row)]
+    torch.testing.assert_close(*parts)
+
+
+def test_means_of_what_teachers_say_are_over_what_they_were_asked() -> None:
+    found = means_of_taught(
+        {"loss": 3.0, "teacher/taught_share": 0.25, "teacher/gap_mean": 0.5, "policy/entropy": 1.0}
+    )
+    assert found == {
+        "loss": 3.0,
+        "teacher/taught_share": 0.25,
+        "teacher/gap_mean": 2.0,
+        "policy/entropy": 1.0,
+    }
+    assert means_of_taught({"teacher/taught_share": 0.0, "teacher/gap_mean": 0.0}) == {
+        "teacher/taught_share": 0.0
+    }
+    assert means_of_taught({"loss": 3.0}) == {"loss": 3.0}
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -7,12 +7,19 @@ import yaml
 
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.launcher import ProcessLauncher
-from forgeasync.config.run import RunConfig
+from forgeasync.config.run import RunConfig, ShapeSection, WarmupSection
 from forgeasync.config.teacher_rules import check_teachers
 from forgeasync.config.teachers import TeacherSection
 from tests.support.lora import LORA
 from tests.support.runs import tiny_config
 
+SHOWN = WarmupSection(
+    num_steps=1,
+    examples_per_step=4,
+    shown_per_step=1,
+    optimizer={"learning_rate": 1e-3},
+    shape=dict.fromkeys(ShapeSection.model_fields, 2),
+)
 TOPK = {"kind": "topk_kl", "top_k": 5}
 
 
@@ -44,6 +51,18 @@ def test_a_teacher_for_every_source_is_no_problem() -> None:
     ("config", "expected"),
     [
         (config_of((TOPK,), {}), "teachers: algorithm.terms has topk_kl, which needs one"),
+        (
+            config_of(
+                (TOPK,), {"a": TeacherSection(model_path="t", prompt="$sibling $prompt")}, group_size=1
+            ),
+            "algorithm.group_size: must be at least 2: teachers.a.prompt has $sibling",
+        ),
+        (
+            config_of((TOPK,), {"a": TeacherSection(model_path="t", prompt="$answer $prompt")}).model_copy(
+                update={"warmup": SHOWN}
+            ),
+            "warmup.shown_per_step: must be 0, or one prompt of a teacher must have $sibling; found none",
+        ),
         (
             config_of((), {"a": TeacherSection(model_path="t")}),
             "teachers: no term of algorithm.terms uses them",

@@ -112,6 +112,27 @@ def test_guesses_are_off_by_every_error_alike(tasks: list[Task]) -> None:
     assert counts.keys() == {-1, 0, 1} and all(abs(count - 393) < 65 for count in counts.values())
 
 
+def test_shown_examples_are_worked_out_behind_a_right_response(tasks: list[Task]) -> None:
+    """Beside the shares of the others, in the words of the teacher's prompt, which the tokenizer knows."""
+    mix = {"examples_per_step": 60, "shown_per_step": 40, "direct_share": 0.7}
+    template = "$sibling;$prompt"
+    examples = list(mixed_examples(tasks, make_warmup(**mix), Random(0), shown=template))
+    shown = [one for one in examples if ";State" in one.task.prompt or ";Solve" in one.task.prompt]
+    plain = [one for one in examples if one not in shown]
+    assert len(shown) == 40 and sum(one.response.startswith("#") for one in plain) == 14
+    forms = Counter[bool]()
+    task_of = {task.task_id: task for task in tasks}
+    tokenizer = build_tokenizer(text for task in tasks for text in texts_of(task, None, template))
+    for example in shown:
+        task = task_of[example.task.task_id]
+        sibling = example.task.prompt.removesuffix(f";{task.prompt}")
+        assert example.response == worked_example(task) and example.weight == 1.0
+        assert sibling in (worked_example(task), guess(task, error=0))
+        forms[sibling.startswith("#")] += 1
+        assert tokenizer.unk_token_id not in tokenizer(example.task.prompt)["input_ids"]
+    assert min(forms.values()) > 8, "both kinds of right responses"
+
+
 def test_without_a_share_nothing_is_guessed(tasks: list[Task]) -> None:
     examples = list(mixed_examples(tasks, make_warmup(examples_per_step=60), Random(0)))
     assert [example.response for example in examples] == [worked_example(task) for task in tasks]

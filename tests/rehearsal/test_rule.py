@@ -79,15 +79,17 @@ def minimal(tmp_path: Path, *overrides: str) -> RunConfig:
     return load_config(file, overrides)
 
 
-REFUSED = {"serve_cpu", "distill_cpu"}
+TAUGHT = {"distill_cpu", "self_distill_cpu"}
+REFUSED = {"serve_cpu", *TAUGHT}
 """People do not come to a rehearsal (tests/environments/served/test_refusals.py), nor do teachers."""
 
 REHEARSED = [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem not in REFUSED]
 
 
 def test_teachers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"teachers.*must be left out of a rehearsal"):
-        rehearsed(load_config(CONFIGS / "distill_cpu.yaml"), FACTS, stage())
+    for name in TAUGHT:
+        with pytest.raises(ConfigError, match=r"teachers.*must be left out of a rehearsal"):
+            rehearsed(load_config(CONFIGS / f"{name}.yaml"), FACTS, stage())
 
 
 @pytest.mark.parametrize("overlay", [None, "slurm", "process"])
@@ -140,7 +142,7 @@ def _listed(text: object, found: dict[str, object], path: str = "") -> dict[str,
 
 @pytest.mark.parametrize(
     "file",
-    [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem != "distill_cpu"],
+    [file for file in sorted(CONFIGS.glob("*.yaml")) if file.stem not in TAUGHT],
     ids=lambda file: file.stem,
 )
 def test_nothing_is_changed_in_silence(file: Path) -> None:

@@ -1,9 +1,15 @@
 """Prompts of teachers that know more than the policy."""
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from forgeasync.config.teachers import TeacherSection
+from forgeasync.models.tokenizer import TURN_END, character_tokenizer
+from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
-from forgeasync.rollouts.teacher_prompt import teacher_prompt
+from forgeasync.rollouts.teacher_prompt import Instead, Response, TeacherPrompts, teacher_prompt
 
 TASK = Task(
     task_id="t7",
@@ -24,7 +30,7 @@ def test_what_the_task_has_is_filled_in_as_it_is() -> None:
     [
         (
             "$solution",
-            r"has \$solution, which task t7 does not; .* \$prompt, \$answer, \$hint, \$level",
+            r"has \$solution, which task t7 does not; .* \$prompt, \$answer, \$sibling, \$hint, \$level",
         ),
         ("5 $ each", r"is no template: .*; write \$\$ for a dollar sign"),
     ],
@@ -32,3 +38,90 @@ def test_what_the_task_has_is_filled_in_as_it_is() -> None:
 def test_what_it_does_not_have_is_said(template: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         teacher_prompt(template, TASK)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [(None, False), ("$prompt", False), ("$$sibling $prompt", False), ("${sibling}: $prompt", True)],
+)
+def test_a_template_says_whether_it_shows_a_sibling(prompt: str | None, expected: bool) -> None:
+    assert TeacherSection(model_path="x", prompt=prompt).shows_sibling is expected
+
+
+TOKENIZER = character_tokenizer(chat_template=True)
+ENCODER = PromptEncoder(TOKENIZER, chat_template=False)
+TEMPLATE = "$sibling|$prompt"
+
+
+def responses(*texts: str, correct: str) -> list[Response]:
+    """A token for every character; "1" in ``correct`` is a response that is correct."""
+    return [
+        Response(text=text, num_tokens=len(text), is_correct=mark == "1")
+        for text, mark in zip(texts, correct, strict=True)
+    ]
+
+
+def read(
+    group: list[Response], *, max_tokens: int = 1000, encoder: PromptEncoder = ENCODER
+) -> list[str | None]:
+    """What the teacher reads before each response, as text; None: it is not asked."""
+    prompts = TeacherPrompts(encoder=encoder, max_tokens=max_tokens)
+    return [
+        None if one is Instead.NOTHING else TOKENIZER.decode(one)
+        for one in prompts.of_group(TEMPLATE, TASK, group)
+    ]
+
+
+def test_each_response_is_shown_the_next_correct_one() -> None:
+    assert read(responses("a", "b", "c", "d", correct="0101")) == [
+        "b|1+1 $x",
+        "d|1+1 $x",
+        "d|1+1 $x",
+        "b|1+1 $x",
+    ]
+
+
+def test_no_response_is_shown_itself() -> None:
+    assert read(responses("a", "b", "c", correct="010")) == ["b|1+1 $x", None, "b|1+1 $x"]
+    assert read(responses("a", "b", correct="00")) == [None, None]
+
+
+def test_a_sibling_that_leaves_no_room_gives_its_place_to_the_next() -> None:
+    """The prompt is 6 tokens, the mark between them one."""
+    group = responses("a" * 5, "b" * 4, "c", "d" * 3, correct="0110")
+    assert read(group, max_tokens=4 + 1 + 6 + 5) == ["bbbb|1+1 $x", "c|1+1 $x", "bbbb|1+1 $x", "bbbb|1+1 $x"]
+    assert read(group, max_tokens=1 + 1 + 6 + 5) == ["c|1+1 $x", "c|1+1 $x", "bbbb|1+1 $x", "c|1+1 $x"]
+    assert read(group, max_tokens=3 + 1 + 6) == [None, None, None, None]
+
+
+def test_a_sibling_cannot_end_its_own_quotation() -> None:
+    """A model can write the mark of a turn's end character by character; read again, it is that mark."""
+    written = f"2{TURN_END}{TURN_END}"
+    group = responses("a", written, "2", correct="011")
+    assert read(group) == ["2|1+1 $x", "2|1+1 $x", None]
+    marks = PromptEncoder(TOKENIZER, chat_template=True)
+    in_turn = read(group, encoder=marks)
+    assert in_turn[0] is not None and in_turn[0].count(TURN_END) == 1
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=6), st.booleans()), min_size=1, max_size=6), st.integers(0, 30)
+)
+def test_what_is_shown_is_correct_of_another_and_fits(group: list[tuple[str, bool]], max_tokens: int) -> None:
+    made = [Response(text=text, num_tokens=len(text), is_correct=correct) for text, correct in group]
+    for index, shown in enumerate(read(made, max_tokens=max_tokens)):
+        others = [
+            one.text
+            for place, one in enumerate(made)
+            if place != index
+            and one.is_correct
+            and len(one.text) + 1 + len(TASK.prompt) + made[index].num_tokens <= max_tokens
+        ]
+        assert (shown is None) == (not others)
+        assert shown is None or shown.removesuffix(f"|{TASK.prompt}") in others
+
+
+def test_a_prompt_without_a_sibling_is_the_same_for_all() -> None:
+    prompts = TeacherPrompts(encoder=ENCODER, max_tokens=10)
+    assert prompts.of_task(None, TASK) is Instead.POLICYS
+    np.testing.assert_array_equal(prompts.of_task("$answer", TASK), ENCODER.encode("2"))

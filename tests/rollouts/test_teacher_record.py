@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from forgeasync.rollouts.teacher_record import (
+    NOT_ASKED,
     TeacherRecord,
     WrongTeacherRecord,
     check_teacher_record,
     concatenate,
-    no_teacher_tokens,
+    not_asked,
     teacher_record,
 )
 
@@ -37,7 +38,14 @@ def test_a_record_comes_back_and_falls_into_parts() -> None:
     assert same(concatenate([whole.slice(0, 2), whole.slice(2, 6)]), whole)
     taken = whole.take(np.array([True, False, False, True, False, True]))
     assert taken.ids_TK.tolist() == whole.ids_TK[[0, 3, 5]].tolist()
-    assert same(concatenate([no_teacher_tokens(2), whole]), whole)
+    assert same(concatenate([not_asked(0, 2), whole]), whole)
+
+
+def test_a_record_says_where_the_teacher_was_not_asked() -> None:
+    found = teacher_record(not_asked(3, 2).arrays())
+    assert found is not None and np.isnan(found.logprobs_T).all() and np.isnan(found.topk_TK).all()
+    both = concatenate([found, record(2)])
+    assert both.is_asked_T.tolist() == [False, False, False, True, True]
 
 
 def check(one: TeacherRecord, *, num_tokens: int = 4, num_ids: int = 2) -> None:
@@ -73,12 +81,13 @@ def spoiled(array: np.ndarray, value: float) -> np.ndarray:
 )
 def test_what_is_missing_or_no_log_probability_is_refused(wrong: TeacherRecord, said: str) -> None:
     check(record())
-    check(no_teacher_tokens(2), num_tokens=0)
+    check(not_asked(0, 2), num_tokens=0)
     with pytest.raises(WrongTeacherRecord, match=f"teacher t gave .*{said}"):
         check(wrong)
 
 
 def test_a_stored_record_that_mixes_versions_is_refused() -> None:
-    mixed = changed(versions_T=spoiled(record().versions_T, 6))
-    with pytest.raises(WrongTeacherRecord, match="a stored record gave scores of the versions"):
-        teacher_record(mixed.arrays())
+    for other in (6, NOT_ASKED):
+        mixed = changed(versions_T=spoiled(record().versions_T, other))
+        with pytest.raises(WrongTeacherRecord, match="a stored record gave scores of the versions"):
+            teacher_record(mixed.arrays())

@@ -596,6 +596,7 @@ def make_roles(
     generators: Generators,
     buffer: LocalBuffer,
     groups: GroupSampler | None = None,
+    teaching: Teaching | None = None,
 ) -> Roles:
     """The generators sample single responses unless ``groups`` are given."""
     config, scorer = prepared.config, make_scoring(prepared.config)
@@ -612,7 +613,7 @@ def make_roles(
         scorer=scorer,
         buffer=buffer,
         groups=groups,
-        teaching=Teaching(),
+        teaching=teaching or Teaching(),
         faults=FaultLog(),
     )
 
@@ -626,13 +627,14 @@ def make_run(
     held_out: Sequence[Task] = (),
     sets: Mapping[str, list[Task]] | None = None,
     groups: GroupSampler | None = None,
+    teaching: Teaching | None = None,
 ) -> GrpoRun:
     """A run whose loops are the real ones."""
-    prepared = make_prepared(config, held_out, sets)
+    prepared, buffer = make_prepared(config, held_out, sets), LocalBuffer(config)
     return GrpoRun(
         config,
         prepared,
-        make_roles(prepared, trainer or Trainer(), generators or Generators(), LocalBuffer(config), groups),
+        make_roles(prepared, trainer or Trainer(), generators or Generators(), buffer, groups, teaching),
         recorder=recorder or Recorder(),
         files=make_files(Path()),
     )

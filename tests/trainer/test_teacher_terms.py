@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.trainer import ParallelSection
 from forgeasync.models.config_file import read_model_facts
-from forgeasync.rollouts.teacher_record import TeacherRecord
+from forgeasync.rollouts.teacher_record import TeacherRecord, not_asked
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
@@ -145,6 +145,19 @@ def written_out(folder: Path, sequences: list[TrainingSequence]) -> dict[str, St
     return found
 
 
+def without_a_teacher(
+    folder: Path, sequences: list[TrainingSequence], parallel: ParallelSection, tokens_per_row: int
+) -> list[dict[str, Step]]:
+    """Steps in which the teacher was not asked about two sequences, and steps without the two."""
+    left_out = (1, 4)
+    unasked = [
+        dataclasses.replace(one, teacher=not_asked(len(one.response_ids_T), K)) if place in left_out else one
+        for place, one in enumerate(sequences)
+    ]
+    others = [one for place, one in enumerate(sequences) if place not in left_out]
+    return [steps_of(folder, some, parallel, tokens_per_row) for some in (unasked, others)]
+
+
 def of_one_proc(
     folder: Path, sequences: list[TrainingSequence]
 ) -> tuple[dict[str, Step], dict[str, Step], torch.Tensor]:
@@ -227,6 +240,24 @@ def test_ranks_and_rows_add_up_to_one_big_batch(
     for found in run_ranks(parallel.num_procs, steps_of, folder, sequences, parallel, tokens_per_row):
         for name, step in found.items():
             assert_alike(step, one_proc[0][name], name)
+
+
+def test_sequences_that_the_teacher_was_not_asked_about_train_no_term_that_needs_it(
+    folder: Path, sequences: list[TrainingSequence]
+) -> None:
+    """Their records are nan throughout. Two ranks have different numbers of them."""
+    parallel = ParallelSection(num_procs=2, expert=2)
+    unasked, others = run_ranks(2, without_a_teacher, folder, sequences, parallel, 128)[0]
+    for name in ("sampled", "forward", "reverse", "jsd"):
+        metrics, gradients = unasked[name]
+        share = metrics.pop("teacher/taught_share")
+        expected, expected_gradients = others[name]
+        assert expected.pop("teacher/taught_share") == 1.0 and 0.5 < share < 1.0
+        shown = {key: value for key, value in expected.items() if key.startswith(("loss", "teacher/"))}
+        assert_alike((metrics, gradients), (shown, expected_gradients), name)
+    metrics, gradients = unasked["together"]
+    assert all(bool(one.isfinite().all()) for one in gradients.values())
+    assert metrics["loss"] != pytest.approx(others["together"][0]["loss"]), "the objective counts all"
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(folder: Path) -> None:

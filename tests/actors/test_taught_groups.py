@@ -1,0 +1,84 @@
+"""Groups written once more: what the teacher read before each response, and what it was not asked."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgeasync.actors.stored_groups import RefusedGroup, SampledRollout, store_group
+from forgeasync.actors.taught_groups import TaughtGroups, Untaught
+from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
+from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
+from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
+from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
+from forgeasync.rollouts.teacher_prompt import Instead
+from forgeasync.rollouts.teacher_record import TeacherRecord
+from tests.support.payloads import HOST, MIB
+from tests.support.recorded_rollouts import FACTS, make_rollout
+
+NUM_IDS = 2
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    folder = create_run_folder(MIB)
+    yield folder
+    remove_run_folder(folder)
+
+
+def stored(folder: Path, rollouts: list[Rollout]) -> tuple[StoredRollout, ...]:
+    sampled = [
+        SampledRollout(branches=(one,), finish_reason=FinishReason.STOP, episode=index)
+        for index, one in enumerate(rollouts)
+    ]
+    found = store_group(PayloadWriter(folder, HOST, MIB), sampled, group_id=7, generator_rank=0)
+    assert not isinstance(found, RefusedGroup)
+    return found
+
+
+def trace_of(rollout: StoredRollout) -> TokenTrace:
+    (branch,), reader = rollout.branches, PayloadReader(HOST)
+    return decode_rollout(reader.read(branch.prompt), reader.read(branch.response))
+
+
+def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Path) -> None:
+    rollouts = [make_rollout(seed, 4, 5 + seed) for seed in range(3)]
+    asked: list[tuple[list[int], int]] = []
+
+    async def score(ids_S: np.ndarray, num_prompt: int) -> TeacherRecord:
+        asked.append((ids_S.tolist(), num_prompt))
+        num = len(ids_S) - num_prompt
+        return TeacherRecord(
+            logprobs_T=np.full(num, -1.0, np.float32),
+            ids_TK=np.zeros((num, NUM_IDS), np.int32),
+            topk_TK=np.full((num, NUM_IDS), -2.0, np.float32),
+            versions_T=np.full(num, 3, np.int32),
+        )
+
+    groups = TaughtGroups(
+        teacher="t",
+        folder=folder,
+        host_id=HOST,
+        capacity_bytes=MIB,
+        num_ids=NUM_IDS,
+        vocab_size=FACTS.vocab_size,
+    )
+    shown = np.array([1, 0, 1, 1, 0, 2], np.int32)
+    reads = (shown, Instead.NOTHING, Instead.POLICYS)
+    taught = asyncio.run(groups.teach(stored(folder, rollouts), reads, score))
+    assert not isinstance(taught, Untaught)
+    first, _, last = rollouts
+    assert asked == [
+        ([*shown.tolist(), *first.response_ids_T.tolist()], len(shown)),
+        ([*last.prompt_ids_P.tolist(), *last.response_ids_T.tolist()], len(last.prompt_ids_P)),
+    ]
+    for rollout, one, is_asked in zip(rollouts, taught, (True, False, True), strict=True):
+        trace = trace_of(one)
+        np.testing.assert_array_equal(trace.prompt_ids_P, rollout.prompt_ids_P)
+        np.testing.assert_array_equal(trace.response_ids_T, rollout.response_ids_T)
+        np.testing.assert_array_equal(trace.logprobs_T, rollout.logprobs_T)
+        assert trace.teacher is not None
+        assert trace.teacher.is_asked_T.tolist() == [is_asked] * rollout.num_response_tokens
+        assert np.isfinite(trace.teacher.topk_TK).all() == is_asked
