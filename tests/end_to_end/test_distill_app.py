@@ -95,26 +95,61 @@ def test_a_teacher_that_is_killed_is_replaced_and_no_group_is_lost(config_file: 
     check_ledger(run_dir)
 
 
+ANSWER = ("teachers.own.prompt=$answer$prompt",)
+SIBLING = (
+    "teachers.own.prompt=$sibling$prompt",
+    "data.reward={kind: python, factory: tests.support.own_rewards.odd_length}",
+)
+HAS_ENDED = ("checkpoint.every_steps=4", "buffer.keep_groups=false")
+NUM_STEPS = 8
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("source", ["live", "{every: 2}", "{ema: 0.5}"])
-def test_a_teacher_that_moves_follows_the_policy(config_file: Path, tmp_path: Path, source: str) -> None:
-    """Self-distillation: the policy's own weights, which read the answer too, teach it as they change."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("source", "more"), [("live", ANSWER), ("{every: 2}", SIBLING), ("{ema: 0.5}", ANSWER + HAS_ENDED)]
+)
+def test_a_teacher_that_moves_follows_the_policy(
+    config_file: Path, tmp_path: Path, source: str, more: tuple[str, ...]
+) -> None:
+    """Self-distillation: the policy's own weights, which read more, teach it as they change."""
     run_dir = tmp_path / "run"
-    moving = (f"teachers.own.source={source}", "teachers.own.model_path=null")
-    hint = ("teachers.own.max_context_length=160", "teachers.own.prompt=$answer$prompt")
-    more = ("max_steps=8", "max_off_policy_steps=1", "model.max_context_length=150")
-    process = start(config_file, f"run_dir={run_dir}", *moving, *hint, *more, app="apps.distill")
-    code, _, err = finish(process)
+    moving = (f"teachers.own.source={source}", "teachers.own.model_path=null", *more)
+    lengths = ("teachers.own.max_context_length=160", "model.max_context_length=150")
+    overrides = (f"run_dir={run_dir}", *moving, *lengths, "max_off_policy_steps=1")
+    code, _, err = finish(start(config_file, *overrides, f"max_steps={NUM_STEPS}", app="apps.distill"))
     assert code == 0, err
     _, *lines = read_lines(run_dir / "metrics.jsonl")
     served = [line["teacher/served_version"] for line in lines]
     assert served == sorted(served) and served[-1] >= 4
     assert all(version % 2 == 0 for version in served) or "every" not in source
     for line in lines:
-        assert line["teacher/version"] <= line["teacher/served_version"]
+        assert line.get("teacher/version", 0.0) <= line["teacher/served_version"]
         assert line["teacher/num_failed"] == line["dropped/unscored"] == 0
+        assert ("teacher/gap_abs_mean" in line) == (line["teacher/taught_share"] > 0)
     assert lines[0]["teacher/version"] == 0 < lines[-1]["teacher/version"]
     assert lines[-1]["teacher/num_updates"] >= 2
+    if more == SIBLING:
+        shares = [line["teacher/taught_share"] for line in lines]
+        assert min(shares) < 1.0 and max(shares) > 0.0, "some had a sibling that was correct, some had not"
+        assert lines[-1]["teacher/num_without_sibling"] > 0
+    else:
+        assert all(line["teacher/taught_share"] == 1.0 for line in lines)
+    check_ledger(run_dir)
+    if more == ANSWER + HAS_ENDED:
+        goes_on_where_it_was(config_file, run_dir, overrides)
+
+
+def goes_on_where_it_was(config_file: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
+    """A resumed run's teacher has the average of the checkpoint before it is asked anything."""
+    longer = (*overrides, f"max_steps={NUM_STEPS + 2}", "--resume", "latest")
+    code, _, err = finish(start(config_file, *longer, app="apps.distill"))
+    assert code == 0, err
+    lines = read_lines(run_dir / "metrics.jsonl")[NUM_STEPS + 1 :]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["teacher/version"] >= NUM_STEPS, "no group was seen by what a teacher begins with"
+        assert line["teacher/num_failed"] == line["dropped/unscored"] == 0
     check_ledger(run_dir)
 
 

@@ -15,6 +15,11 @@ def length(task: Task, response: Response) -> float:
     return float(response.num_tokens)
 
 
+def odd_length(task: Task, response: Response) -> float:
+    """Correct where the number of tokens is odd: nobody has to be able to do anything."""
+    return float(response.num_tokens % 2)
+
+
 def strange(task: Task, response: Response) -> object:
     """Does what the response says."""
     match response.text:
