@@ -409,7 +409,8 @@ def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) 
 
     config, recorder, trainer = make_config(tmp_path), Recorder(), Trainer()
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
-    run.scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
+    scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
+    run.scorer = run.endings._scorer = scorer
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
     assert len(trainer.steps) == MAX_STEPS
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
@@ -513,7 +514,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
         return await committed(trainer_wait_share, update)
 
     run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
-    monkeypatch.setattr("apps.grpo.time", clock)
+    monkeypatch.setattr("forgeasync.controller.step_clock.time", clock)
     asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
     assert shares == [0.25, 0.25]
     parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
