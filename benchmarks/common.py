@@ -21,6 +21,8 @@ import numpy as np
 import psutil
 from rich.table import Table
 
+from forgeasync.profiling.hardware import processor_name
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 """Default folder of what benchmarks write; not tracked by git."""
@@ -123,19 +125,12 @@ def quantiles(values: Sequence[int]) -> dict[str, float]:
 def machine_facts() -> dict[str, Any]:
     """Describe the machine that the numbers were measured on."""
     return {
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.platform(),
         "python": sys.version.split()[0],
     }
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -4,12 +4,16 @@
 """
 
 import asyncio
+import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 if TYPE_CHECKING:
     from forgeasync.generator.engine import GeneratorEngine
@@ -79,3 +83,15 @@ async def sample_round(engine: "GeneratorEngine", number: int, *, is_named: bool
 def order_of(number: int) -> tuple[str, str]:
     """Return which variant of a pair of rounds comes first: they take turns."""
     return ("off", "on") if number % 2 else ("on", "off")
+
+
+def print_ratio(console: Console, what: str, found: Mapping[str, Sequence[float]]) -> float:
+    """Print tokens/s without and with something, and return the median ratio of neighbouring rounds."""
+    ratio = statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True))
+    table = Table(title=f"generated tokens/s, {NUM_PROMPTS * NUM_SAMPLES} sequences at once")
+    for column in (what, "tokens/s", "ratio to off"):
+        table.add_column(column, justify="left" if column == what else "right")
+    table.add_row("off", f"{statistics.median(found['off']):.0f}", "1.000")
+    table.add_row("on", f"{statistics.median(found['on']):.0f}", f"{ratio:.3f}")
+    console.print(table)
+    return ratio

@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 
 from common import REPOSITORY, RESULTS, machine_facts, write_json
-from engine_rounds import NUM_PROMPTS, NUM_SAMPLES, order_of, sample_round, start_engine
+from engine_rounds import NUM_PROMPTS, order_of, print_ratio, sample_round, start_engine
 from rich.console import Console
-from rich.table import Table
 
 
 async def measure(model: Path, rounds: int, folder: Path) -> dict[str, list[float]]:
@@ -68,15 +67,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         found = asyncio.run(measure(arguments.model, arguments.rounds, Path(folder)))
-    ratio = statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True))
-    share = sum(found["logging_s"]) / sum(found["processor_s"])
-    table = Table(title=f"generated tokens/s, {NUM_PROMPTS * NUM_SAMPLES} sequences at once")
-    for column in ("log", "tokens/s", "ratio to off"):
-        table.add_column(column, justify="left" if column == "log" else "right")
-    table.add_row("off", f"{statistics.median(found['off']):.0f}", "1.000")
-    table.add_row("on", f"{statistics.median(found['on']):.0f}", f"{ratio:.3f}")
     console = Console(width=100)
-    console.print(table)
+    ratio = print_ratio(console, "log", found)
+    share = sum(found["logging_s"]) / sum(found["processor_s"])
     console.print(f"logging took {share:.1%} of the processor time of the rounds with a log")
     console.print(f"a token took {statistics.median(found['bytes_per_token']):.0f} bytes in the log")
     write_json(arguments.out, {"machine": machine_facts(), **found, "ratio_to_off": ratio, "share": share})

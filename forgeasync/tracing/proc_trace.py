@@ -135,7 +135,9 @@ def open_trace(folder: Path, proc: str, *, idle: State) -> None:
     close_trace()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _traces.append(ProcTrace(folder / f"{proc}-{os.getpid()}{SUFFIX}", proc, idle=idle))
+        # With the time: a resumed run's process may have the number of an earlier one.
+        name = f"{proc}-{os.getpid()}-{time.time():.0f}{SUFFIX}"
+        _traces.append(ProcTrace(folder / name, proc, idle=idle))
     except OSError as error:
         say_on_stderr(f"{proc} has no trace: {error}")
 
