@@ -328,7 +328,8 @@ def test_a_run_that_was_stopped_is_killed_and_comes_back(tmp_path: Path) -> None
         assert process.returncode == 143, err
     silence = "has given no sign of life for timeouts.controller_s = 4 s"
     assert events(folder) == [("detected", "controller", silence), ("recovered", "controller", "came back")]
-    assert f"the run {silence}: killing it; MainThread in " in err and "with --resume latest" in err
+    assert f"the run {silence}: killing it; it was stopped by a signal" in err and "MainThread in " in err
+    assert "with --resume latest" in err
     first, *_ = (folder / "faults.jsonl").read_text().splitlines()
     assert "run.py:" in json.loads(first)["evidence"], "where its program stood"
 
