@@ -1,0 +1,194 @@
+"""What the simulator predicts against what runs do, from a profile that was taken before.
+
+    python benchmarks/simulation_validation.py [--config FILE] [--profile FILE] [--cases NAME ...] [--steps N]
+        [--folder DIR]
+
+Measures a profile of the config (`python -m apps.profile`), or reads the one that is given. Then every case
+is simulated and run, one after the other: synchronous and asynchronous, with one to four generators, with
+bounds from 0 to 8, and with responses cut at a quarter of their length. A run's first third is left out, as
+the simulator leaves it out. Prints predicted and measured seconds a step, trained tokens a second, idle
+shares and mean ages, and the median and the worst error; writes DIR/simulation_validation.json.
+
+A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
+from rich.console import Console
+from rich.table import Table
+
+from forgeasync.config.load import load_config
+from forgeasync.config.run import resolve
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.profile.profile import Profile
+from forgeasync.profile.profile_file import read_profile
+from forgeasync.simulation.prediction import Prediction
+from forgeasync.simulation.run import simulate
+from forgeasync.simulation.shape import of_config
+
+CASES: dict[str, tuple[str, ...]] = {
+    "synchronous": ("max_off_policy_steps=0",),
+    "bound 1": ("max_off_policy_steps=1",),
+    "bound 4": ("max_off_policy_steps=4",),
+    "bound 8": ("max_off_policy_steps=8",),
+    "2 generators": ("max_off_policy_steps=4", "generator.num_replicas=2"),
+    "2 generators, synchronous": ("max_off_policy_steps=0", "generator.num_replicas=2"),
+    "4 generators": ("max_off_policy_steps=4", "generator.num_replicas=4"),
+    "4 generators, bound 8": ("max_off_policy_steps=8", "generator.num_replicas=4"),
+    "short tail, synchronous": ("max_off_policy_steps=0", "sampling.max_response_tokens=32"),
+    "short tail, bound 1": ("max_off_policy_steps=1", "sampling.max_response_tokens=32"),
+    "short tail, bound 4": ("max_off_policy_steps=4", "sampling.max_response_tokens=32"),
+    "short tail, 2 generators": (
+        *("max_off_policy_steps=4", "sampling.max_response_tokens=32"),
+        "generator.num_replicas=2",
+    ),
+}
+
+QUIET = (
+    "evaluation={mode: pinned, every_steps: 1000000, num_problems: 8}",
+    "checkpoint.every_steps=null",
+    "trainer.optimizer.learning_rate=1.0e-9",
+)
+"""Nothing that the simulator does not have; and lengths that stay as the profile has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One case, as predicted or as measured."""
+
+    step_s: float
+    trained_tokens_per_s: float
+    trainer_idle_share: float
+    generators_idle_share: float
+    mean_age: float
+
+
+def predicted(prediction: Prediction) -> Figures:
+    return Figures(
+        step_s=prediction.step_s,
+        trained_tokens_per_s=prediction.trained_tokens_per_s,
+        trainer_idle_share=prediction.trainer_idle_share,
+        generators_idle_share=prediction.generators_idle_share,
+        mean_age=prediction.mean_age,
+    )
+
+
+def measured(lines: Sequence[Mapping[str, Any]], num_replicas: int) -> Figures:
+    """The last two thirds of a run's steps."""
+    steps = [line for line in lines if line["step"] > 0]
+    before, steady = steps[len(steps) // 3 - 1], steps[len(steps) // 3 :]
+    passed_s = steady[-1]["time/elapsed_s"] - before["time/elapsed_s"]
+    busy_s = steady[-1]["generator/busy_s"] - before["generator/busy_s"]
+    tokens = [line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in steady]
+    ages = [line["off_policy/age_mean"] for line in steady]
+    return Figures(
+        step_s=passed_s / len(steady),
+        trained_tokens_per_s=sum(tokens) / passed_s,
+        trainer_idle_share=sum(line["time/wait_for_batch_s"] for line in steady) / passed_s,
+        generators_idle_share=max(0.0, 1.0 - busy_s / (num_replicas * passed_s)),
+        mean_age=sum(age * num for age, num in zip(ages, tokens, strict=True)) / sum(tokens),
+    )
+
+
+def run_case(
+    config: Path, overrides: Sequence[str], profile: Profile, num_steps: int, folder: Path
+) -> tuple[Figures, Figures]:
+    """Simulate a case, then run it; returns both."""
+    settings = [*QUIET, *overrides, f"max_steps={num_steps}"]
+    loaded = load_config([str(config)], settings)
+    facts = read_model_facts(loaded.model.path)
+    loaded = resolve(loaded, facts)
+    expected = predicted(simulate(of_config(loaded, facts, profile, num_steps=num_steps), profile))
+    shutil.rmtree(folder, ignore_errors=True)
+    _start("apps.grpo", config, [*settings, f"run_dir={folder}"])
+    found = measured(read_json_lines(folder / "metrics.jsonl"), loaded.generator.num_replicas)
+    return expected, found
+
+
+def _start(app: str, config: Path, arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", app, "--config", str(config), *arguments]
+    run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+
+def errors(pairs: Sequence[tuple[Figures, Figures]], field: str, *, is_relative: bool) -> list[float]:
+    """How far each prediction is from what was measured, by share of it or as a difference."""
+    found = []
+    for expected, real in pairs:
+        wanted, value = getattr(real, field), getattr(expected, field)
+        found.append(abs(value / wanted - 1.0) if is_relative else abs(value - wanted))
+    return found
+
+
+def results(pairs: Mapping[str, tuple[Figures, Figures]]) -> Table:
+    """A row for each case, predicted / measured."""
+    table = Table(title="predicted / measured", caption="errors: median, worst")
+    for column in ("case", "s a step", "tokens/s", "trainer idle", "generators idle", "age"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for name, (expected, real) in pairs.items():
+        table.add_row(
+            name,
+            f"{expected.step_s:.2f} / {real.step_s:.2f}",
+            f"{expected.trained_tokens_per_s:,.0f} / {real.trained_tokens_per_s:,.0f}",
+            f"{expected.trainer_idle_share:.0%} / {real.trainer_idle_share:.0%}",
+            f"{expected.generators_idle_share:.0%} / {real.generators_idle_share:.0%}",
+            f"{expected.mean_age:.2f} / {real.mean_age:.2f}",
+        )
+    cells = []
+    for field, is_relative in FIELDS:
+        found = errors(list(pairs.values()), field, is_relative=is_relative)
+        form = "{:.0%}" if is_relative or "share" in field else "{:.2f}"
+        cells.append(f"{form.format(statistics.median(found))}, {form.format(max(found))}")
+    table.add_section()
+    table.add_row("error", *cells)
+    return table
+
+
+FIELDS = (
+    ("step_s", True),
+    ("trained_tokens_per_s", True),
+    ("trainer_idle_share", False),
+    ("generators_idle_share", False),
+    ("mean_age", False),
+)
+"""Of ``Figures``, and whether errors are relative."""
+
+
+def main() -> None:
+    """Measure, run, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="What the simulator predicts against what runs do.")
+    parser.add_argument("--config", type=Path, default=REPOSITORY / "configs" / "tiny_moe_cpu.yaml")
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    file = arguments.profile
+    if file is None:
+        file = arguments.folder / "profile.json"
+        _start("apps.profile", arguments.config, ["--out", str(file)])
+    profile = read_profile(file)
+    console, pairs = Console(width=110), {}
+    for name in arguments.cases:
+        run_dir = arguments.folder / name.replace(",", "").replace(" ", "-")
+        pairs[name] = run_case(arguments.config, CASES[name], profile, arguments.steps, run_dir)
+        expected, real = pairs[name]
+        console.print(f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
+    console.print(results(pairs))
+    cases = {
+        name: {"predicted": asdict(expected), "measured": asdict(real)}
+        for name, (expected, real) in pairs.items()
+    }
+    write_json(arguments.folder / "simulation_validation.json", {"machine": machine_facts(), "cases": cases})
+
+
+if __name__ == "__main__":
+    main()
