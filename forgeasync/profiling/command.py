@@ -18,12 +18,19 @@ from forgeasync.observability.logs import configure_controller_logging, separate
 from forgeasync.observability.run_dir import RUNS_FOLDER
 from forgeasync.profile.profile_file import write_profile
 from forgeasync.profiling.measuring import check_profiled, measure
-from forgeasync.profiling.tables import profile_table
+from forgeasync.profiling.tables import profile_table, what_if_table
 from forgeasync.schema.problems import Problem, raise_if_any
+from forgeasync.simulation.shape import of_config
+from forgeasync.simulation.what_if import what_if
+
+NUM_STEPS = 30
+"""Most steps that are simulated for what changes would bring."""
 
 
 def profile_config(config: RunConfig, out: Path | None) -> None:
-    """Measure a profile of the config on this machine, print it and write it; null: into a folder in runs/.
+    """Measure a profile of the config on this machine and write it; null: into a folder in runs/.
+
+    Prints it, and what the simulator says of the run with single changes.
 
     Raises:
         ConfigError: the config cannot be profiled, or ``out`` not written.
@@ -59,5 +66,10 @@ async def _profile(prepared: Prepared, out: Path) -> None:
             await fleet.close()
             console.end_phase()
     write_profile(measured, out)
-    Console(width=REPORT_COLUMNS).print(profile_table(measured))
+    tables = Console(width=REPORT_COLUMNS)
+    tables.print(profile_table(measured))
+    run = of_config(config, prepared.facts, measured, num_steps=min(config.max_steps, NUM_STEPS))
+    found = what_if(run, measured)
+    tables.print(what_if_table(found))
+    print(found.verdict)
     print(f"wrote {out}")

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Profile
+from forgeasync.simulation.what_if import WhatIf
 
 
 def profile_table(profile: Profile) -> Group:
@@ -34,6 +35,22 @@ def profile_table(profile: Profile) -> Group:
     for name, times in _distributions(profile):
         others.add_row(name, _ms(times.mean), _number(times.at(0.05)), _number(times.at(0.95)))
     return Group(decode, train, others, *_facts(profile))
+
+
+def what_if_table(found: WhatIf) -> Group:
+    """Return what the run is predicted to do, and what single changes would bring."""
+    base = found.base
+    words = (
+        f"predicted: {base.step_s:.3g} s a step, {base.trained_tokens_per_s:,.0f} tokens/s trained, "
+        f"trainer waits {base.trainer_idle_share:.0%}, generators {base.generators_idle_share:.0%}, "
+        f"mean age {base.mean_age:.1f}"
+    )
+    table = Table()
+    for column in ("with", "s a step", "saves"):
+        table.add_column(column, justify="left" if column == "with" else "right")
+    for gain in found.gains:
+        table.add_row(gain.change.name, f"{gain.after_s:.3g}", f"{gain.share:.0%}")
+    return Group(words, table)
 
 
 def _distributions(profile: Profile) -> Iterator[tuple[str, Distribution]]:

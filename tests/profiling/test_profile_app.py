@@ -23,7 +23,9 @@ def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
     file.write_text(dump_config(config))
     code, said, err = finish(start(file, "--out", str(out), app="apps.profile"))
     assert code == 0, err
-    assert said.splitlines()[-1] == f"wrote {out}" and "decode steps on" in said
+    *_, verdict, last = said.splitlines()
+    assert last == f"wrote {out}" and "decode steps on" in said
+    assert verdict.endswith("s a step") and "one more replica" in said and "predicted: " in said
     profile = read_profile(out)
     assert profile.origin is Origin.MEASURED and profile.measured_at
     assert {one.num_running for one in profile.decode} == {1, 2, 4, 8, 16, 32}
