@@ -250,4 +250,5 @@ def test_a_thousand_runs_cost_what_the_first_did() -> None:
         return taken
 
     taken = in_python(use)
-    assert statistics.median(taken[900:]) < 10 * statistics.median(taken[:100])
+    # The least of them: other processes make any of these tenths of a millisecond longer, none shorter.
+    assert min(taken[900:]) < 10 * statistics.median(taken[:100])
