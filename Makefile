@@ -78,7 +78,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 test-fast: setup
 	$(PYTEST) -m "not engine and not procs and not exhaustive"
 
-# One representative of everything that is promised: a quarter of an hour.
+# One representative of everything that is promised: twelve minutes.
 test: setup
 	$(PYTEST) -m "not exhaustive"
 
