@@ -74,7 +74,7 @@ demo-agent: setup models/tiny_tool_moe
 # in the order that tests/conftest.py gives them, the long ones first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# What starts neither an engine nor procs: 3 minutes.
+# What starts neither an engine nor procs: 4 minutes.
 test-fast: setup
 	$(PYTEST) -m "not engine and not procs and not exhaustive"
 
