@@ -22,10 +22,6 @@ class Traces:
         """The processes whose first line was read."""
         return [lane for lane in self._lanes.values() if lane.opened is not None]
 
-    @property
-    def files(self) -> list[AppendedLines]:
-        return list(self._files.values())
-
     def read_some(self) -> bool:
         """Read a piece of the first file that has anything new; returns whether one had."""
         self._look()
