@@ -28,7 +28,8 @@ class ProcessorTime:
                 for one in (process, *process.children(recursive=True)):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         times = one.cpu_times()
-                        total_s += times.user + times.system
+                        # Also of what has ended by now: verifiers fork.
+                        total_s += times.user + times.system + times.children_user + times.children_system
         return total_s
 
 

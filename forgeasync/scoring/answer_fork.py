@@ -2,9 +2,9 @@
 
 It serves one answer after another to one problem, for as long as none of them ran code: the audit hook
 reports every compilation and execution through a pipe, at once, so that no code can revoke the report.
-After such an answer, and after any that was cut off, the next one gets a new fork. So an answer can
-stall, crash or tamper with nothing but its own verification. (It can forge its own score, where a verifier
-evaluates it as code.)
+After such an answer, and after any that was cut off, all forks end, also those of other problems, which
+code may have reached. So an answer can stall, crash or tamper with nothing but its own verification. (It
+can forge its own score, where a verifier evaluates it as code.)
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -77,24 +78,21 @@ class AnswerFork:
         if said is None:
             return {"timeout": True}, False
         if not said.endswith(b"\n"):
-            return {"crash": "killed" if self._has_ended() else "it said too much"}, False
+            return {"crash": "killed" if self.has_ended() else "it said too much"}, False
         verdict, wants_to_retire = _checked(said)
         has_run_code, _, _ = select.select([self._reports], [], [], 0.0)
         is_clean = not has_run_code and not wants_to_retire and self._num_answers < MAX_ANSWERS
         return verdict, is_clean
 
     def close(self) -> None:
-        """Kill the fork, and whatever it may have started."""
+        """Kill the fork; what an answer has started may live on (``close_all``)."""
         for descriptor in (self._answers, self._verdicts, self._reports):
             os.close(descriptor)
         os.kill(self._pid, signal.SIGKILL)
-        if self._limits.in_bubblewrap and _process_1_is_bubblewrap():
-            # A namespace of its own: bubblewrap, its first process, ignores this, and this process is spared.
-            with suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
         ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         return ended is not None
 
@@ -110,6 +108,16 @@ class AnswerFork:
                 break
             said += part
         return said
+
+
+def close_all(forks: Iterable[AnswerFork], limits: ForkLimits) -> None:
+    """Kill all forks of this process, and in a namespace of its own whatever they have started."""
+    if limits.in_bubblewrap and _process_1_is_bubblewrap():
+        # Bubblewrap, the first process of the namespace, ignores this, and this process is spared.
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    for fork in forks:
+        fork.close()
 
 
 def _process_1_is_bubblewrap() -> bool:

@@ -34,6 +34,7 @@ from forgeasync.scoring.sandbox import (
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice, MathProblem, MathVerifierChoice
 from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES, VerifierPool
 from forgeasync.scoring.verifier_process import ProblemDiffers, VerifierFailure
+from forgeasync.scoring.worker import MAX_PROBLEMS
 from tests.support.hostile_answers import hostile_answers
 
 # Workers are processes of their own.
@@ -68,6 +69,16 @@ def gym_problem(choice: GymVerifierChoice) -> tuple[GymProblem, str]:
     """A problem and its answer."""
     entry = ReasoningGymProblems(choice.source, num_train=2, num_held_out=2, seed=3).entry(1)
     return GymProblem(task_id="task 1", source_index=1, prompt=entry["question"]), entry["answer"]
+
+
+def gym_problems(choice: GymVerifierChoice) -> list[tuple[GymProblem, str]]:
+    """All problems that are trained on, with their answers."""
+    problems = ReasoningGymProblems(choice.source, num_train=choice.num_train, num_held_out=2, seed=3)
+    entries = [problems.entry(index) for index in range(choice.num_train)]
+    return [
+        (GymProblem(task_id=f"task {index}", source_index=index, prompt=entry["question"]), entry["answer"])
+        for index, entry in enumerate(entries)
+    ]
 
 
 @pytest.fixture
@@ -254,6 +265,72 @@ class TestProcess:
         variables = psutil.Process(pid).environ()
         assert "A_SECRET" not in variables
         assert not Path(variables["HOME"]).exists(), "what it wrote while it started is gone"
+        pool.close()
+
+
+def forks_of(pool: VerifierPool) -> set[int]:
+    """Process ids of the forks in which the one worker of a pool verifies answers."""
+    (pid,) = pool.pids
+    # Bubblewrap and its second process have children, forks have none; without forks the worker has none.
+    leaves = [one for one in psutil.Process(pid).children(recursive=True) if not one.children()]
+    return {one.pid for one in leaves if one.name() != "bwrap" and "worker" in " ".join(one.cmdline())}
+
+
+class TestForks:
+    """chain_sum's verifier compares texts; spiral_matrix's evaluates all but the empty one."""
+
+    NUM_PROBLEMS = MAX_PROBLEMS + 3
+
+    @pytest.fixture
+    def sums(self) -> Iterator[tuple[VerifierPool, list[tuple[GymProblem, str]]]]:
+        """A pool with one worker, and problems with their answers."""
+        source = ReasoningGymSource(kind="reasoning_gym", task="chain_sum")
+        choice = GymVerifierChoice(source=source, num_train=self.NUM_PROBLEMS, num_held_out=2, seed=3)
+        pool = VerifierPool(choice, ScorerSection(num_workers=1))
+        yield pool, gym_problems(choice)
+        pool.close()
+
+    def test_problems_in_turns_keep_theirs(self, sums: Any) -> None:
+        pool, ((one, first), (other, second), *_) = sums
+        assert pool.score(one, first) == pool.score(other, second) == RIGHT
+        before = forks_of(pool)
+        assert len(before) == 2
+        assert not pool.score(one, second).is_correct
+        assert not pool.score(other, first).is_correct
+        assert forks_of(pool) == before
+
+    def test_the_problems_that_were_asked_for_last_have_one(self, sums: Any) -> None:
+        pool, problems = sums
+        for problem, answer in problems:
+            assert pool.score(problem, answer) == RIGHT
+        before = forks_of(pool)
+        assert len(before) == MAX_PROBLEMS
+        for problem, answer in problems[-MAX_PROBLEMS:]:
+            assert pool.score(problem, answer) == RIGHT
+        assert forks_of(pool) == before
+        assert pool.score(*problems[0]) == RIGHT
+        assert len(forks_of(pool) & before) == MAX_PROBLEMS - 1
+
+    def test_one_that_died_between_two_answers_costs_none(self, sums: Any) -> None:
+        pool, ((problem, answer), *_) = sums
+        assert pool.score(problem, answer) == RIGHT
+        (fork,) = forks_of(pool)
+        os.kill(fork, signal.SIGKILL)
+        while psutil.Process(fork).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert pool.score(problem, answer) == RIGHT
+        assert pool.counts == VerifierCounts()
+
+    @both_isolations
+    def test_code_in_an_answer_ends_those_of_all_problems(self, bubblewrap: Bubblewrap) -> None:
+        choice = gym_choice("spiral_matrix")
+        (one, _), (other, _), *_ = gym_problems(choice)
+        pool = VerifierPool(choice, ScorerSection(num_workers=1), bubblewrap=bubblewrap)
+        assert not pool.score(one, "").is_correct
+        assert len(forks_of(pool)) == 1
+        assert not pool.score(other, "[1 for _ in range(2)]").is_correct
+        assert forks_of(pool) == set()
+        assert not pool.score(one, "").is_correct
         pool.close()
 
 
