@@ -62,6 +62,7 @@ PROFILE = Profile(
         swap_s=Distribution.point(0.5),
     ),
     score_s=Distribution.point(0.05),
+    controller_s=Estimate.stated(0.0),
     lengths={
         "math": Lengths(
             prompt=Distribution.point(256.0),

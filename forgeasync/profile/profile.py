@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -116,7 +116,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""
@@ -138,6 +138,9 @@ class Profile(Section):
     weights: WeightTimes
     score_s: Distribution
     """Seconds for scoring one response, from when a scorer begins with it."""
+    controller_s: Estimate
+    """Processor seconds that the controller needs for one response, from the buffer's decision that its group
+    may start to its score. The controller does one thing at a time."""
     lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
     """By name of the source."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)

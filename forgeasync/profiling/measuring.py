@@ -85,7 +85,10 @@ async def measure(
 
     tasks = _tasks(prepared)
     console.phase(f"sampling {len(tasks)} groups")
+    controller_start_s = time.process_time()
     sampled = await sample_groups(roles.groups, roles.scorer, tasks, seed=config.seed)
+    num_responses = sum(len(one.group.rollouts) for one in sampled)
+    controller_s = (time.process_time() - controller_start_s) / num_responses
     lengths = lengths_by_source(sampled)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
@@ -134,6 +137,7 @@ async def measure(
         call_s=call_s,
         weights=steps.weights,
         score_s=score_s,
+        controller_s=Estimate.of([controller_s]),
         lengths=lengths,
         filtered_share=_filtered_share(config, sampled),
         environment=environment_times(sampled),

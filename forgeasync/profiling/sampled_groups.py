@@ -17,8 +17,9 @@ from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score, steps_of
 from forgeasync.rollouts.task import Task
 
-NUM_SCORED_ALONE = 32
-"""Responses that are scored one after the other, to be timed."""
+NUM_SCORED_ALONE = 64
+"""Responses that are scored one after the other, to be timed: those of whole groups, as verifiers keep what
+they know of a problem."""
 
 
 class NotProfiled(RuntimeError):
@@ -91,9 +92,10 @@ def _sampled(number: int, task: Task, answer: SampledGroup, scores: tuple[Score,
 async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Distribution:
     """Return how long scoring one response takes, with nothing else to do."""
     times_s = []
-    pairs = [(one.group.task, rollout) for one in sampled for rollout in one.group.rollouts]
-    every = max(1, len(pairs) // NUM_SCORED_ALONE)
-    for task, rollout in pairs[::every][:NUM_SCORED_ALONE]:
+    num_groups = max(1, NUM_SCORED_ALONE // max(1, len(sampled[0].group.rollouts)))
+    every = max(1, len(sampled) // num_groups)
+    picked = sampled[::every][:num_groups]
+    for task, rollout in ((one.group.task, rollout) for one in picked for rollout in one.group.rollouts):
         start_s = time.perf_counter()
         await scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
         times_s.append(time.perf_counter() - start_s)

@@ -16,6 +16,7 @@ from forgeasync.profile.tables import DecodeTable, TrainTable
 from forgeasync.rollouts.payload_budget import PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.simulation.clock import Clock
+from forgeasync.simulation.controller import Controller
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.engine import EngineCost
 from forgeasync.simulation.generators import Generators
@@ -73,6 +74,7 @@ class RunSimulation:
             restart_s=profile.generator_start_s.mean,
             on_response=self._response_ended,
         )
+        self._controller = Controller(self.clock, profile.controller_s.mean)
         self._scorers = Scorers(run.scorer, profile.cores.scorer, self.clock, self._scored)
         self._serving = Serving(
             run.weights,
@@ -172,6 +174,12 @@ class RunSimulation:
 
     def _response_ended(self, group: SimulatedGroup, index: int) -> None:
         is_whole = group.num_finished == self._run.group_size
+        self._controller.handle(lambda: self._handled(group, index, is_whole=is_whole))
+
+    def _handled(self, group: SimulatedGroup, index: int, *, is_whole: bool) -> None:
+        if group.is_ended:
+            # It was given up before the controller came to it.
+            return
         if not self._run.has_environment:
             self._scorers.response_ended(group, index)
         if is_whole:

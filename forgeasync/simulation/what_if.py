@@ -83,6 +83,7 @@ def possible_changes(run: SimulatedRun, profile: Profile) -> list[Change]:
         Change(name="one more replica", bound="generators bound", apply=_one_more_replica),
         Change(name="a trainer twice as fast", bound="the trainer bounds", apply=_twice_the_trainer),
         Change(name="weights twice as fast", bound="new weights bound", apply=_faster_weights),
+        Change(name="a controller twice as fast", bound="the controller bounds", apply=_faster_controller),
     ]
     if run.has_environment:
         changes.append(
@@ -153,6 +154,10 @@ def _faster_weights(run: SimulatedRun, profile: Profile) -> tuple[SimulatedRun, 
         }
     )
     return run, profile.model_copy(update={"weights": weights})
+
+
+def _faster_controller(run: SimulatedRun, profile: Profile) -> tuple[SimulatedRun, Profile]:
+    return run, profile.model_copy(update={"controller_s": _halved(profile.controller_s)})
 
 
 def _faster(times: Distribution) -> Distribution:

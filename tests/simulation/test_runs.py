@@ -46,6 +46,7 @@ profiles = st.builds(
     decode_per_sequence_s=st.sampled_from([0.0, 0.001]),
     token_s=st.sampled_from([1e-5, 1e-3]),
     score_s=st.sampled_from([0.0, 0.5]),
+    controller_s=st.sampled_from([0.0, 0.02]),
     swap_s=st.sampled_from([0.0, 0.05]),
     fetch_s=st.sampled_from([0.0, 0.7]),
     publish_s=st.sampled_from([0.0, 0.2]),
@@ -166,6 +167,28 @@ def test_scorers_bound_a_run_by_their_workers() -> None:
     profile = simple_profile(lengths=FIXED, token_s=1e-6, score_s=1.0)
     prediction = simulate(small_run(num_steps=30, scorer=ScorerSection(num_workers=2)), profile)
     assert prediction.step_s == pytest.approx(8.0, rel=0.02)
+
+
+def test_the_controller_bounds_a_run_by_its_one_thread() -> None:
+    """16 responses a step, 1 s each, however many scorers there are."""
+    profile = simple_profile(lengths=FIXED, token_s=1e-6, controller_s=1.0)
+    prediction = simulate(small_run(num_steps=30), profile)
+    assert prediction.step_s == pytest.approx(16.0, rel=0.02)
+
+
+def test_a_controller_that_wants_a_core_slows_the_others() -> None:
+    """8 s of the controller, 8 s of a trainer that keeps two cores busy, and two cores."""
+    profile = simple_profile(
+        lengths=FIXED,
+        token_s=0.0,
+        fixed_s=8.0,
+        controller_s=0.5,
+        cores=Cores(trainer=2.0, generator=0.0, scorer=0.0),
+        num_cores=2,
+    )
+    prediction = simulate(small_run(num_steps=30), profile)
+    # 3 cores are wanted: at two thirds of the speed both take 12 s.
+    assert prediction.step_s == pytest.approx(12.0, rel=0.05)
 
 
 def test_procs_that_share_cores_take_longer() -> None:

@@ -23,6 +23,7 @@ def simple_profile(
     lengths: tuple[float, ...] = (20.0, 40.0, 80.0),
     prompt_share: float = 0.0,
     score_s: float = 0.0,
+    controller_s: float = 0.0,
     swap_s: float = 0.0,
     fetch_s: float = 0.0,
     publish_s: float = 0.0,
@@ -60,6 +61,7 @@ def simple_profile(
             swap_s=Distribution.point(swap_s),
         ),
         score_s=Distribution.point(score_s),
+        controller_s=Estimate.stated(controller_s),
         lengths={
             "chain_sum": Lengths(
                 prompt=Distribution.point(10.0),
