@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import queue
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -55,9 +56,8 @@ class VerifierPool:
         self._num_workers = section.num_workers
         self._bubblewrap = bubblewrap
         self._processes: list[VerifierProcess] = []
-        self._idle: list[VerifierProcess] = []
+        self._idle: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()
         self._lock = threading.Lock()
-        self._given_back = threading.Condition(self._lock)
         self._num_lost: Counter[_Lost] = Counter()
 
     @property
@@ -102,13 +102,11 @@ class VerifierPool:
         if len(response) > MAX_ANSWER_BYTES or len(response.encode(errors="replace")) > MAX_ANSWER_BYTES:
             return self._lost(_Lost.OVERSIZED, f"longer than {MAX_ANSWER_BYTES} bytes")
         self._make_processes()
-        process = self._take(problem)
+        process = self._idle.get()
         try:
             verdict = process.verify(problem, response)
         finally:
-            with self._given_back:
-                self._idle.append(process)
-                self._given_back.notify()
+            self._idle.put(process)
         return self._judged(verdict)
 
     def close(self) -> None:
@@ -124,16 +122,8 @@ class VerifierPool:
                 self._bubblewrap = find_bubblewrap()
             for _ in range(self._num_workers):
                 self._processes.append(VerifierProcess(self._choice, self._limits, self._bubblewrap))
-            self._idle.extend(self._processes)
-
-    def _take(self, problem: Problem) -> VerifierProcess:
-        """Wait for a process that is idle; if it is, the one that the answers to this problem go to."""
-        usual = self._processes[hash(problem) % self._num_workers]
-        with self._given_back:
-            self._given_back.wait_for(lambda: self._idle)
-            process = usual if usual in self._idle else self._idle[-1]
-            self._idle.remove(process)
-        return process
+        for process in self._processes:
+            self._idle.put(process)
 
     def _judged(self, verdict: dict[str, Any]) -> Score:
         if "value" in verdict:

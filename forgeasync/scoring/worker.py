@@ -15,18 +15,15 @@ import os
 import shutil
 import signal
 import sys
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits, close_all
+from forgeasync.scoring.answer_fork import AnswerFork, ForkLimits, plain_bytes
 from forgeasync.scoring.isolation import enter_isolation, read_only_roots
 from forgeasync.scoring.verifier import CHOICE_CODEC, PROBLEM_CODEC, Problem, Verifier, build_verifier
 
 LOAD_LIMIT_S = 60.0
 """Seconds to generate a problem again; after that, this process ends."""
-MAX_PROBLEMS = 16
-"""Most problems that are known at once; the fork of each has some 2 MiB of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,68 +38,56 @@ class WorkerSetup:
     """A folder of the host, removed once all is imported; None where bubblewrap is around."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """A problem that answers came for."""
-
-    loaded: Any
-    fork: AnswerFork | None = None
-
-
 class _Answers:
-    """The latest problems, each with the fork that reads its answers.
-
-    A fork costs far more than a plain answer (12 ms to 0.5 ms of processor time for sums), and responses to
-    several problems come in turns.
-    """
+    """The problem that answers are for, and the fork that reads them."""
 
     def __init__(self, verifier: Verifier, limits: ForkLimits) -> None:
         self._verifier = verifier
         self._limits = limits
-        self._known: OrderedDict[Problem, _Known] = OrderedDict()
-        """Those asked for last come last."""
+        self._problem: Problem | None = None
+        self._loaded: Any = None
+        self._news = b""
+        """The problem as the fork has not seen it yet."""
+        self._fork: AnswerFork | None = None
         # The forks share its pages for as long as neither side writes to them.
         gc.collect()
         gc.freeze()
 
     def load(self, problem: Problem) -> dict[str, Any]:
-        """Have the next answer be one to this problem."""
-        if problem not in self._known:
-            signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)
-            try:
-                self._known[problem] = _Known(self._verifier.load(problem))
-            except ValueError as error:
-                return {"refused": str(error)}
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0.0)
-            if len(self._known) > MAX_PROBLEMS:
-                _, oldest = self._known.popitem(last=False)
-                self._end_fork(oldest)
-        self._known.move_to_end(problem)
+        if problem == self._problem:
+            return {"loaded": True}
+        signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)
+        try:
+            self._loaded = self._verifier.load(problem)
+        except ValueError as error:
+            return {"refused": str(error)}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self._problem = problem
+        if self._fork is not None:
+            plain = plain_bytes(self._loaded)
+            if plain is None:
+                self._end_fork()
+            else:
+                self._news = plain
         return {"loaded": True}
 
     def verify(self, answer: str) -> dict[str, Any]:
-        """Verify an answer to the problem that was loaded last."""
-        known = next(reversed(self._known.values()))
-        if known.fork is not None and known.fork.has_ended():
+        if self._fork is not None and self._fork.has_ended():
             # Between two answers: not the next one's fault.
-            self._end_fork(known)
-        if known.fork is None:
-            known.fork = AnswerFork(self._verifier, known.loaded, self._limits)
-        verdict, is_clean = known.fork.verify(answer)
+            self._end_fork()
+        if self._fork is None:
+            self._fork, self._news = AnswerFork(self._verifier, self._loaded, self._limits), b""
+        news, self._news = self._news, b""
+        verdict, is_clean = self._fork.verify(answer, news)
         if not is_clean:
-            self._end_forks()
+            self._end_fork()
         return verdict
 
-    def _end_fork(self, known: _Known) -> None:
-        if known.fork is not None:
-            known.fork.close()
-            known.fork = None
-
-    def _end_forks(self) -> None:
-        close_all((one.fork for one in self._known.values() if one.fork is not None), self._limits)
-        for one in self._known.values():
-            one.fork = None
+    def _end_fork(self) -> None:
+        if self._fork is not None:
+            self._fork.close()
+            self._fork = None
 
 
 def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from forgeasync.config.data import ReasoningGymSource
 from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reasoning_gym import ReasoningGymProblems
 from forgeasync.rollouts.score import Score, VerifierCounts
-from forgeasync.scoring.answer_fork import MAX_ANSWERS
+from forgeasync.scoring.answer_fork import MAX_ANSWERS, plain_bytes
 from forgeasync.scoring.landlock import landlock_version
 from forgeasync.scoring.sandbox import (
     Bubblewrap,
@@ -34,7 +35,6 @@ from forgeasync.scoring.sandbox import (
 from forgeasync.scoring.verifier import GymProblem, GymVerifierChoice, MathProblem, MathVerifierChoice
 from forgeasync.scoring.verifier_pool import MAX_ANSWER_BYTES, VerifierPool
 from forgeasync.scoring.verifier_process import ProblemDiffers, VerifierFailure
-from forgeasync.scoring.worker import MAX_PROBLEMS
 from tests.support.hostile_answers import hostile_answers
 
 # Workers are processes of their own.
@@ -277,61 +277,77 @@ def forks_of(pool: VerifierPool) -> set[int]:
 
 
 class TestForks:
-    """chain_sum's verifier compares texts; spiral_matrix's evaluates all but the empty one."""
-
-    NUM_PROBLEMS = MAX_PROBLEMS + 3
+    """chain_sum's verifier compares texts and runs no code."""
 
     @pytest.fixture
     def sums(self) -> Iterator[tuple[VerifierPool, list[tuple[GymProblem, str]]]]:
         """A pool with one worker, and problems with their answers."""
-        source = ReasoningGymSource(kind="reasoning_gym", task="chain_sum")
-        choice = GymVerifierChoice(source=source, num_train=self.NUM_PROBLEMS, num_held_out=2, seed=3)
+        choice = gym_choice("chain_sum")
         pool = VerifierPool(choice, ScorerSection(num_workers=1))
         yield pool, gym_problems(choice)
         pool.close()
 
-    def test_problems_in_turns_keep_theirs(self, sums: Any) -> None:
-        pool, ((one, first), (other, second), *_) = sums
-        assert pool.score(one, first) == pool.score(other, second) == RIGHT
+    def test_problems_in_turns_share_one(self, sums: Any) -> None:
+        pool, ((one, first), (other, second)) = sums
+        assert first != second
+        assert pool.score(one, first) == RIGHT
         before = forks_of(pool)
-        assert len(before) == 2
-        assert not pool.score(one, second).is_correct
-        assert not pool.score(other, first).is_correct
+        assert len(before) == 1
+        for _ in range(2):
+            assert pool.score(other, second) == RIGHT
+            assert not pool.score(other, first).is_correct
+            assert pool.score(one, first) == RIGHT
+            assert not pool.score(one, second).is_correct
         assert forks_of(pool) == before
 
-    def test_the_problems_that_were_asked_for_last_have_one(self, sums: Any) -> None:
-        pool, problems = sums
-        for problem, answer in problems:
-            assert pool.score(problem, answer) == RIGHT
-        before = forks_of(pool)
-        assert len(before) == MAX_PROBLEMS
-        for problem, answer in problems[-MAX_PROBLEMS:]:
-            assert pool.score(problem, answer) == RIGHT
-        assert forks_of(pool) == before
-        assert pool.score(*problems[0]) == RIGHT
-        assert len(forks_of(pool) & before) == MAX_PROBLEMS - 1
+    def test_one_ends_after_so_many_answers(self, sums: Any) -> None:
+        pool, ((one, first), (other, second)) = sums
+        for _ in range(MAX_ANSWERS // 2):
+            assert pool.score(one, first) == pool.score(other, second) == RIGHT
+        assert forks_of(pool) == set()
 
     def test_one_that_died_between_two_answers_costs_none(self, sums: Any) -> None:
-        pool, ((problem, answer), *_) = sums
+        pool, ((problem, answer), (other, second)) = sums
         assert pool.score(problem, answer) == RIGHT
         (fork,) = forks_of(pool)
         os.kill(fork, signal.SIGKILL)
         while psutil.Process(fork).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        assert pool.score(problem, answer) == RIGHT
+        assert pool.score(other, second) == RIGHT
         assert pool.counts == VerifierCounts()
 
-    @both_isolations
-    def test_code_in_an_answer_ends_those_of_all_problems(self, bubblewrap: Bubblewrap) -> None:
-        choice = gym_choice("spiral_matrix")
-        (one, _), (other, _), *_ = gym_problems(choice)
-        pool = VerifierPool(choice, ScorerSection(num_workers=1), bubblewrap=bubblewrap)
-        assert not pool.score(one, "").is_correct
-        assert len(forks_of(pool)) == 1
-        assert not pool.score(other, "[1 for _ in range(2)]").is_correct
-        assert forks_of(pool) == set()
-        assert not pool.score(one, "").is_correct
+    def test_a_problem_that_is_not_plain_gets_its_own(self) -> None:
+        """Records of knights_knaves have objects of a class of their own."""
+        choice = gym_choice("knights_knaves")
+        (one, first), (other, second) = gym_problems(choice)
+        pool = VerifierPool(choice, ScorerSection(num_workers=1))
+        forks = []
+        for problem, answer in ((one, first), (one, first), (other, second)):
+            assert pool.score(problem, answer) == RIGHT
+            forks.append(forks_of(pool))
+        assert len(forks[0]) == 1
+        assert forks[0] == forks[1] != forks[2]
         pool.close()
+
+
+class Marks:
+    """Its bytes would write a file when they are read."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
+def test_only_plain_values_have_bytes(tmp_path: Path) -> None:
+    plain = {"question": "é", "answer": None, "metadata": [1, 2.5, (True, b"x"), {3, 4}, {5: "six"}]}
+    content = plain_bytes(plain)
+    assert content is not None and pickle.loads(content) == plain
+    assert plain_bytes({"metadata": FOUR}) is None
+    assert plain_bytes(Marks(tmp_path / "x")) is None
+    assert plain_bytes(lambda: None) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 FORK_SCRIPT = """
