@@ -205,7 +205,7 @@ class GeneratorPool:
         left = await replica.host.read_in_flight(replica.in_flight, sorted(replica.groups))
         await replica.host.remove_in_flight(replica.in_flight)
         self._losses.read(left)
-        if left.problem is not None:
+        if left.problem is not None and replica.groups:
             logger.warning("%s: what it had in flight is lost: %s", replica.name, left.problem)
         return left
 

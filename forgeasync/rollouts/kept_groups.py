@@ -106,6 +106,10 @@ def try_write_kept(target: Path, facts: bytes, source: str) -> str | None:
     """Write a group's file, as ``write_kept`` does; what has prevented it, in words."""
     try:
         write_kept(target, facts, source)
+    except FileNotFoundError as error:
+        if error.filename == source:
+            return "a group was trained on, and its arrays freed, before it was its turn to be written"
+        return f"{target}: {error.strerror}"
     except OSError as error:
         return f"{target}: {error.strerror or error}"
     return None

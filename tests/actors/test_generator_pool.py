@@ -78,6 +78,30 @@ def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(sen
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("has_group", [False, True])
+def test_only_what_was_in_flight_is_said_to_be_lost(
+    has_group: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A generator that ends in its start, or as a spare, may not have begun its log."""
+
+    async def go() -> None:
+        async with generators_of(("a", "a"), folders=[tmp_path]) as world:
+            for replica in world.pool.replicas:
+                replica.in_flight = tmp_path / "nothing"
+            group = sample(world, 5) if has_group else None
+            if group is not None:
+                await world.until(lambda: 5 in running(world))
+            world.kill(0)
+            await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
+            for generator in world.generators.values():
+                generator.is_released.set()
+            if group is not None:
+                assert await group == ()
+
+    asyncio.run(go())
+    assert ("what it had in flight is lost" in caplog.text) == has_group
+
+
 def test_the_only_generator_is_waited_for() -> None:
     async def go() -> None:
         async with generators_of(("a",)) as world:
