@@ -1,7 +1,6 @@
 """How far log-probabilities of a teacher pool are from those of the trainer's own forward pass.
 
-    python benchmarks/teacher_gap.py [--model FOLDER] [--groups N] [--teachers float32 bfloat16]
-        [--out FILE.json]
+    python benchmarks/teacher_gap.py [--model FOLDER] [--groups N] [--out FILE.json]
 
 A real vLLM engine samples groups in float32, at temperature 1 and at temperature 0.7 with top-p 0.9. A
 teacher's engine and the trainer, both with the same weights, then say of the same tokens how likely they are:
@@ -119,8 +118,8 @@ def gaps_of(
     return np.abs(predictions.asked_TK.float().numpy() - said_TK)
 
 
-def measure(model: Path, num_groups: int, teachers: Sequence[Dtype]) -> list[Row]:
-    """All samplings, with teachers of these dtypes."""
+def measure(model: Path, num_groups: int) -> list[Row]:
+    """All samplings and pairs of dtypes."""
     context = multiprocessing.get_context("spawn")
 
     def apart(what: object, *arguments: object) -> list[object]:
@@ -132,10 +131,8 @@ def measure(model: Path, num_groups: int, teachers: Sequence[Dtype]) -> list[Row
     lines: list[Row] = []
     for name, sampling in SAMPLINGS.items():
         rollouts: list[Rollout] = apart(sample, model, num_groups, sampling)  # type: ignore[assignment]
-        scored = {dtype: apart(score, model, rollouts, dtype) for dtype in teachers}
+        scored = {dtype: apart(score, model, rollouts, dtype) for dtype in Dtype}
         for of_teacher, in_trainer in DTYPES:
-            if of_teacher not in scored:
-                continue
             records: list[TeacherRecord] = scored[of_teacher]  # type: ignore[assignment]
             gaps_TK = gaps_of(model, rollouts, records, in_trainer)
             lines.append(
@@ -177,13 +174,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How far a teacher pool and the trainer are apart.")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny_moe")
     parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--teachers", type=Dtype, nargs="+", choices=list(Dtype), default=list(Dtype))
     parser.add_argument("--out", type=Path, default=RESULTS / "teacher_gap.json")
     arguments = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29547", "RANK": "0", "WORLD_SIZE": "1"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    lines = measure(arguments.model, arguments.groups, arguments.teachers)
+    lines = measure(arguments.model, arguments.groups)
     dist.destroy_process_group()
     Console(width=120).print(results_table(lines))
     write_json(
