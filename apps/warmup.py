@@ -117,8 +117,8 @@ def calls_of(config: RunConfig) -> PlainCalls | None:
 
 
 def shown_prompt(config: RunConfig) -> str | None:
-    """Return the prompt of the teacher that shows a sibling, if the run has one."""
-    return next((one.prompt for one in config.teachers.values() if one.shows_sibling), None)
+    """Return the prompt of the teacher that shows a sibling and no feedback, if the run has one."""
+    return next((one.prompt for one in config.teachers.values() if one.shows_only_sibling), None)
 
 
 def texts_of(task: Task, calls: PlainCalls | None, shown: str | None = None) -> list[str]:

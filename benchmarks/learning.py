@@ -1,14 +1,18 @@
-"""Learning curves: the embedded default at several bounds on age, over several seeds.
+"""Learning curves: ways to train the embedded default's model, compared over several seeds.
 
-    python benchmarks/learning.py [key.path=value ...] [--steps N] [--num-seeds N] [--variants NAME ...]
-                                  [--folder DIR]
+    python benchmarks/learning.py [key.path=value ...] [--compare ages | distillation | steps] [--steps N]
+                                  [--num-seeds N] [--variants NAME ...] [--folder DIR]
 
-Runs `apps.grpo` once for every variant and seed, one after the other, each in DIR/<variant>-seed<S>. A run
-that is complete is not run again; one that was cut short is. Overrides on the command line hold for all
-variants, after their own. Then writes to DIR
+``ages`` compares bounds on age, ``distillation`` a teacher with the reward, ``steps`` rewards of steps
+with that of the outcome alone. Every variant of a comparison begins with the same model. Runs each variant
+once with every seed, one after the other, in DIR/<variant>-seed<S>. A run that is complete is not run again;
+one that was cut short is. Overrides on the command line hold for all variants, after their own. Then writes
+to DIR
 
-- learning.png: held-out accuracy against optimizer steps and against minutes, mean and range over seeds;
-- learning.md: a table with a row for every variant; learning.json: the same numbers, and every run's;
+- learning.png: held-out accuracy against optimizer steps and against minutes, or sampled tokens, mean and
+  range over seeds;
+- learning.md: a table with a row for every variant, and one with the accuracy at every step that evaluated
+  and the tokens that were sampled by then; learning.json: the same numbers, and every run's;
 
 and prints for every step that evaluated the range over seeds of each variant's held-out accuracy, with the
 variants whose range does not meet the first one's.
@@ -23,16 +27,19 @@ from pathlib import Path
 
 from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
 from learning_report import (
+    Against,
     RunResult,
     VariantResult,
     accuracy_lines,
+    accuracy_table,
     markdown_table,
     plot_variants,
     run_result,
     variant_result,
 )
 
-CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
+CONFIGS = REPOSITORY / "configs"
+CONFIG = CONFIGS / "tiny_moe_cpu.yaml"
 OVERRIDES_FILE = "overrides.txt"
 """In a run's folder: what it was started with."""
 
@@ -43,6 +50,8 @@ class Variant:
 
     name: str
     overrides: tuple[str, ...]
+    config: Path = CONFIG
+    app: str = "apps.grpo"
     num_seeds: int = 3
     """Runs of it: seeds 0, 1, ... ."""
 
@@ -73,14 +82,39 @@ REINFORCE = "algorithm.objective={kind: reinforce}"
 """No ratio at all: every token counts as if the current policy had sampled it."""
 CORRECTED = (REINFORCE, "algorithm.corrections=[{kind: truncated_is, cap: 2.0}]")
 """Importance weights, capped but never cut off: at 32 steps the few tokens that decide leave a clip."""
-VARIANTS = (
+AGES = (
     Variant(name="synchronous", overrides=(*at_most(0), *CORRECTED)),
     Variant(name="age 1", overrides=(*at_most(1), *CORRECTED), num_seeds=1),
     Variant(name="age 8", overrides=(*at_most(8), *CORRECTED)),
     Variant(name="age 32", overrides=(*at_most(32), *CORRECTED)),
     Variant(name="age 32 uncorrected", overrides=(*at_most(32), REINFORCE), num_seeds=1),
 )
-"""The first is what the others are compared with."""
+DISTILLATION = (
+    Variant(name="GRPO", overrides=()),
+    Variant(name="distillation", overrides=(), config=CONFIGS / "distill_cpu.yaml", app="apps.distill"),
+)
+"""Both from models/tiny_moe; ``make models/tiny_moe models/tiny_teacher`` first."""
+OF_STEPS = CONFIGS / "process_reward_cpu.yaml"
+STEPS = (
+    Variant(name="outcome alone", overrides=("data.reward=null",), config=OF_STEPS),
+    Variant(name="sum to go", overrides=(), config=OF_STEPS),
+    Variant(name="minimum", overrides=("algorithm.step_credit=minimum",), config=OF_STEPS),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Variants, of which the first is what the others are compared with, and what they are drawn against."""
+
+    variants: tuple[Variant, ...]
+    against: tuple[Against, Against]
+
+
+COMPARISONS = {
+    "ages": Comparison(variants=AGES, against=(Against.STEPS, Against.MINUTES)),
+    "distillation": Comparison(variants=DISTILLATION, against=(Against.TOKENS, Against.STEPS)),
+    "steps": Comparison(variants=STEPS, against=(Against.STEPS, Against.TOKENS)),
+}
 
 
 def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra: Sequence[str]) -> Path:
@@ -104,7 +138,8 @@ def ensure_run(variant: Variant, seed: int, num_steps: int, folder: Path, extra:
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / OVERRIDES_FILE).write_text("\n".join(overrides), encoding="utf-8")
-    command = [sys.executable, "-m", "apps.grpo", "--config", str(CONFIG), *overrides, f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", variant.app, "--config", str(variant.config)]
+    command += [*overrides, f"run_dir={run_dir}"]
     print(f"running {run_dir.name}", flush=True)
     # One thread in each of the procs that share the cores, as in the Makefile.
     run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
@@ -120,25 +155,27 @@ def is_complete(run_dir: Path, num_steps: int) -> bool:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Learning curves of apps.grpo at several bounds on age.")
+    parser = argparse.ArgumentParser(description="Learning curves of ways to train, over seeds.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of every run")
     parser.add_argument("--num-seeds", type=int, help="instead of each variant's own number")
-    parser.add_argument("--variants", nargs="+", choices=[variant.name for variant in VARIANTS])
-    parser.add_argument("--folder", type=Path, default=RESULTS / "learning")
+    parser.add_argument("--compare", choices=list(COMPARISONS), default="ages")
+    parser.add_argument("--variants", nargs="+", help="names of some of them; all if left out")
+    parser.add_argument("--folder", type=Path, help="results/learning_COMPARISON if left out")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser.parse_intermixed_args()
 
 
 def write_report(results: Sequence[VariantResult], folder: Path, arguments: argparse.Namespace) -> None:
     """The plot, the table and the JSON in ``folder``; the table and the accuracies printed."""
-    plot_variants(results, folder / "learning.png")
-    table = markdown_table(results)
+    comparison = COMPARISONS[arguments.compare]
+    plot_variants(results, folder / "learning.png", comparison.against)
+    table = f"{markdown_table(results)}\n{accuracy_table(results)}"
     (folder / "learning.md").write_text(table, encoding="utf-8")
     content = {
         "machine": machine_facts(),
-        "config": str(CONFIG.relative_to(REPOSITORY)),
+        "configs": {one.name: str(one.config.relative_to(REPOSITORY)) for one in comparison.variants},
         "steps": arguments.steps,
-        "overrides": {variant.name: variant.overrides for variant in VARIANTS},
+        "overrides": {variant.name: variant.overrides for variant in comparison.variants},
         "overrides_of_all": arguments.overrides,
         "variants": [
             {"name": one.name, "summary": asdict(one.summary), "runs": [asdict(run) for run in one.runs]}
@@ -154,8 +191,12 @@ def write_report(results: Sequence[VariantResult], folder: Path, arguments: argp
 def main() -> None:
     """Run what is missing, then report on all of it."""
     arguments = parse_arguments()
-    folder = arguments.folder.resolve()
-    chosen = [one for one in VARIANTS if arguments.variants is None or one.name in arguments.variants]
+    folder = (arguments.folder or RESULTS / f"learning_{arguments.compare}").resolve()
+    variants = COMPARISONS[arguments.compare].variants
+    names = [one.name for one in variants]
+    if unknown := [name for name in arguments.variants or () if name not in names]:
+        sys.exit(f"--variants {', '.join(unknown)}: must be of {', '.join(names)}")
+    chosen = [one for one in variants if arguments.variants is None or one.name in arguments.variants]
     runs: dict[str, list[RunResult]] = {variant.name: [] for variant in chosen}
     # Seeds in the outer loop: what the machine does over hours then meets all variants alike.
     num_seeds = {one.name: arguments.num_seeds or one.num_seeds for one in chosen}

@@ -3,7 +3,8 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from enum import StrEnum
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class RunResult:
     steps: list[int]
     minutes: list[float]
     """Since the first step started, evaluations included."""
+    tokens: list[float]
+    """Response tokens that were sampled and trained on by the end of each step; those of evaluations, and of
+    groups that were dropped, do not count."""
     last_reward: float
     """Mean of the last ``NUM_LAST_STEPS``."""
     steps_per_s: float
@@ -47,6 +51,10 @@ class RunResult:
     def minutes_at(self, step: int) -> float:
         """When a step and its evaluation were done; 0 before training."""
         return self.minutes[self.steps.index(step)] if step else 0.0
+
+    def tokens_at(self, step: int) -> float:
+        """How many response tokens were trained on by the end of a step; 0 before training."""
+        return self.tokens[self.steps.index(step)] if step else 0.0
 
     @property
     def accuracy(self) -> float:
@@ -65,6 +73,9 @@ def run_result(run_dir: Path, seed: int) -> RunResult:
         accuracy_by_step={line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
         steps=[line["step"] for line in steps],
         minutes=[line["time/elapsed_s"] / 60.0 for line in steps],
+        tokens=list(
+            accumulate(line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in steps)
+        ),
         last_reward=statistics.fmean(rewards[-NUM_LAST_STEPS:]),
         steps_per_s=len(steps) / trained_s,
         age_mean=statistics.fmean(line["off_policy/age_mean"] for line in steps),
@@ -156,6 +167,27 @@ def markdown_table(results: Sequence[VariantResult]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def accuracy_table(results: Sequence[VariantResult]) -> str:
+    """A row for every variant: accuracy, mean and range over seeds, and the tokens that were sampled by then.
+
+    At each step that all runs evaluated after.
+    """
+    steps = _common_steps(results)
+    rows = [
+        ["held-out accuracy after", *(f"{step} steps" for step in steps)],
+        ["---", *["---:"] * len(steps)],
+        *([one.name, *(_accuracy_cell(one, step) for step in steps)] for one in results),
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _accuracy_cell(one: VariantResult, step: int) -> str:
+    low, high = one.accuracy_range(step)
+    mean = statistics.fmean(run.accuracy_by_step[step] for run in one.runs)
+    tokens = statistics.fmean(run.tokens_at(step) for run in one.runs)
+    return f"{mean:.1%} ({low:.1%} to {high:.1%}; {tokens / 1000:.0f}k tokens)"
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.2%}"
 
@@ -182,27 +214,48 @@ def _accuracy_line(results: Sequence[VariantResult], step: int) -> str:
     return f"step {step:4d}:  {shown}" + (f"  ({verdict})" if others else "")
 
 
-def plot_variants(results: Sequence[VariantResult], out: Path) -> None:
-    """Held-out accuracy against steps and against minutes: mean over seeds in the range of them (PNG).
+class Against(StrEnum):
+    """What accuracy is drawn against; the values are the labels."""
+
+    STEPS = "optimizer steps"
+    MINUTES = "minutes of training, evaluations included"
+    TOKENS = "response tokens sampled and trained on"
+
+    def at(self, run: RunResult, step: int) -> float:
+        """Where a step of a run lies."""
+        match self:
+            case Against.STEPS:
+                return step
+            case Against.MINUTES:
+                return run.minutes_at(step)
+            case Against.TOKENS:
+                return run.tokens_at(step)
+
+
+def plot_variants(
+    results: Sequence[VariantResult],
+    out: Path,
+    against: tuple[Against, Against] = (Against.STEPS, Against.MINUTES),
+) -> None:
+    """Held-out accuracy, once against each of two things: mean over seeds in the range of them (PNG).
 
     Not the reward of batches: that is the reward of policies up to the bound on age older.
     """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    by_step, by_minute = figure.subplots(1, 2, sharey=True)
+    axes = figure.subplots(1, 2, sharey=True)
     for one, color, line in zip(results, cycle(COLORS), cycle(LINES), strict=False):
         steps = _common_steps([one])
-        minutes = [statistics.fmean(run.minutes_at(step) for run in one.runs) for step in steps]
-        for axis, x in ((by_step, steps), (by_minute, minutes)):
+        for axis, what in zip(axes, against, strict=True):
+            x = [statistics.fmean(what.at(run, step) for run in one.runs) for step in steps]
             _draw(axis, one, x, steps, color=color, line=line)
-    by_step.set_xlabel("optimizer steps")
-    by_minute.set_xlabel("minutes of training, evaluations included")
-    by_step.set_ylabel("held-out accuracy of the current policy")
-    for axis in (by_step, by_minute):
+    axes[0].set_ylabel("held-out accuracy of the current policy")
+    for axis, what in zip(axes, against, strict=True):
+        axis.set_xlabel(what.value)
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlim(left=0.0)
-    by_step.legend(frameon=False)
+    axes[0].legend(frameon=False)
     figure.savefig(out, dpi=150, format="png")
 
 

@@ -42,6 +42,7 @@ from transformers import AutoTokenizer
 
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.generator import GeneratorSection, SamplingSection
+from forgeasync.config.model import Dtype
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.trainer import OptimizerSection, TrainerSection
 from forgeasync.config.weights import WeightsSection
@@ -107,12 +108,12 @@ def noisy_gate(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor + noise * tensor.std() * GATE_NOISE
 
 
-def sample(folder: Path, num_groups: int) -> list[Rollout]:
+def sample(folder: Path, num_groups: int, sampling: SamplingSection = SAMPLING) -> list[Rollout]:
     """Rollouts of a real engine, with both records."""
-    return asyncio.run(_sample(folder, num_groups))
+    return asyncio.run(_sample(folder, num_groups, sampling))
 
 
-async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
+async def _sample(folder: Path, num_groups: int, sampling: SamplingSection) -> list[Rollout]:
     from forgeasync.generator.engine import GeneratorEngine
 
     records = Records(routing=True, kept_tokens=True)
@@ -133,7 +134,7 @@ async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
     groups = await asyncio.gather(
         *(
             engine.generate(
-                prompt_ids_P=np.asarray(prompt, np.int32), num_samples=GROUP_SIZE, sampling=SAMPLING, seed=i
+                prompt_ids_P=np.asarray(prompt, np.int32), num_samples=GROUP_SIZE, sampling=sampling, seed=i
             )
             for i, prompt in enumerate(prompts)
         )
@@ -145,10 +146,11 @@ async def _sample(folder: Path, num_groups: int) -> list[Rollout]:
     return rollouts
 
 
-def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
-    """One rank, in float32."""
+def make_trainer(folder: Path, facts: ModelFacts, *, dtype: Dtype = Dtype.FLOAT32) -> PolicyTrainer:
+    """One rank."""
     setup = TrainerSetup(
         section=TrainerSection(
+            dtype=dtype,
             tokens_per_row=TOKENS_PER_ROW,
             replay_probe_share=0.0,
             optimizer=OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9),
@@ -162,9 +164,9 @@ def make_trainer(folder: Path, facts: ModelFacts) -> PolicyTrainer:
     return PolicyTrainer(setup)
 
 
-def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
-    """Packed with both records; advantages alternate."""
-    sequences = [
+def make_sequences(rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
+    """With both records; advantages alternate."""
+    return [
         TrainingSequence(
             prompt_ids_P=rollout.prompt_ids_P,
             response_ids_T=rollout.response_ids_T,
@@ -176,7 +178,11 @@ def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
         )
         for index, rollout in enumerate(rollouts)
     ]
-    return pack_rows(sequences, tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
+
+
+def make_rows(rollouts: Sequence[Rollout]) -> list[PackedRow]:
+    """Packed."""
+    return pack_rows(make_sequences(rollouts), tokens_per_row=TOKENS_PER_ROW, num_ranks=1)[0]
 
 
 def replayed_rows(rows: Sequence[PackedRow], *, routing: bool, kept_sets: bool) -> list[PackedRow]:

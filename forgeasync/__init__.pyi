@@ -92,6 +92,7 @@ from .rollouts.rollout import Group as Group
 from .rollouts.rollout import Rollout as Rollout
 from .rollouts.score import Score as Score
 from .rollouts.score import Step as Step
+from .rollouts.score import as_feedback as as_feedback
 from .rollouts.task import Task as Task
 from .schema.problems import ConfigError as ConfigError
 from .scoring.verifier_pool import math_reward as math_reward

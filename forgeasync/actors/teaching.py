@@ -142,11 +142,12 @@ class Teaching:
     _num_failed: int = 0
     _num_tokens: int = 0
     _num_without_sibling: int = 0
+    _num_without_feedback: int = 0
     _busy_s: float = 0.0
 
     def needs_scores(self, task: Task) -> bool:
         """Whether what a task's teacher reads depends on the scores of the group."""
-        return bool(self.by_source) and self.by_source[task.source].section.shows_sibling
+        return bool(self.by_source) and self.by_source[task.source].section.needs_scores
 
     async def teach(
         self,
@@ -179,16 +180,26 @@ class Teaching:
         scores: Sequence[Score] | None,
     ) -> tuple[TeacherReads, ...]:
         """What the teacher reads before each rollout's response."""
-        template = teacher.section.prompt
-        if template is None or not teacher.section.shows_sibling:
-            return (teacher.prompts.of_task(template, task),) * len(rollouts)
+        section, prompts = teacher.section, teacher.prompts
+        if not section.needs_scores:
+            return (prompts.of_task(section.prompt, task),) * len(rollouts)
         assert scores is not None, "needs_scores has said so"
         responses = [
-            Response(text=rollout.text, num_tokens=rollout.num_response_tokens, is_correct=score.is_correct)
+            Response(
+                text=rollout.text,
+                num_tokens=rollout.num_response_tokens,
+                is_correct=score.is_correct,
+                feedback=score.feedback,
+            )
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
-        reads = teacher.prompts.of_group(template, task, responses)
-        self._num_without_sibling += sum(read is Instead.NOTHING for read in reads)
+        reads = prompts.of_group(section, task, responses)
+        for response, read in zip(responses, reads, strict=True):
+            if read is Instead.NOTHING:
+                has_feedback = not section.shows_feedback or prompts.can_show(response.feedback)
+                is_siblings = section.shows_sibling and has_feedback
+                self._num_without_sibling += is_siblings
+                self._num_without_feedback += not is_siblings
         return reads
 
     async def _attempts(
@@ -244,6 +255,7 @@ class Teaching:
             "teacher/num_failed": self._num_failed,
             "teacher/num_tokens": self._num_tokens,
             "teacher/num_without_sibling": self._num_without_sibling,
+            "teacher/num_without_feedback": self._num_without_feedback,
             "teacher/busy_s": self._busy_s,
             "teacher/num_updates": sum(one.num_updates for one in self.moving),
             "teacher/num_rescored": sum(one.num_rescored for one in self.moving),

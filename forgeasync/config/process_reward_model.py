@@ -47,8 +47,8 @@ class ProcessRewardModel(LimitedReward):
     kv_cache_gib: Gibibytes = 0.25
     """KV cache of one engine, in GiB."""
     gpu: int | None = Field(default=None, ge=0, le=1023)
-    """The machine's GPU that the engines use, which no other role of the run may have; null: none, as on
-    machines without."""
+    """The machine's GPU that the engines use, by the machine's own number. No other role of the run gets it;
+    null: none, as on machines without."""
     value: StepsValue = StepsValue.MINIMUM
     """How the scores of the steps become the response's reward."""
     correct_from: float = Field(default=0.5, ge=0.0, le=1.0)

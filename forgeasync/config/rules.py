@@ -83,13 +83,14 @@ def num_gpus_needed(config: RunConfig) -> int:
     return config.trainer.parallel.num_procs + of_generators + of_teachers
 
 
-def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
+def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> Iterator[Problem]:
     """Check that this machine's ``num_gpus`` suffice, and what cannot run without GPUs.
 
+    ``num_of_rewards`` of them are those of process reward models (``config.reward_gpus``).
     ``forgeasync.config.launch_rules`` checks the GPUs of hosts that a launcher starts.
     """
     needed, generator = num_gpus_needed(config), config.generator
-    if isinstance(config.launcher, LocalLauncher) and 0 < num_gpus < needed:
+    if isinstance(config.launcher, LocalLauncher) and 0 < num_gpus < needed + num_of_rewards:
         num_trainer = config.trainer.parallel.num_procs
         spares = ", spares included" if generator.num_spares else ""
         yield Problem(
@@ -98,7 +99,8 @@ def check_gpus(config: RunConfig, num_gpus: int) -> Iterator[Problem]:
             remedy=f"with generator.tensor_parallel = {generator.tensor_parallel} and "
             f"trainer.parallel.num_procs = {num_trainer} the run needs {needed} GPUs "
             f"({generator.num_engines} x {generator.tensor_parallel} + {num_trainer}{spares}); "
-            f"must be at most the {num_gpus} of this host",
+            f"must be at most the {num_gpus} of this host"
+            + (f", less {num_of_rewards} of process reward models" if num_of_rewards else ""),
         )
     if isinstance(config.launcher, LocalLauncher) and num_gpus > 0:
         yield from check_trainer_on_gpus(config)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from forgeasync.algorithms.objectives import NoObjective
 from forgeasync.config.data import named_sources
 from forgeasync.config.launcher import LocalLauncher
+from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.run import RunConfig
 from forgeasync.config.teacher_source import AveragedPolicy
 from forgeasync.schema.problems import Problem
@@ -33,18 +34,33 @@ def check_teachers(config: RunConfig) -> Iterator[Problem]:
         if teacher.shows_sibling and algorithm.group_size < 2:
             remedy = f"must be at least 2: teachers.{name}.prompt has $sibling, another response of the group"
             yield Problem(field="algorithm.group_size", value=algorithm.group_size, remedy=remedy)
+        if teacher.shows_feedback:
+            yield from _check_words(config, name)
         if teacher.moves:
             yield from _check_moving(config, name)
     alphas = {one.source.ema for one in teachers.values() if isinstance(one.source, AveragedPolicy)}
     if len(alphas) > 1:
         remedy = "must be the same for every teacher with ema: the trainer keeps one average"
         yield Problem(field="teachers", value=sorted(alphas), remedy=remedy)
-    showing = sorted({one.prompt for one in teachers.values() if one.prompt and one.shows_sibling})
+    showing = sorted({one.prompt for one in teachers.values() if one.prompt and one.shows_only_sibling})
     if config.warmup is not None and config.warmup.shown_per_step and len(showing) != 1:
         found = " and ".join(map(repr, showing)) or "none"
-        remedy = f"must be 0, or one prompt of a teacher must have $sibling; found {found}"
+        remedy = f"must be 0, or one prompt of a teacher must have $sibling and no $feedback; found {found}"
         yield Problem(field="warmup.shown_per_step", value=config.warmup.shown_per_step, remedy=remedy)
     yield from _check_sources(config)
+
+
+def _check_words(config: RunConfig, name: str) -> Iterator[Problem]:
+    """Find sources whose rewards never say anything."""
+    teacher = config.teachers[name]
+    for source in named_sources(config.data):
+        is_seen = not teacher.sources or source.name in teacher.sources
+        if is_seen and all(isinstance(reward, ProcessRewardModel) for reward in source.rewards):
+            remedy = (
+                f"has $feedback, and the reward of {source.name!r} gives numbers only; must be without "
+                "it, or the source needs another reward"
+            )
+            yield Problem(field=f"teachers.{name}.prompt", value=teacher.prompt, remedy=remedy)
 
 
 def _check_moving(config: RunConfig, name: str) -> Iterator[Problem]:

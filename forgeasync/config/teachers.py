@@ -14,6 +14,9 @@ from forgeasync.schema.section import Count, Seconds, Section
 SIBLING = "sibling"
 """Stands in a teacher's ``prompt`` for the text of another response of the group that was correct."""
 
+FEEDBACK = "feedback"
+"""Stands in a teacher's ``prompt`` for what the reward has said about the response."""
+
 
 class TeacherEndpoint(Section):
     """A teacher behind a server of vLLM (``/v1/completions`` with ``prompt_logprobs``)."""
@@ -52,8 +55,9 @@ class TeacherSection(Section):
     prompt: str | None = None
     """What the teacher reads before a response, where that is not what the policy read: a template in which
     ``$prompt`` is the task's prompt, ``$answer`` its reference and ``$column`` a column of its record, such
-    as a hint or a demonstration. ``$sibling`` is another response of the group that was correct; where there
-    is none the teacher is not asked (``teacher/num_without_sibling``), and no term that needs it counts. The
+    as a hint or a demonstration. ``$sibling`` is another response of the group that was correct, and
+    ``$feedback`` what the reward has said about this one; where there is none the teacher is not asked
+    (``teacher/num_without_sibling``, ``teacher/num_without_feedback``), and no term that needs it counts. The
     response's tokens stay the same. null: the policy's own prompt."""
     max_context_length: Count | None = None
     """Most tokens that it reads, and one more; null: ``model.max_context_length`` + 1."""
@@ -65,8 +69,28 @@ class TeacherSection(Section):
 
     @property
     def shows_sibling(self) -> bool:
-        """Whether what it reads depends on what was correct."""
-        return self.prompt is not None and SIBLING in string.Template(self.prompt).get_identifiers()
+        """Whether it reads a response that was correct."""
+        return SIBLING in self._names
+
+    @property
+    def shows_feedback(self) -> bool:
+        """Whether it reads what the reward has said."""
+        return FEEDBACK in self._names
+
+    @property
+    def shows_only_sibling(self) -> bool:
+        """Whether a right response is all of a group that it reads: worked examples can have that too."""
+        return self.shows_sibling and not self.shows_feedback
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether what it reads depends on the scores of the group."""
+        return self.shows_sibling or self.shows_feedback
+
+    @property
+    def _names(self) -> list[str]:
+        """What its prompt names."""
+        return [] if self.prompt is None else string.Template(self.prompt).get_identifiers()
 
     @property
     def num_engines(self) -> int:

@@ -1,4 +1,4 @@
-"""Trainer, generators, scorer and environment of a config, for loops of your own.
+"""Trainer, generators, scorer, teachers and environment of a config, for loops of your own.
 
 Nothing here runs by itself: your loop samples, trains and publishes in its own order. For training
 and sampling concurrently, with a replay buffer between them, see apps/grpo.py.
@@ -16,12 +16,16 @@ from pathlib import Path
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
+from forgeasync.actors.moving_teacher import ITS_HOST, MovingTeacher
 from forgeasync.actors.procs import Procs
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.actors.start_environment import start_environment
 from forgeasync.actors.start_generators import connect_weights, start_generators
 from forgeasync.actors.start_scorer import start_scorer
+from forgeasync.actors.start_teachers import start_teachers
 from forgeasync.actors.start_trainer import start_trainer
+from forgeasync.actors.taught_groups import Untaught
+from forgeasync.actors.teaching import Teaching
 from forgeasync.actors.trainer_mesh import TrainerMesh
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.data import named_sources
@@ -55,7 +59,6 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
     bad_steps, acted_on = trainer.bad_steps, (None, OnBadStep.SKIP)
     for field, value, is_set in (
         ("algorithm.filters", algorithm.filters, bool(algorithm.filters)),
-        ("teachers", sorted(config.teachers), bool(config.teachers)),
         ("trainer.steps_per_batch", trainer.steps_per_batch, trainer.steps_per_batch != 1),
         ("trainer.bad_steps.on_nan", bad_steps.on_nan, bad_steps.on_nan not in acted_on),
         ("trainer.bad_steps.on_spike", bad_steps.on_spike, bad_steps.on_spike not in acted_on),
@@ -66,8 +69,25 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
             yield Problem(field=field, value=value, remedy=remedy)
 
 
+def _check_loss(loss: Loss, config: RunConfig) -> None:
+    """Raise ValueError where a loss of one's own does not ask teachers for what they were started for."""
+    found, asked = (
+        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0)
+        for one in (loss, config.algorithm)
+    )
+    if found != asked:
+        needs, num_ids = asked
+        words = f"a teacher's {num_ids} likeliest ids a token" if needs else "no teacher"
+        raise ValueError(
+            f"loss: its terms must need {words}, as algorithm.terms of the config does: teachers of the run "
+            "are asked for that"
+        )
+
+
 class Fleet:
     """The procs of a config, started and connected. Generators serve the weights that were published last.
+
+    Teachers, if the config has some, look at every group that is sampled.
 
         async with Fleet.start(config) as fleet:
             groups = await fleet.sample(fleet.next_tasks(24))
@@ -85,15 +105,17 @@ class Fleet:
         generators: GeneratorRouter,
         scorer: GroupScoring,
         groups: GroupSampler,
+        teaching: Teaching,
     ) -> None:
         self.config = prepared.config
         self.trainer = trainer
         self.generators = generators
         self.scorer = scorer
         self.problems: list[str] = []
-        """Reasons why groups were not sampled or not scored, one for each."""
+        """Reasons why groups were not sampled, not scored or not seen by their teacher, one for each."""
         self._prepared = prepared
         self._groups = groups
+        self._teaching = teaching
         weights = {source.name: source.weight for source in named_sources(self.config.data)}
         self._order = weighted_order(prepared.train, weights, seed=self.config.seed, position=0)
         self._group_ids = itertools.count()
@@ -112,8 +134,8 @@ class Fleet:
             ActorDied: a proc has died; within an exception group where the body was running.
         """
         raise_if_any(_unused(config))
-        if loss is not None and loss.needs_teacher:
-            raise ValueError("loss: its terms need a teacher, which a Fleet does not have; use apps.distill")
+        if loss is not None:
+            _check_loss(loss, config)
         prepared = prepare(config)
         config = prepared.config
         folder = default_run_dir(config.name, datetime.now()) if config.run_dir is None else config.run_dir
@@ -135,14 +157,16 @@ class Fleet:
                     start_trainer(procs, setup, config.timeouts),
                     start_environment(procs, config, prepared.model_path, logger.warning),
                 )
+                teaching = await start_teachers(procs, config, prepared.facts, prepared.prompts)
                 await trainer.connect(generators)
                 generators.pool.follow(lambda: trainer.generators_changed(generators))
-                for words in await connect_weights(procs, config, trainer, generators):
+                for words in await connect_weights(procs, config, trainer, generators, teaching.moving):
                     logger.info("%s", words)
                 groups = await connect_groups(config, prepared.prompts, environment, generators, scorer)
             async with asyncio.TaskGroup() as watching:
-                fleet = cls(prepared, trainer, generators, scorer, groups)
-                loops = [procs.watch(), *(fleet._serve(host) for host in range(generators.num_hosts))]
+                fleet = cls(prepared, trainer, generators, scorer, groups, teaching)
+                serving = [fleet._serve(host) for host in range(generators.num_hosts)]
+                loops = [procs.watch(), *serving, *(fleet._move(teacher) for teacher in teaching.moving)]
                 tasks = [watching.create_task(loop) for loop in loops]
                 yield fleet
                 for task in tasks:
@@ -157,8 +181,9 @@ class Fleet:
     async def sample(self, tasks: Iterable[Task]) -> list[Group]:
         """Sample and score a group of ``algorithm.group_size`` rollouts for each task, concurrently.
 
-        Groups that could not be sampled or scored are left out; ``problems`` says why. The arrays of the
-        others stay in the payload store (``payload.capacity_gib``) until ``free``.
+        Teachers then look at them. Groups that could not be sampled, scored or looked at are left out;
+        ``problems`` says why. The arrays of the others stay in the payload store (``payload.capacity_gib``)
+        until ``free``.
         """
         groups = await asyncio.gather(*(self._sample(task) for task in tasks))
         return [group for group in groups if group is not None]
@@ -183,11 +208,18 @@ class Fleet:
             rewards=tuple(score.value for score in scores),
             scores=scores,
         )
-        if (problem := steps_problem(group, scores, self.config.algorithm)) is not None:
-            await self.generators.free_payloads(answer.rollouts)
-            self.problems.append(problem)
-            return None
-        return dataclasses.replace(group, steps=steps_of(scores))
+        problem = steps_problem(group, scores, self.config.algorithm)
+        if problem is None:
+            taught = await self._teaching.teach(group_id, task, answer.rollouts, scores)
+            if not isinstance(taught, Untaught):
+                if taught is not answer.rollouts:
+                    # A teacher writes the group once more.
+                    await self.generators.free_payloads(answer.rollouts)
+                return dataclasses.replace(group, rollouts=taught, steps=steps_of(scores))
+            problem = taught.problem
+        await self.generators.free_payloads(answer.rollouts)
+        self.problems.append(problem)
+        return None
 
     async def _scores(self, group_id: int, task: Task, sampled: SampledGroup) -> tuple[Score, ...] | Unscored:
         if sampled.scores is not None:
@@ -220,12 +252,18 @@ class Fleet:
         return await self.trainer.train_items([rows], step=self._num_steps)
 
     async def publish(self) -> int:
-        """Have every generator sample under the trainer's weights; returns their version."""
+        """Have every generator sample under the trainer's weights; returns their version.
+
+        Teachers that move have by then what is due for them.
+        """
         if self._num_steps == self._served_version:
             return self._served_version
         manifest = self._newest = await self.trainer.stage_weights(self._num_steps % NUM_SLOTS)
-        self.generators.published(manifest.version)
+        for reader in (self.generators, *self._teaching.moving):
+            reader.published(manifest.version)
         await self.generators.until_all_have(manifest.version)
+        for teacher in self._teaching.moving:
+            await teacher.until_current(manifest.version)
         self._served_version = manifest.version
         return manifest.version
 
@@ -240,6 +278,23 @@ class Fleet:
             if fetched is not None and fetched.is_complete:
                 for swapped in await self.generators.finish_update(host, manifest.version):
                     self.generators.taken(swapped.number)
+
+    async def _move(self, teacher: MovingTeacher) -> None:
+        """Have a teacher's engines fetch what is due for them, also those that join later."""
+        engines = teacher.router
+        while True:
+            await engines.until_behind(ITS_HOST)
+            manifest = self._newest
+            assert manifest is not None, "nothing is newer than what it began with"
+            fetched = await engines.begin_update(ITS_HOST, manifest)
+            if fetched is not None and fetched.is_complete:
+                for swapped in await engines.finish_update(ITS_HOST, manifest.version):
+                    teacher.taken(swapped)
+
+    @property
+    def teacher_metrics(self) -> dict[str, float]:
+        """Counts of the teachers since the start, under their names in metrics.jsonl; empty without any."""
+        return self._teaching.metrics()
 
     async def evaluate(self) -> HeldOutScores:
         """Score one response to each held-out problem, under the weights that were published last."""

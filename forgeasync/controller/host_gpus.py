@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+from dataclasses import replace
 
 import torch
 
 from forgeasync.config.launcher import LocalLauncher, ProcessLauncher, gpus_per_host, num_hosts
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.reward_gpus import places_of, reward_gpus
 from forgeasync.config.rules import num_gpus_needed
 from forgeasync.config.run import RunConfig
 from forgeasync.launch.gpu_checks import HostGpus, RolePlan, check_hosts_gpus, gpu_warnings
@@ -20,6 +22,28 @@ from forgeasync.planning.memory.trainer import trainer_memory
 from forgeasync.schema.problems import Problem, raise_if_any
 
 
+def places_of_rewards(config: RunConfig, num_gpus: int) -> frozenset[int]:
+    """Places, among this machine's ``num_gpus`` that the run may use, of those that rewards have.
+
+    Without GPUs, and where a launcher's hosts have those of the other roles, there are none.
+
+    Raises:
+        ConfigError: a reward has a GPU that cannot be found.
+    """
+    if not isinstance(config.launcher, LocalLauncher) or num_gpus == 0:
+        return frozenset()
+    gpus, visible = sorted(reward_gpus(config)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        places = places_of(gpus, visible)
+    except ValueError as error:
+        raise_if_any([Problem(field="process_reward_model gpu", value=gpus, remedy=str(error))])
+        raise
+    if places and max(places) >= num_gpus:
+        remedy = f"must be below {num_gpus}, the GPUs of this machine"
+        raise_if_any([Problem(field="process_reward_model gpu", value=max(places), remedy=remedy)])
+    return places
+
+
 def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem], list[str]]:
     """Problems and warnings about this machine's GPUs; none if the run is not to use them.
 
@@ -28,6 +52,8 @@ def check_local_gpus(config: RunConfig, facts: ModelFacts) -> tuple[list[Problem
     if not isinstance(config.launcher, LocalLauncher) or torch.version.cuda is None:
         return [], []
     found = gather_gpu_facts(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    reserved = places_of_rewards(config, len(found.gpus))
+    found = replace(found, gpus=tuple(gpu for place, gpu in enumerate(found.gpus) if place not in reserved))
     needed = num_gpus_needed(config)
     host = HostGpus(
         host=LOCAL_HOST_ID,

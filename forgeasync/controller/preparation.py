@@ -17,7 +17,7 @@ from forgeasync.config.launcher import LocalLauncher, ProcessLauncher
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import check_gpus, check_without_model
 from forgeasync.config.run import RunConfig, is_served, resolve
-from forgeasync.controller.host_gpus import check_local_gpus
+from forgeasync.controller.host_gpus import check_local_gpus, places_of_rewards
 from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
@@ -233,7 +233,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
     raise_if_any(
         [
             *check_prerequisites(config.launcher),
-            *check_gpus(config, num_gpus),
+            *check_gpus(config, num_gpus, num_of_rewards=len(places_of_rewards(config, num_gpus))),
             *gpu_problems,
             *([] if num_gpus else check_memory(config, facts, host_bytes=available_host_bytes())),
             *_check_shared_memory(config, facts),

@@ -71,7 +71,7 @@ def check_teacher_prompts(
 ) -> Iterator[Problem]:
     """Find teachers' prompts that cannot be filled in, or leave no room for a response: one for each teacher.
 
-    ``tasks`` are those that train. Of ``$sibling`` nothing is known yet.
+    ``tasks`` are those that train. What ``$sibling`` and ``$feedback`` will be is not known yet.
     """
     for name, section in config.teachers.items():
         if section.prompt is None:
@@ -83,7 +83,7 @@ def check_teacher_prompts(
             if section.sources and task.source not in section.sources:
                 continue
             try:
-                text = teacher_prompt(section.prompt, task, sibling="")
+                text = teacher_prompt(section.prompt, task, sibling="", feedback="")
                 num_tokens = len(prompts.encode(text))
             except ValueError as error:
                 yield Problem(field=field, value=section.prompt, remedy=str(error))

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -204,12 +204,15 @@ class LocalHost:
 class LocalHosts:
     """One machine for all roles, which share its GPUs."""
 
-    def __init__(self, *, trainer_id: str = LOCAL_HOST_ID) -> None:
-        """With an id of its own the trainer reads nothing from shared memory, as on another machine."""
+    def __init__(self, *, trainer_id: str = LOCAL_HOST_ID, reserved_gpus: Collection[int] = ()) -> None:
+        """With an id of its own the trainer reads nothing from shared memory, as on another machine.
+
+        ``reserved_gpus`` are places, among the GPUs that the run may use, that no role gets.
+        """
         self._folders: list[Path] = []
         self._meshes: list[ProcMesh] = []
         self._ids = {role: LOCAL_HOST_ID for role in HostRole} | {HostRole.TRAINER: trainer_id}
-        self._gpus = GpuAllocator(torch.cuda.device_count())
+        self._gpus = GpuAllocator(torch.cuda.device_count(), reserved_gpus)
         self._gpus_of: dict[HostRole, list[list[int]]] = {}
         """GPUs of each proc of the roles that were spawned."""
 

@@ -20,6 +20,7 @@ from forgeasync.config.launcher import (
     SshLauncher,
     gpus_per_host,
 )
+from forgeasync.config.reward_gpus import places_of, reward_gpus
 from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
 from forgeasync.launch.gpu_facts import GpuFacts
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 def build_hosts(config: RunConfig, log_dir: Path) -> Hosts:
     """The hosts that a run's launcher asks for, not yet started; made before Monarch is used."""
     if isinstance(config.launcher, LocalLauncher):
-        return LocalHosts()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return LocalHosts(reserved_gpus=places_of(reward_gpus(config), visible))
     return JobHosts(config.launcher, config.name, log_dir, config.timeouts)
 
 

@@ -1,7 +1,7 @@
 """Chooses where the procs of a role run, and in what environment."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
@@ -10,26 +10,26 @@ from forgeasync.launch.bootstrap_main import GPUS_VARIABLE
 
 
 class GpuAllocator:
-    """Hands out the GPUs of a host in order; without any it hands out nothing.
+    """Hands out the GPUs of a host in order, but not those that are reserved; without any, nothing.
 
     Raises:
         ValueError: a role asks for more GPUs than are left.
     """
 
-    def __init__(self, num_gpus: int) -> None:
+    def __init__(self, num_gpus: int, reserved: Collection[int] = ()) -> None:
         self._num_gpus = num_gpus
-        self._next = 0
+        self._left = [gpu for gpu in range(num_gpus) if gpu not in reserved]
 
     def take(self, num_gpus: int, *, role: str) -> list[int]:
         if self._num_gpus == 0:
             return []
-        if self._next + num_gpus > self._num_gpus:
+        if num_gpus > len(self._left):
+            num_left = len(self._left)
             raise ValueError(
-                f"{role} needs {num_gpus} GPUs, but {self._num_gpus - self._next} of this host's "
-                f"{self._num_gpus} are left"
+                f"{role} needs {num_gpus} GPUs, but {num_left} of this host's {self._num_gpus} are left"
             )
-        self._next += num_gpus
-        return list(range(self._next - num_gpus, self._next))
+        taken, self._left = self._left[:num_gpus], self._left[num_gpus:]
+        return taken
 
 
 def _environment(gpus: list[int]) -> dict[str, str]:

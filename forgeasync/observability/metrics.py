@@ -373,6 +373,7 @@ def _rollout_record(step: int, group: Group, index: int) -> dict[str, object]:
             "score_status": score.status.value,
             "scorer": score.scorer,
             "scorer_version": score.scorer_version,
+            "feedback": score.feedback,
             "steps": [[step.end, step.value] for step in score.steps],
         }
     return record

@@ -69,6 +69,12 @@ TEACHERS = Topic(
             "other response of the group was correct and could be shown.",
             when=_TAUGHT,
         ),
+        Metric(
+            key="teacher/num_without_feedback",
+            meaning="Responses that teachers were not asked about, because `prompt` has `$feedback` and the "
+            "reward said nothing about the response, or nothing that could be shown.",
+            when=_TAUGHT,
+        ),
         Metric(key="teacher/num_tokens", meaning="Response tokens that teachers have seen.", when=_TAUGHT),
         Metric(
             key="teacher/busy_s",

@@ -9,6 +9,7 @@ from forgeasync.config.environments import McpEnvironment, PythonTool, environme
 from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
 from forgeasync.config.mcp import StdioServer
 from forgeasync.config.model_facts import ModelFacts
+from forgeasync.config.reward_gpus import reward_gpus
 from forgeasync.config.rules import num_gpus_needed
 from forgeasync.config.run import RunConfig, resolve
 from forgeasync.config.sandbox import SandboxLimits
@@ -77,6 +78,7 @@ def _processes(config: RunConfig) -> list[Row]:
         ("GPUs, trainer", str(num_trainer), f"{num_trainer} procs of 1"),
         ("GPUs, generators", str(num_generators), split),
         *_teachers(config),
+        *_rewards(config),
         *_cpu_procs(config),
         *_hosts(config),
     ]
@@ -93,6 +95,14 @@ def _teachers(config: RunConfig) -> list[Row]:
         split = f"{teacher.engine.num_replicas} replicas x {tensor} tensor-parallel; {model}"
         rows.append((f"GPUs, teacher {name}", str(teacher.num_engines * tensor), split))
     return rows
+
+
+def _rewards(config: RunConfig) -> list[Row]:
+    gpus = sorted(reward_gpus(config))
+    if not gpus:
+        return []
+    numbers = ", ".join(map(str, gpus))
+    return [("GPUs, rewards", str(len(gpus)), f"process reward models, beside all others: GPU {numbers}")]
 
 
 def _cpu_procs(config: RunConfig) -> list[Row]:

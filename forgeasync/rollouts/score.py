@@ -36,6 +36,23 @@ class Step:
 MAX_SCORER_CHARS = 200
 """Longest name or version of what has scored."""
 
+MAX_FEEDBACK_CHARS = 4000
+"""Longest feedback of a score."""
+
+
+def as_feedback(text: str) -> str:
+    """Make any text a feedback: what is too long loses its middle, and says how much.
+
+    A message has what it is about at its beginning, and output of code that failed has the error at its end.
+    Half of a surrogate pair, which no tokenizer takes, becomes a question mark.
+    """
+    text = text.encode(errors="replace").decode()
+    if len(text) <= MAX_FEEDBACK_CHARS:
+        return text
+    # The mark itself takes 100 characters at most.
+    half = (MAX_FEEDBACK_CHARS - 100) // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
 
 class ScoreStatus(StrEnum):
     """How a score came about."""
@@ -59,7 +76,8 @@ class Score:
         Score(0.7, False, parts={"format": 0.2, "tests": 0.5}, has_answer=False)
 
     Raises ValueError, naming the field and its value, where a number is not finite or too large, a flag is no
-    bool, a part's name cannot be a metric's, a penalty is negative, or steps do not follow each other.
+    bool, a part's name cannot be a metric's, a penalty is negative, steps do not follow each other, or the
+    feedback is too long or no Unicode.
     """
 
     value: float
@@ -77,7 +95,10 @@ class Score:
     filter ``resample_on_correct`` prefers responses with low ones."""
     has_answer: bool = True
     """False if the response never states an answer; counted in ``response/no_answer_share``."""
-    # Scores are equal whoever has given them.
+    # Scores are equal whoever has given them, and in whatever words.
+    feedback: str = field(default="", compare=False)
+    """What the reward has to say about the response, such as a judge's reason or the error of code that was
+    run; up to ``MAX_FEEDBACK_CHARS`` characters. A teacher can read it (``$feedback``), nothing else does."""
     status: ScoreStatus = field(default=ScoreStatus.SCORED, compare=False)
     """How the score came about; the scorer sets it."""
     scorer: str = field(default="", compare=False)
@@ -99,6 +120,7 @@ class Score:
                         :300
                     ]
                 )
+        _check_feedback(self.feedback)
         object.__setattr__(self, "parts", _numbers_by_name(self.parts, "parts"))
         penalties = _numbers_by_name(self.penalties, "penalties")
         for name, penalty in penalties.items():
@@ -112,6 +134,22 @@ class Score:
         if any(one >= other for one, other in itertools.pairwise(ends)):
             raise ValueError(f"steps of a score must have increasing ends, not {ends}"[:200])
         object.__setattr__(self, "steps", steps)
+
+
+def _check_feedback(feedback: object) -> None:
+    if not isinstance(feedback, str):
+        raise ValueError(f"feedback of a score must be text, not {feedback!r}"[:200])
+    if len(feedback) > MAX_FEEDBACK_CHARS:
+        raise ValueError(
+            f"feedback of a score must have at most {MAX_FEEDBACK_CHARS} characters, not {len(feedback)}; "
+            "fa.as_feedback leaves out the middle of a longer one"
+        )
+    if not feedback.isascii():
+        try:
+            feedback.encode()
+        except UnicodeEncodeError as error:
+            what = "must be text that UTF-8 can encode; fa.as_feedback makes any text such"
+            raise ValueError(f"feedback of a score {what}: {error}"[:300]) from None
 
 
 def _number(value: object, what: str) -> float:

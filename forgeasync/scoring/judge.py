@@ -22,13 +22,20 @@ from collections.abc import Callable, Sequence
 from forgeasync.config.data import name_of
 from forgeasync.config.judge import JudgeReward, Votes
 from forgeasync.environments.reward import Response
-from forgeasync.rollouts.score import MAX_SCORER_CHARS, NO_SCORE, Score, ScoreStatus, VerifierCounts
+from forgeasync.rollouts.score import (
+    MAX_SCORER_CHARS,
+    NO_SCORE,
+    Score,
+    ScoreStatus,
+    VerifierCounts,
+    as_feedback,
+)
 from forgeasync.rollouts.task import Task
 from forgeasync.scoring.breaker import Breaker
 from forgeasync.scoring.call_limits import CallLimits
 from forgeasync.scoring.endpoint_client import EndpointDown, EndpointRefuses
 from forgeasync.scoring.judge_endpoint import JudgeEndpoint
-from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
+from forgeasync.scoring.judge_prompt import JudgeVerdict, MalformedVerdict, messages, read_rubric
 from forgeasync.scoring.reward_process import RewardFailure
 from forgeasync.scoring.unavailable import RewardUnavailable
 
@@ -72,8 +79,8 @@ class Judge:
         self._clock = clock
         self._endpoint: JudgeEndpoint | None = None
         self._rubric = ""
-        self._points: OrderedDict[bytes, tuple[float, ...]] = OrderedDict()
-        """Points of the verdicts so far, by content; the least recently used come first."""
+        self._verdicts: OrderedDict[bytes, tuple[JudgeVerdict, ...]] = OrderedDict()
+        """The verdicts so far, by content; the least recently used come first."""
         self._num_requests = self._num_cached = self._num_malformed = self._num_down = 0
         self._num_oversized = 0
 
@@ -148,23 +155,25 @@ class Judge:
             self._num_oversized += 1
             return dataclasses.replace(NO_SCORE, status=ScoreStatus.OVERSIZED)
         key = self._key(task, response)
-        known = self._points.get(key, ())
+        known = self._verdicts.get(key, ())
         num_missing = section.num_votes - len(known)
         if num_missing == 0:
             self._num_cached += 1
-            self._points.move_to_end(key)
+            self._verdicts.move_to_end(key)
         else:
             known = await self._complete(key, known, num_missing, task, response)
-        points = statistics.fmean(known) if section.votes is Votes.MEAN else statistics.median(known)
+        votes = [verdict.points for verdict in known]
+        points = statistics.fmean(votes) if section.votes is Votes.MEAN else statistics.median(votes)
         value = (points - section.lowest) / (section.highest - section.lowest)
         parts = {"points": points}
         if section.num_votes > 1:
-            parts["spread"] = max(known) - min(known)
-        return Score(value, value >= section.correct_from, parts=parts)
+            parts["spread"] = max(votes) - min(votes)
+        feedback = as_feedback("\n".join(verdict.reason for verdict in known))
+        return Score(value, value >= section.correct_from, parts=parts, feedback=feedback)
 
     async def _complete(
-        self, key: bytes, known: tuple[float, ...], num_missing: int, task: Task, response: Response
-    ) -> tuple[float, ...]:
+        self, key: bytes, known: tuple[JudgeVerdict, ...], num_missing: int, task: Task, response: Response
+    ) -> tuple[JudgeVerdict, ...]:
         """Ask for the verdicts that are missing; those that come are kept whatever becomes of the others."""
         votes = [asyncio.ensure_future(self._vote(task, response)) for _ in range(num_missing)]
         try:
@@ -172,7 +181,7 @@ class Judge:
         finally:
             for vote in votes:
                 vote.cancel()
-        known += tuple(one for one in results if isinstance(one, float))
+        known += tuple(one for one in results if isinstance(one, JudgeVerdict))
         self._remember(key, known)
         # What waits is retried as a whole: a failure beside it may pass too.
         for kind in (RewardUnavailable, BaseException):
@@ -181,8 +190,8 @@ class Judge:
                     raise one
         return known
 
-    async def _vote(self, task: Task, response: Response) -> float:
-        """The points of one verdict."""
+    async def _vote(self, task: Task, response: Response) -> JudgeVerdict:
+        """One verdict."""
         assert self._endpoint is not None, "started"
         last: Exception | None = None
         for attempt in range(self._section.max_attempts):
@@ -194,7 +203,7 @@ class Judge:
                     raise RewardUnavailable(self._down("it has not answered before"), wait_s)
                 self._num_requests += 1
                 try:
-                    points = await self._endpoint.ask(
+                    verdict = await self._endpoint.ask(
                         messages(self._section, self._rubric, task, response.text)
                     )
                 except EndpointDown as error:
@@ -216,20 +225,20 @@ class Judge:
                     self._breaker.abandoned()
                     raise
                 self._breaker.succeeded()
-                return points
+                return verdict
         assert last is not None
         raise last
 
     def _down(self, reason: str) -> str:
         return f"the judge {self._section.model} at {self._section.base_url} does not answer: {reason}"
 
-    def _remember(self, key: bytes, points: tuple[float, ...]) -> None:
+    def _remember(self, key: bytes, verdicts: tuple[JudgeVerdict, ...]) -> None:
         if not self._section.cache_size:
             return
-        self._points[key] = points
-        self._points.move_to_end(key)
-        while len(self._points) > self._section.cache_size:
-            self._points.popitem(last=False)
+        self._verdicts[key] = verdicts
+        self._verdicts.move_to_end(key)
+        while len(self._verdicts) > self._section.cache_size:
+            self._verdicts.popitem(last=False)
 
     def _key(self, task: Task, response: Response) -> bytes:
         """A digest of all that decides a verdict; not of where the response comes from."""

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from forgeasync.config.judge import JudgeReward
 from forgeasync.scoring.endpoint_client import EndpointClient, ReplyTooLong
-from forgeasync.scoring.judge_prompt import MalformedVerdict, read_verdict, verdict_schema
+from forgeasync.scoring.judge_prompt import JudgeVerdict, MalformedVerdict, read_verdict, verdict_schema
 
 MAX_BODY_BYTES = 1 << 20
 """A longer reply is not read."""
@@ -25,8 +25,8 @@ class JudgeEndpoint:
             limit_s=section.limit_s,
         )
 
-    async def ask(self, messages: Sequence[dict[str, str]]) -> float:
-        """Return the points of one verdict.
+    async def ask(self, messages: Sequence[dict[str, str]]) -> JudgeVerdict:
+        """Return one verdict.
 
         Raises:
             EndpointDown, EndpointRefuses: as ``EndpointClient.read``.

@@ -9,9 +9,11 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from forgeasync.config.judge import DEFAULT_RUBRIC, JudgeReward
+from forgeasync.rollouts.score import as_feedback
 from forgeasync.rollouts.task import Task
 
 MAX_VERDICT_CHARS = 65536
@@ -20,6 +22,16 @@ MAX_VERDICT_CHARS = 65536
 
 class MalformedVerdict(ValueError):
     """A judge has answered with something else than a verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeVerdict:
+    """What a judge has answered."""
+
+    points: float
+    """On the scale of its section."""
+    reason: str
+    """In the judge's words, which the response can have a part in."""
 
 
 def read_rubric(section: JudgeReward) -> str:
@@ -88,8 +100,8 @@ def verdict_schema() -> dict[str, Any]:
     }
 
 
-def read_verdict(text: object, section: JudgeReward) -> float:
-    """Return the points of a verdict.
+def read_verdict(text: object, section: JudgeReward) -> JudgeVerdict:
+    """Read a verdict.
 
     Raises:
         MalformedVerdict: it is no verdict, or its points are not on the scale; says why.
@@ -111,7 +123,7 @@ def read_verdict(text: object, section: JudgeReward) -> float:
         raise MalformedVerdict(f"score must be a finite number: {text[:100]!r}")
     if not section.lowest <= points <= section.highest:
         raise MalformedVerdict(f"score = {points:g} is not from {section.lowest:g} to {section.highest:g}")
-    return float(points)
+    return JudgeVerdict(points=float(points), reason=as_feedback(found["reason"]))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

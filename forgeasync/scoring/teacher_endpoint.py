@@ -7,6 +7,7 @@ are found out by the probe before a run starts.
 Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
 """
 
+import asyncio
 import json
 import math
 from typing import Any, cast
@@ -59,15 +60,15 @@ class TeacherClient:
             TeacherRefuses: another status, or the reply is no completion with log-probabilities.
             WrongTeacherRecord: it is about other tokens, or lacks some.
         """
-        positions = await self._ask(ids_S, num_ids)
-        return _record(positions, ids_S, num_prompt=num_prompt, num_ids=num_ids)
+        body = await self._ask(ids_S, num_ids)
+        return await asyncio.to_thread(self._read, body, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
     async def probe(self, ids_S: np.ndarray, *, num_ids: int) -> tuple[TeacherRecord, list[str | None]]:
         """The record of all tokens but the first, and the text that the server's tokenizer gives each one.
 
         A text is None where the server gives none. Raises as ``score``.
         """
-        positions = await self._ask(ids_S, num_ids)
+        positions = self._positions(await self._ask(ids_S, num_ids))
         record = _record(positions, ids_S, num_prompt=1, num_ids=num_ids)
         texts = [
             found[str(token)].get("decoded_token")
@@ -75,8 +76,12 @@ class TeacherClient:
         ]
         return record, [text if isinstance(text, str) else None for text in texts]
 
-    async def _ask(self, ids_S: np.ndarray, num_ids: int) -> list[Any]:
-        """What the server says of each position."""
+    def _read(self, body: bytes, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
+        """The record in a reply. A reply on a long response has many MiB: not for the event loop's thread."""
+        return _record(self._positions(body), ids_S, num_prompt=num_prompt, num_ids=num_ids)
+
+    async def _ask(self, ids_S: np.ndarray, num_ids: int) -> bytes:
+        """The server's reply."""
         largest = FIXED_BYTES + BYTES_PER_ID * (num_ids + 1) * len(ids_S)
         reply = self._client.sdk.completions.with_streaming_response.create(
             model=self._section.model,
@@ -86,7 +91,7 @@ class TeacherClient:
             extra_body={"prompt_logprobs": num_ids},
         )
         try:
-            return self._positions(await self._client.read(reply, max_bytes=largest))
+            return await self._client.read(reply, max_bytes=largest)
         except EndpointDown as error:
             reason = f"{self._where}: {error.reason}"
             raise RewardUnavailable(reason, error.retry_after_s or AGAIN_S) from None
@@ -105,7 +110,8 @@ class TeacherClient:
 
     def _positions(self, body: bytes) -> list[Any]:
         try:
-            (choice,) = json.loads(body)["choices"]
+            # The parser is C, and lets other threads run only where it calls Python.
+            (choice,) = json.loads(body, object_hook=_as_it_is)["choices"]
             found = choice["prompt_logprobs"]
         except (ValueError, LookupError, TypeError, RecursionError):
             raise TeacherRefuses(f"{self._where} sent no completion with prompt_logprobs") from None
@@ -145,6 +151,10 @@ def _record(positions: list[Any], ids_S: np.ndarray, *, num_prompt: int, num_ids
     # A server keeps its weights: they have no other version.
     versions_T = np.zeros(num_tokens, np.int32)
     return TeacherRecord(logprobs_T=logprobs_T, ids_TK=ids_TK, topk_TK=topk_TK, versions_T=versions_T)
+
+
+def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
+    return found
 
 
 def _finite(value: float) -> float:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from forgeasync.config.run import ScorerSection
-from forgeasync.rollouts.score import NO_SCORE, Score, ScoreStatus, VerifierCounts
+from forgeasync.rollouts.score import NO_SCORE, Score, ScoreStatus, VerifierCounts, as_feedback
 from forgeasync.scoring.sandbox import Bubblewrap, find_bubblewrap
 from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice, Problem, VerifierChoice
 from forgeasync.scoring.verifier_process import AnswerLimits, VerifierProcess
@@ -132,15 +132,15 @@ class VerifierPool:
             return self._lost(_Lost.TIMEOUT, f"not done in {self._limits.time_s:g} s")
         if "crash" in verdict:
             return self._lost(_Lost.CRASH, f"its process ended ({verdict['crash']})")
-        return self._lost(_Lost.ERROR, ascii(verdict["error"]))
+        return self._lost(_Lost.ERROR, verdict["error"])
 
     def _lost(self, kind: _Lost, reason: str) -> Score:
         with self._lock:
             self._num_lost[kind] += 1
             number = self._num_lost[kind]
         if number <= _NUM_LOGGED:
-            logger.warning("an answer scores 0, %s no. %d: %s", kind, number, reason)
-        return dataclasses.replace(NO_SCORE, status=_STATUS[kind])
+            logger.warning("an answer scores 0, %s no. %d: %s", kind, number, ascii(reason))
+        return dataclasses.replace(NO_SCORE, status=_STATUS[kind], feedback=as_feedback(f"{kind}: {reason}"))
 
 
 DEFAULT_VERIFIERS = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from forgeasync.config.data import RewardSection, name_of
-from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, ScoreStatus
+from forgeasync.rollouts.score import MAX_SCORER_CHARS, Score, ScoreStatus, as_feedback
 
 
 def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) -> Score:
@@ -13,7 +13,8 @@ def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) ->
 
     The value is the sum of their values times their weights. Parts are their values by name, without the
     weights, and their own parts as ``<name>/<part>``; penalties of one name add up. The first reward decides
-    whether the response is correct and has an answer. A single reward keeps its parts and steps.
+    whether the response is correct and has an answer. What they say comes one after the other, each behind
+    the name of its reward. A single reward keeps its parts, steps and words.
 
     Raises:
         ValueError: one of several rewards scores steps, or the sum is too large.
@@ -39,6 +40,13 @@ def weighted_score(rewards: Sequence[RewardSection], scores: Sequence[Score]) ->
         parts=parts,
         penalties=penalties,
         has_answer=scores[0].has_answer,
+        feedback=as_feedback(
+            "\n".join(
+                f"{name_of(reward)}: {score.feedback}"
+                for reward, score in zip(rewards, scores, strict=True)
+                if score.feedback
+            )
+        ),
         status=next((one.status for one in scores if one.status is not ScoreStatus.SCORED), scores[0].status),
         scorer="+".join(one.scorer for one in scores)[:MAX_SCORER_CHARS],
         scorer_version="+".join(one.scorer_version for one in scores)[:MAX_SCORER_CHARS],

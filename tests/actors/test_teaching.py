@@ -209,3 +209,27 @@ def test_a_teacher_that_shows_a_sibling_is_asked_where_there_is_one() -> None:
     assert PROMPTS.encoder.encode("=2;1+1").tolist() == shown.tolist() and nothing is Instead.NOTHING
     found = one.metrics()
     assert found["teacher/num_without_sibling"] == 1 and found["teacher/num_tokens"] == 7 + 3
+    assert found["teacher/num_without_feedback"] == 0
+
+
+def test_a_teacher_that_shows_feedback_is_asked_where_something_was_said() -> None:
+    """What is missing is counted: words, or, where there are some, a sibling."""
+    server = Server(num_away=0, retry_after_s=0.0)
+    one = served(server)
+    teacher = one.by_source["sums"]
+    teacher.section = teacher.section.model_copy(update={"prompt": "$feedback;$prompt"})
+    assert one.needs_scores(TASK)
+    scores = (Score(0.0, False, feedback="=2 $answer"), Score(1.0, True))
+    assert asyncio.run(one.teach(4, TASK, ROLLOUTS, scores)) == NEW  # type: ignore[arg-type]
+    shown, nothing = server.reads
+    assert PROMPTS.encoder.encode("=2 $answer;1+1").tolist() == shown.tolist()
+    assert nothing is Instead.NOTHING
+    found = one.metrics()
+    assert found["teacher/num_without_feedback"] == 1 and found["teacher/num_without_sibling"] == 0
+
+    teacher.section = teacher.section.model_copy(update={"prompt": "$feedback;$sibling;$prompt"})
+    scores = (Score(0.0, False), Score(1.0, True, feedback="=2"))
+    asyncio.run(one.teach(5, TASK, ROLLOUTS, scores))  # type: ignore[arg-type]
+    assert list(server.reads) == [Instead.NOTHING] * 2
+    found = one.metrics()
+    assert found["teacher/num_without_feedback"] == 2 and found["teacher/num_without_sibling"] == 1

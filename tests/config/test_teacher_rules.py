@@ -7,6 +7,7 @@ import yaml
 
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.launcher import ProcessLauncher
+from forgeasync.config.process_reward_model import ProcessRewardModel
 from forgeasync.config.run import RunConfig, ShapeSection, WarmupSection
 from forgeasync.config.teacher_rules import check_teachers
 from forgeasync.config.teachers import TeacherSection
@@ -29,6 +30,13 @@ def config_of(
     config = tiny_config(Path("x"))
     algorithm = type(config.algorithm).model_validate(config.algorithm.model_dump() | {"terms": terms} | more)
     return config.model_copy(update={"algorithm": algorithm, "teachers": teachers})
+
+
+def scored_by_steps(config: RunConfig) -> RunConfig:
+    reward = ProcessRewardModel(
+        kind="process_reward_model", model_path="prm", step_tag="<t>", step_separator=";"
+    )
+    return config.model_copy(update={"data": config.data.model_copy(update={"reward": reward})})
 
 
 def moving(written: str) -> TeacherSection:
@@ -61,7 +69,20 @@ def test_a_teacher_for_every_source_is_no_problem() -> None:
             config_of((TOPK,), {"a": TeacherSection(model_path="t", prompt="$answer $prompt")}).model_copy(
                 update={"warmup": SHOWN}
             ),
-            "warmup.shown_per_step: must be 0, or one prompt of a teacher must have $sibling; found none",
+            "warmup.shown_per_step: must be 0, or one prompt of a teacher must have $sibling and no "
+            "$feedback; found none",
+        ),
+        (
+            config_of((TOPK,), {"a": TeacherSection(model_path="t", prompt="$feedback $sibling")}).model_copy(
+                update={"warmup": SHOWN}
+            ),
+            "warmup.shown_per_step: must be 0, or one prompt",
+        ),
+        (
+            scored_by_steps(
+                config_of((TOPK,), {"a": TeacherSection(model_path="t", prompt="$feedback $prompt")})
+            ),
+            "teachers.a.prompt: has $feedback, and the reward of 'chain_sum' gives numbers only",
         ),
         (
             config_of((), {"a": TeacherSection(model_path="t")}),

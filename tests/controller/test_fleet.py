@@ -1,12 +1,17 @@
 """A fleet's own logic, with a sampler that answers at once."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from forgeasync.actors.group_sampling import SampledGroup
+from forgeasync.actors.taught_groups import Untaught
+from forgeasync.actors.teaching import Teaching
+from forgeasync.algorithms.loss import Loss
 from forgeasync.controller.fleet import Fleet
 from forgeasync.rollouts.rollout import StoredRollout
 from forgeasync.rollouts.score import Score, Step
@@ -28,12 +33,36 @@ class Sampler:
         return SampledGroup(rollouts=rollouts, scores=scores)
 
 
-def make_fleet(folder: Path, steps: tuple[Step, ...], freed: list[StoredRollout], *overrides: str) -> Fleet:
+@dataclass
+class Teacher:
+    """Writes groups once more, or says why it does not; ``seen`` has the scores that it was given."""
+
+    problem: str | None = None
+    seen: list[Sequence[Score]] = field(default_factory=list)
+    moving = ()
+
+    async def teach(
+        self, group_id: int, task: Task, rollouts: tuple[StoredRollout, ...], scores: Sequence[Score]
+    ) -> tuple[StoredRollout, ...] | Untaught:
+        self.seen.append(scores)
+        if self.problem is not None:
+            return Untaught(problem=self.problem)
+        return tuple(make_stored_rollout((0, 0, 7), text="taught") for _ in rollouts)
+
+
+def make_fleet(
+    folder: Path,
+    steps: tuple[Step, ...],
+    freed: list[StoredRollout],
+    *overrides: str,
+    teaching: Teaching | Teacher | None = None,
+) -> Fleet:
     async def free(rollouts: tuple[StoredRollout, ...]) -> None:
         freed.extend(rollouts)
 
     prepared = make_prepared(make_config(folder, *overrides))
-    return Fleet(prepared, None, SimpleNamespace(free_payloads=free), None, Sampler(steps))  # type: ignore[arg-type]
+    generators = SimpleNamespace(free_payloads=free)
+    return Fleet(prepared, None, generators, None, Sampler(steps), teaching or Teaching())  # type: ignore[arg-type]
 
 
 def test_rewards_of_steps_reach_the_groups_of_a_fleet(tmp_path: Path) -> None:
@@ -52,6 +81,34 @@ def test_steps_that_cannot_train_cost_their_group(tmp_path: Path) -> None:
     fleet = make_fleet(tmp_path, behind, freed)
     assert asyncio.run(fleet.sample([make_problem(0)])) == []
     assert len(fleet.problems) == 1 and len(freed) == 4
+
+
+def test_teachers_see_every_group_with_its_scores(tmp_path: Path) -> None:
+    """What the generator wrote is freed: what is left is the file with the teacher's record."""
+    freed: list[StoredRollout] = []
+    teacher = Teacher()
+    fleet = make_fleet(tmp_path, (), freed, teaching=teacher)
+    (group,) = asyncio.run(fleet.sample([make_problem(0)]))
+    assert [one.text for one in group.rollouts] == ["taught"] * 4
+    assert [one.text for one in freed] == ["right"] * 4
+    assert teacher.seen == [group.scores]
+
+
+def test_a_group_that_a_teacher_cannot_see_is_left_out(tmp_path: Path) -> None:
+    freed: list[StoredRollout] = []
+    fleet = make_fleet(tmp_path, (), freed, teaching=Teacher(problem="it is gone"))
+    assert asyncio.run(fleet.sample([make_problem(0)])) == []
+    assert fleet.problems == ["it is gone"] and len(freed) == 4
+
+
+def test_a_loss_of_its_own_asks_teachers_for_what_the_config_does(tmp_path: Path) -> None:
+    async def start(loss: Loss) -> None:
+        async with Fleet.start(make_config(tmp_path), loss=loss):
+            raise AssertionError("started")
+
+    terms = ({"kind": "topk_kl", "top_k": 5},)
+    with pytest.raises(ValueError, match="loss: its terms must need no teacher"):
+        asyncio.run(start(Loss.model_validate({"terms": terms})))
 
 
 @pytest.mark.parametrize(

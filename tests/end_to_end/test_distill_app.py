@@ -153,6 +153,22 @@ def goes_on_where_it_was(config_file: Path, run_dir: Path, overrides: tuple[str,
     check_ledger(run_dir)
 
 
+@pytest.mark.exhaustive
+def test_a_fleet_has_teachers_that_follow_what_it_publishes(config_file: Path, tmp_path: Path) -> None:
+    """A loop of one's own: the first step is made under the teacher's weights, and the second too."""
+    lengths = ("teachers.own.max_context_length=160", "model.max_context_length=150")
+    moving = ("teachers.own.source=live", "teachers.own.model_path=null")
+    overrides = (f"run_dir={tmp_path / 'run'}", *lengths, *moving, *SAMPLING)
+    code, out, err = finish(start(config_file, *overrides, app="tests.support.taught_fleet"))
+    assert code == 0, err
+    first, second = map(json.loads, out.splitlines()[-2:])
+    for step, line in enumerate((first, second)):
+        assert line["teacher/gap_abs_mean"] < 1e-4 and line["teacher/taught_share"] == 1.0
+        assert line["teacher/version"] == line["teacher/served_version"] == step
+        assert line["teacher/num_failed"] == line["num_problems"] == 0
+    assert second["teacher/num_updates"] == 1
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

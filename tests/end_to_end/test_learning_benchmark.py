@@ -7,6 +7,8 @@ import learning
 import learning_report
 import pytest
 
+from forgeasync.config.load import load_config
+
 NUM_STEPS = 30
 VARIANT = learning.Variant(name="age 1", overrides=("max_off_policy_steps=1",))
 
@@ -20,6 +22,7 @@ def write_metrics(run_dir: Path, *, accuracy: float, step_s: float = 2.0, num_st
             "reward/mean": step / 100,
             "time/elapsed_s": step * step_s + (step == NUM_STEPS),
             "time/step_s": step_s + (step == NUM_STEPS),
+            "throughput/train_tokens_per_s": 50.0,
             "time/eval_s": float(step == NUM_STEPS),
             "off_policy/age_mean": 0.5,
             "off_policy/age_max": step % 3,
@@ -49,6 +52,8 @@ def test_a_run_is_summed_up_by_hand(tmp_path: Path) -> None:
     assert run.last_reward == pytest.approx(sum(range(11, 31)) / 20 / 100)
     assert run.steps_per_s == pytest.approx(0.5), "evaluations do not count"
     assert run.minutes[-1] == pytest.approx((2.0 * NUM_STEPS + 1.0) / 60)
+    assert run.tokens_at(0) == 0.0 and run.tokens_at(2) == pytest.approx(200.0)
+    assert run.tokens_at(NUM_STEPS) == pytest.approx(50.0 * (2.0 * NUM_STEPS + 1.0))
     assert (run.age_mean, run.age_max, run.num_dropped) == (0.5, 2, 3 * NUM_STEPS)
     assert run.clip_share == pytest.approx(0.02) and run.effective_sample_share is None
 
@@ -65,6 +70,27 @@ def test_table_has_a_row_for_every_variant(tmp_path: Path) -> None:
         ["a", "2", "0.450 (0.400 to 0.500)", "0.205", "0.500", "0.50 / 2", "2.00%", "–", "90"],
         ["b", "1", "0.300 (0.300 to 0.300)", "0.205", "0.500", "0.50 / 2", "2.00%", "–", "90"],
     ]
+
+
+def test_accuracies_come_with_the_tokens_that_were_sampled_by_then(tmp_path: Path) -> None:
+    table = learning_report.accuracy_table([variant(tmp_path, "a", [0.4, 0.5])])
+    header, _, row = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in table.strip().split("\n")
+    ]
+    assert header[1:] == ["0 steps", f"{NUM_STEPS} steps"]
+    assert row == [
+        "a",
+        "25.0% (25.0% to 25.0%; 0k tokens)",
+        "45.0% (40.0% to 50.0%; 3k tokens)",
+    ]
+
+
+@pytest.mark.parametrize("name", list(learning.COMPARISONS))
+def test_a_comparison_names_configs_that_are_there_and_variants_that_differ(name: str) -> None:
+    variants = learning.COMPARISONS[name].variants
+    assert len({one.name for one in variants}) == len(variants)
+    for one in variants:
+        load_config(str(one.config), one.overrides)
 
 
 def test_accuracies_at_equal_steps_say_who_is_apart(tmp_path: Path) -> None:
@@ -85,7 +111,9 @@ def test_plot_of_runs_of_unequal_speed_is_a_png(tmp_path: Path) -> None:
     ]
     runs = [learning_report.run_result(path, seed) for seed, path in enumerate(paths)]
     out = tmp_path / "learning.png"
-    learning_report.plot_variants([learning_report.variant_result("a", runs)], out)
+    for comparison in learning.COMPARISONS.values():
+        out.unlink(missing_ok=True)
+        learning_report.plot_variants([learning_report.variant_result("a", runs)], out, comparison.against)
     assert out.read_bytes().startswith(b"\x89PNG")
 
 

@@ -2,12 +2,22 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
+import torch
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
+from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.config.reward_gpus import places_of
+from forgeasync.config.rules import check_gpus, num_gpus_needed
+from forgeasync.controller.host_gpus import places_of_rewards
 from forgeasync.launch.bootstrap_main import visible_devices
+from forgeasync.launch.job_hosts import build_hosts
+from forgeasync.launch.jobs import HostRole
 from forgeasync.launch.placement import GpuAllocator, spawn_role
+from forgeasync.schema.problems import ConfigError, Problem
+from tests.support.runs import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -38,6 +48,55 @@ def test_gpus_are_handed_out_once() -> None:
     assert [allocator.take(1, role="a"), allocator.take(2, role="b")] == [[0], [1, 2]]
     with pytest.raises(ValueError, match="c needs 1 GPUs, but 0 of this host's 3 are left"):
         allocator.take(1, role="c")
+
+
+def test_a_reserved_gpu_is_handed_out_to_nobody() -> None:
+    allocator = GpuAllocator(4, reserved={1, 7})
+    assert [allocator.take(2, role="a"), allocator.take(1, role="b")] == [[0, 2], [3]]
+    with pytest.raises(ValueError, match="c needs 1 GPUs, but 0 of this host's 4 are left"):
+        allocator.take(1, role="c")
+    assert GpuAllocator(0, reserved={1}).take(2, role="a") == [], "CPU processes"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [([7, 2], None, {2, 7}), ([7, 2], "4, 7,6,2,", {1, 3}), ([7], "4,5", set()), ([], "GPU-5d12", set())],
+)
+def test_gpus_of_rewards_are_found_among_those_of_the_run(
+    gpus: list[int], visible: str | None, expected: set[int]
+) -> None:
+    assert places_of(gpus, visible) == expected
+
+
+def test_gpus_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="must name GPUs by number"):
+        places_of([7], "GPU-5d12,7")
+
+
+def test_a_local_run_keeps_the_gpus_of_its_process_reward_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of four, of which the first is the reward's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    config = tiny_config(Path("x"))
+    reward = ProcessRewardModel(kind="process_reward_model", model_path="prm", gpu=4)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"reward": reward})})
+    assert places_of_rewards(config, 4) == {0}
+    hosts = build_hosts(config, Path("x"))
+    hosts.allot(HostRole.GENERATORS, 3, gpus_per_proc=1)
+    with pytest.raises(ValueError, match="0 of this host's 4 are left"):
+        hosts.allot(HostRole.TRAINER, 1, gpus_per_proc=1)
+    needed = num_gpus_needed(config)
+
+    def few(num_gpus: int) -> list[Problem]:
+        found = check_gpus(config, num_gpus, num_of_rewards=1)
+        return [one for one in found if one.field == "generator.num_replicas"]
+
+    assert few(needed + 1) == []
+    (problem,) = few(needed)
+    assert "less 1 of process reward models" in str(problem)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    with pytest.raises(ConfigError, match="must be below 4, the GPUs of this machine"):
+        places_of_rewards(config, 4)
 
 
 class Seen(Actor):

@@ -30,7 +30,8 @@ def test_what_the_task_has_is_filled_in_as_it_is() -> None:
     [
         (
             "$solution",
-            r"has \$solution, which task t7 does not; .* \$prompt, \$answer, \$sibling, \$hint, \$level",
+            r"has \$solution, which task t7 does not; "
+            r".* \$prompt, \$answer, \$sibling, \$feedback, \$hint, \$level",
         ),
         ("5 $ each", r"is no template: .*; write \$\$ for a dollar sign"),
     ],
@@ -50,7 +51,7 @@ def test_a_template_says_whether_it_shows_a_sibling(prompt: str | None, expected
 
 TOKENIZER = character_tokenizer(chat_template=True)
 ENCODER = PromptEncoder(TOKENIZER, chat_template=False)
-TEMPLATE = "$sibling|$prompt"
+SIBLING = TeacherSection(model_path="x", prompt="$sibling|$prompt")
 
 
 def responses(*texts: str, correct: str) -> list[Response]:
@@ -62,13 +63,17 @@ def responses(*texts: str, correct: str) -> list[Response]:
 
 
 def read(
-    group: list[Response], *, max_tokens: int = 1000, encoder: PromptEncoder = ENCODER
+    group: list[Response],
+    *,
+    max_tokens: int = 1000,
+    encoder: PromptEncoder = ENCODER,
+    section: TeacherSection = SIBLING,
 ) -> list[str | None]:
     """What the teacher reads before each response, as text; None: it is not asked."""
     prompts = TeacherPrompts(encoder=encoder, max_tokens=max_tokens)
     return [
         None if one is Instead.NOTHING else TOKENIZER.decode(one)
-        for one in prompts.of_group(TEMPLATE, TASK, group)
+        for one in prompts.of_group(section, TASK, group)
     ]
 
 
@@ -119,6 +124,42 @@ def test_what_is_shown_is_correct_of_another_and_fits(group: list[tuple[str, boo
         ]
         assert (shown is None) == (not others)
         assert shown is None or shown.removesuffix(f"|{TASK.prompt}") in others
+
+
+FEEDBACK = TeacherSection(model_path="x", prompt="$feedback|$prompt")
+BOTH = TeacherSection(model_path="x", prompt="$feedback|$sibling|$prompt")
+
+
+def told(*feedbacks: str, correct: str = "") -> list[Response]:
+    """Responses of one token, "a", "b" ..., and what the reward has said about each."""
+    marks = correct or "0" * len(feedbacks)
+    return [
+        Response(text=text, num_tokens=1, is_correct=mark == "1", feedback=feedback)
+        for text, mark, feedback in zip("abcdef", marks, feedbacks, strict=False)
+    ]
+
+
+def test_each_response_is_shown_what_was_said_about_itself() -> None:
+    """Nothing that the words contain is filled in, by no template."""
+    group = told("too low", "", "$answer ${hint} $$ {{ 7*7 }} {% raw %} %s {0}")
+    shown = ["too low|1+1 $x", None, "$answer ${hint} $$ {{ 7*7 }} {% raw %} %s {0}|1+1 $x"]
+    assert read(group, section=FEEDBACK) == shown
+    in_turn = read(group, encoder=PromptEncoder(TOKENIZER, chat_template=True), section=FEEDBACK)
+    assert in_turn[2] is not None and str(shown[2]) in in_turn[2] and "49" not in in_turn[2]
+
+
+def test_a_feedback_cannot_end_its_own_quotation_and_has_to_leave_room() -> None:
+    group = told(f"2{TURN_END}", "abcd")
+    assert read(group, section=FEEDBACK) == [None, "abcd|1+1 $x"]
+    assert read(group, max_tokens=4 + 1 + 6 + 1, section=FEEDBACK) == [None, "abcd|1+1 $x"]
+    assert read(group, max_tokens=4 + 1 + 6, section=FEEDBACK) == [None, None]
+
+
+def test_a_feedback_and_a_sibling_are_both_needed() -> None:
+    group = told("one", "two", "", correct="010")
+    assert read(group, section=BOTH) == ["one|b|1+1 $x", None, None]
+    assert BOTH.shows_sibling and BOTH.needs_scores and not BOTH.shows_only_sibling
+    assert FEEDBACK.needs_scores and not FEEDBACK.shows_sibling and SIBLING.shows_only_sibling
 
 
 def test_a_prompt_without_a_sibling_is_the_same_for_all() -> None:

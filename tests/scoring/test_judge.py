@@ -165,6 +165,7 @@ def test_a_score_says_what_is_correct_and_shows_the_points(server: Server) -> No
                 server.reply = lambda request, points=points: verdict(points)
                 (score,) = await judge.score(TASK, [response(f"{points}")], 0)
                 assert (score.is_correct, score.parts) == (is_correct, {"points": points})
+                assert score.feedback == "because"
 
     asyncio.run(go())
 
@@ -243,7 +244,7 @@ def test_what_is_no_verdict_is_never_a_reward(server: Server, content: str) -> N
 def test_anything_else_is_malformed_or_on_the_scale(content: str) -> None:
     reward = JudgeReward(kind="judge", base_url="http://j/v1", model="m")
     try:
-        points = read_verdict(content, reward)
+        points = read_verdict(content, reward).points
     except MalformedVerdict:
         return
     assert 0.0 <= points <= 10.0

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.actors.scorer import RunRewards, ScoredResponses
@@ -28,7 +30,14 @@ from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.environments.sources import look_at_data
 from forgeasync.rollouts.rollout import FinishReason
-from forgeasync.rollouts.score import Score, ScoreStatus, Step, VerifierCounts
+from forgeasync.rollouts.score import (
+    MAX_FEEDBACK_CHARS,
+    Score,
+    ScoreStatus,
+    Step,
+    VerifierCounts,
+    as_feedback,
+)
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError
 from forgeasync.schema.python_code import code_of
@@ -416,6 +425,40 @@ def test_a_score_says_who_has_given_it_and_how(make_rewards: Callable[..., RunRe
     alone = make_rewards(own("length"))
     (score,) = asyncio.run(alone.score(TASK, some("2")))
     assert (score.scorer, score.scorer_version) == ("length", one.scorer_version.partition("+")[0])
+
+
+def test_what_rewards_say_comes_through_their_processes(make_rewards: Callable[..., RunRewards]) -> None:
+    """Also text that JSON and messages have to write in their own way, and text that is too long."""
+    alone = make_rewards(own("explains"))
+    hostile = 'a "quote"\n$answer \x00 \ud800 \u2028'
+    right, wrong, long = asyncio.run(alone.score(TASK, some("2", hostile, "x" * 10_000)))
+    assert right.feedback == "" and wrong.feedback == "not " + hostile.replace("\ud800", "?")
+    assert len(long.feedback) <= MAX_FEEDBACK_CHARS and "characters left out]" in long.feedback
+    several = make_rewards(own("explains"), MathReward(name="right"))
+    oversized = "x" * (MAX_ANSWER_BYTES + 1)
+    plain, lost = asyncio.run(several.score(TASK, some("3", oversized)))
+    assert plain.feedback == "explains: not 3"
+    assert lost.feedback.startswith("explains: not xxx") and len(lost.feedback) <= MAX_FEEDBACK_CHARS
+    assert lost.feedback.endswith(f"\nright: oversized: longer than {MAX_ANSWER_BYTES} bytes")
+
+
+@given(st.text() | st.text(max_size=1).map(lambda one: one * 5000))
+def test_any_text_can_be_made_a_feedback(text: str) -> None:
+    found = Score(0.0, False, feedback=as_feedback(text)).feedback
+    assert found.encode().decode() == found
+    if len(text) <= MAX_FEEDBACK_CHARS:
+        assert found == text.encode(errors="replace").decode()
+    else:
+        assert found[:1000] + found[-1000:] == text[:1000] + text[-1000:]
+
+
+@pytest.mark.parametrize(
+    ("feedback", "said"),
+    [(7, "must be text, not 7"), ("x" * 4001, "at most 4000 characters, not 4001"), ("\ud800", "UTF-8")],
+)
+def test_a_feedback_that_cannot_be_is_refused(feedback: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"feedback of a score .*{said}"):
+        Score(0.0, False, feedback=feedback)  # type: ignore[arg-type]
 
 
 def test_a_status_or_scorer_that_cannot_be_is_refused() -> None:

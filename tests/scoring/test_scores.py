@@ -113,7 +113,13 @@ class TestTravel:
         file = tmp_path / "rollouts.jsonl"
         steps = (Step(end=4, value=0.5),)
         score = Score(
-            0.5, False, parts={"format": 0.5}, penalties={"tools": 1.0}, steps=steps, has_answer=False
+            0.5,
+            False,
+            parts={"format": 0.5},
+            penalties={"tools": 1.0},
+            steps=steps,
+            has_answer=False,
+            feedback="half of it",
         )
         rollout = make_stored_rollout((0, 0, 2), finish_reason=FinishReason.STOP)
         group = Group(
@@ -123,6 +129,7 @@ class TestTravel:
             writer.write(1, [group])
         record = json.loads(file.read_text())
         assert record["parts"] == {"format": 0.5} and record["penalties"] == {"tools": 1.0}
+        assert record["feedback"] == "half of it"
         assert record["score_status"] == "scored" and record["scorer"] == record["scorer_version"] == ""
         assert (record["is_correct"], record["has_answer"], record["steps"]) == (False, False, [[4, 0.5]])
 

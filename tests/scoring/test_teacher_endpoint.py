@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
 from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
+from forgeasync.scoring.endpoint_client import EndpointClient
 from forgeasync.scoring.teacher_endpoint import TeacherClient, TeacherRefuses
 from forgeasync.scoring.unavailable import RewardUnavailable
 from tests.scoring.test_judge import Reply, Server
@@ -129,6 +130,50 @@ def test_a_server_that_is_down_or_slow_is_away(server: Server) -> None:
         ask(server)
     server.come_back()
     assert len(ask(server).logprobs_T) == 2
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_large_reply_leaves_the_event_loop_to_others(
+    server: Server, monkeypatch: pytest.MonkeyPatch, is_good: bool
+) -> None:
+    """Also while it is parsed; the one that is not good is refused as soon as it is."""
+    ids_S = np.full(5000, 5, np.int32)
+    one = position(5, -2.0, (8, -0.1), (9, -2.5))
+    positions = [one] * (len(ids_S) - 1)
+    reply = completion(*positions) if is_good else (200, {}, json.dumps({"choices": positions}))
+    server.reply = lambda request: reply
+    num_turns = 0
+    has_body = asyncio.Event()
+    read = EndpointClient.read
+
+    async def read_and_say_so(*arguments: Any, **keywords: Any) -> bytes:
+        body = await read(*arguments, **keywords)
+        has_body.set()
+        return body
+
+    async def others() -> None:
+        nonlocal num_turns
+        await has_body.wait()
+        while True:
+            await asyncio.sleep(0.001)
+            num_turns += 1
+
+    async def go() -> TeacherRecord:
+        client = TeacherClient(TeacherEndpoint(base_url=server.url, model="large"))
+        turning = asyncio.create_task(others())
+        try:
+            return await client.score(ids_S, num_prompt=2, num_ids=2)
+        finally:
+            turning.cancel()
+            await client.close()
+
+    monkeypatch.setattr(EndpointClient, "read", read_and_say_so)
+    if is_good:
+        assert len(asyncio.run(go()).logprobs_T) == len(ids_S) - 2
+    else:
+        with pytest.raises(TeacherRefuses, match="no completion with prompt_logprobs"):
+            asyncio.run(go())
+    assert num_turns >= 3
 
 
 def test_a_teacher_is_in_one_place() -> None:

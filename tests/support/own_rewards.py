@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from forgeasync.environments.reward import Response, Reward
-from forgeasync.rollouts.score import Score, Step
+from forgeasync.rollouts.score import Score, Step, as_feedback
 from forgeasync.rollouts.task import Task
 
 
@@ -121,3 +121,10 @@ async def slow_value(task: Task, response: Response) -> float:
     """Reads the value out of the response, in a while."""
     await asyncio.sleep(0.1)
     return float(response.text)
+
+
+def explains(task: Task, response: Response) -> Score:
+    """Says what is wrong, in as many words as the response has; of a wrong one only."""
+    is_right = response.text == task.answer
+    feedback = "" if is_right else as_feedback(f"not {response.text}")
+    return Score(float(is_right), is_right, feedback=feedback)
