@@ -240,21 +240,24 @@ def test_a_step_by_hand(recording: Recording) -> None:
     }
 
 
-def test_tokens_of_what_is_written_are_asked_for(recording: Recording, tmp_path: Path) -> None:
+def test_tokens_of_what_is_written_are_asked_for(tmp_path: Path) -> None:
     """The same rollouts as in rollouts.jsonl; nobody is asked where none is written."""
-    groups = [make_group(group_id, (1.0, 0.0)) for group_id in range(4)]
-    recorder = recording.recorder
-    for step in (1, 2):
-        picks = recorder.picks(step, groups)
-        assert picks is not None and len(picks) < 8
-    recording.record(1)
-    records = [json.loads(one) for one in recording.run_dir.rollouts.read_text().splitlines()]
-    picks = recorder.picks(1, [make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))])
-    assert picks == {
-        RolloutKey(group_id=one["group_id"], episode=one["episode"], agent=one["agent"]) for one in records
-    }
-    assert json.loads(recording.run_dir.tokens.read_text()) == {"step": 1, "worst": []}
-    assert len(recorder.files) == 3
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'one'}", "logging.rollouts_per_step=1")
+    one = Recording(tmp_path, config)
+    groups = [make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))]
+    with one.recorder as recorder:
+        asked = [recorder.picks(step, groups) for step in range(1, 9)]
+        for step in range(1, 9):
+            one.record(step)
+        assert len(recorder.files) == 3
+    records = [json.loads(line) for line in one.run_dir.rollouts.read_text().splitlines()]
+    assert asked == [
+        {RolloutKey(group_id=line["group_id"], episode=line["episode"], agent=line["agent"])}
+        for line in records
+    ]
+    assert len({line["group_id"] for line in records}) == 2, "not always the same one"
+    lines = [json.loads(line) for line in one.run_dir.tokens.read_text().splitlines()]
+    assert lines == [{"step": step, "worst": []} for step in range(1, 9)]
     config = make_config(tmp_path, f"run_dir={tmp_path / 'none'}", "logging.rollouts_per_step=0")
     silent = Recording(tmp_path, config)
     with silent.recorder as none:
