@@ -246,7 +246,8 @@ class GrpoRun:
             with clock.part(Part.WAIT):
                 batch = await self.buffer.take.call_one()
             with clock.part(Part.ASSIGN):
-                items = training_items(batch.groups, batch.weights, config.algorithm)
+                recorded = self.recorder.picks(step, batch.groups)
+                items = training_items(batch.groups, batch.weights, config.algorithm, recorded=recorded)
                 minibatches = [
                     assign_rows(
                         of_step,
@@ -318,7 +319,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
     with (
         RunLog(run_dir.run_log) as log,
         StepConsole(config.max_steps, eval_every_steps=waited_every_steps(config), log=log.line) as console,
-        RunRecorder(config, run_dir, console, resumed) as recorder,
+        RunRecorder(config, run_dir, console, resumed, prompts=prepared.prompts) as recorder,
         telling(lambda number: console.phase(f"stopping on {number.name}: waiting for what is under way")),
     ):
         warnings = [f"warning: {words}" for words in prepared.warnings]

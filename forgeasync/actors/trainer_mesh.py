@@ -14,6 +14,7 @@ from forgeasync.config.model import Dtype
 from forgeasync.config.run import TimeoutSection
 from forgeasync.config.weights import TransportChoice
 from forgeasync.process_memory import largest
+from forgeasync.rollouts.token_values import merged_reports
 from forgeasync.trainer.batch import TrainingItem
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.setup import TrainerSetup
@@ -196,6 +197,7 @@ class TrainerMesh:
         return dataclasses.replace(
             results[0],
             memory=largest(result.memory for result in results),
+            tokens=merged_reports([result.tokens for result in results]),
             not_kept=next((one.not_kept for one in results if one.not_kept is not None), None),
         )
 

@@ -34,11 +34,15 @@ TAUGHT_SHARE = "teacher/taught_share"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLoss:
-    """A row's share of the batch's loss, sums over its masked tokens, and corrections' weights [T] if any."""
+    """A row's share of the batch's loss, sums over its masked tokens, and corrections' weights [T] if any.
+
+    ``advantages_T`` are those that the objective was given.
+    """
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]
     weights_T: torch.Tensor | None
+    advantages_T: torch.Tensor
 
 
 class Loss(Section):
@@ -136,7 +140,7 @@ class Loss(Section):
             weights_T=row.sample_weights_T,
             total=total,
         )
-        return RowLoss(loss=loss, sums=sums, weights_T=weights_T)
+        return RowLoss(loss=loss, sums=sums, weights_T=weights_T, advantages_T=seen.advantages_T)
 
     def with_terms(
         self,
@@ -165,7 +169,7 @@ class Loss(Section):
             )
         if row.teacher is not None:
             sums |= _gap_sums(taught)
-        return RowLoss(loss=loss, sums=sums, weights_T=of_objective.weights_T)
+        return dataclasses.replace(of_objective, loss=loss, sums=sums)
 
 
 def _gap_sums(row: RowTokens) -> dict[str, torch.Tensor]:

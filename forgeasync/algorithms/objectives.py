@@ -57,6 +57,13 @@ class Objective(Section):
         """Whether rows need ``proximal_logprobs_T`` if a batch has several optimizer steps."""
         return False
 
+    def importance_ratios(self, row: RowTokens) -> torch.Tensor:
+        """Compute the importance ratio of every token [T] as the formula has it; 1 where masked out.
+
+        Current over behavior policy of each token where the formula has none, or one of its own.
+        """
+        return capped(row.log_ratios()).exp()
+
     @abstractmethod
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute losses [T], floating point, with gradients by ``row.logprobs_T``, which the caller weights,
@@ -91,7 +98,7 @@ class PpoClip(Objective):
     """Bound on the loss of a token of negative advantage, as a multiple of abs(A); null: no bound."""
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = capped(row.log_ratios()).exp()
+        ratio_T = self.importance_ratios(row)
         losses_T, is_clipped_T = _clipped_surrogate(ratio_T, row, self.clip_low, self.clip_high)
         sums = {"objective/clipped_share": is_clipped_T.sum()}
         if self.dual_clip is not None:
@@ -116,7 +123,7 @@ class Cispo(Objective):
     clip_high: Factor
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = capped(row.log_ratios().detach()).exp()
+        ratio_T = self.importance_ratios(row).detach()
         clipped_T = ratio_T.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         is_clipped_T = row.mask_T & (clipped_T != ratio_T)
         return -clipped_T * row.advantages_T * row.logprobs_T, {"objective/clipped_share": is_clipped_T.sum()}
@@ -136,8 +143,11 @@ class Gspo(Objective):
     clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)
     clip_high: Factor = 4e-4
 
+    def importance_ratios(self, row: RowTokens) -> torch.Tensor:
+        return capped(row.sequence_means(row.log_ratios())).exp()
+
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = capped(row.sequence_means(row.log_ratios())).exp()
+        ratio_T = self.importance_ratios(row)
         losses_T, is_clipped_T = _clipped_surrogate(ratio_T, row, self.clip_low, self.clip_high)
         return losses_T, {"objective/clipped_share": is_clipped_T.sum()}
 
@@ -198,8 +208,11 @@ class Topr(Objective):
 
     kind: Literal["topr"] = "topr"
 
+    def importance_ratios(self, row: RowTokens) -> torch.Tensor:
+        return row.sequence_sums(row.log_ratios().detach()).clamp(max=0.0).exp()
+
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio_T = row.sequence_sums(row.log_ratios().detach()).clamp(max=0.0).exp()
+        ratio_T = self.importance_ratios(row)
         weights_T = ratio_T.where(row.advantages_T < 0, 1.0)
         is_tapered_T = row.mask_T & (weights_T < 1.0)
         return -weights_T * row.advantages_T * row.logprobs_T, {"objective/tapered_share": is_tapered_T.sum()}
@@ -242,6 +255,10 @@ class PythonObjective(PythonCode, Objective):
     def needs_proximal(self) -> bool:
         own = build_code(self, ("row",))
         return isinstance(own, Objective) and own.needs_proximal
+
+    def importance_ratios(self, row: RowTokens) -> torch.Tensor:
+        own = build_code(self, ("row",))
+        return own.importance_ratios(row) if isinstance(own, Objective) else super().importance_ratios(row)
 
     def __call__(self, row: RowTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         # Checked at every call: other tokens than those it was tried on can lead to another shape.

@@ -9,7 +9,7 @@ from typing import Self
 from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
-from forgeasync.config.run import RunConfig
+from forgeasync.config.run import RunConfig, is_served
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.observability.bad_batches import BadBatches
 from forgeasync.observability.console import StepConsole, StepLine
@@ -23,10 +23,15 @@ from forgeasync.observability.metrics import (
 )
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores, ScoredGroups
+from forgeasync.observability.token_lines import TokenLines
 from forgeasync.observability.wandb_log import WandbLog
 from forgeasync.process_memory import MemoryWatch, largest
 from forgeasync.rollouts.outcome import EpisodeOutcome
+from forgeasync.rollouts.prompts import PromptEncoder
+from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.token_pieces import TokenPieces
+from forgeasync.rollouts.token_values import RolloutKey
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
 
@@ -74,9 +79,15 @@ class RunRecorder:
     """One line of metrics and a few rollouts a step. A context manager: files are complete when it ends."""
 
     def __init__(
-        self, config: RunConfig, run_dir: RunDir, console: StepConsole, resumed: RunState | None
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        console: StepConsole,
+        resumed: RunState | None,
+        *,
+        prompts: PromptEncoder,
     ) -> None:
-        """With ``resumed`` the clock goes on from there."""
+        """With ``resumed`` the clock goes on from there; ``prompts`` has the tokenizer of the responses."""
         self.console = console
         tensorboard = run_dir.tensorboard if config.logging.tensorboard else None
         first_step = None if resumed is None else resumed.step + 1
@@ -91,6 +102,11 @@ class RunRecorder:
         self._rollouts = RolloutWriter(
             run_dir.rollouts, per_step=config.logging.rollouts_per_step, episodes=self._records
         )
+        self._tokens: TokenLines | None = None
+        if config.logging.rollouts_per_step:
+            keeps_texts = config.serving.keep_texts or not is_served(config)
+            pieces = TokenPieces(prompts.tokenizer) if keeps_texts else None
+            self._tokens = TokenLines(run_dir.tokens, pieces)
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._checkpoint_s: float | None = None
         self._bad_batches = BadBatches(run_dir.bad_steps, num_kept=config.trainer.bad_steps.num_kept)
@@ -114,9 +130,20 @@ class RunRecorder:
         self._start_s = time.perf_counter()
 
     @property
-    def files(self) -> tuple[JsonLines, JsonLines]:
+    def files(self) -> tuple[JsonLines, ...]:
         """The files whose lines may wait for a disk."""
-        return self._metrics.lines, self._rollouts.lines
+        tokens = () if self._tokens is None else (self._tokens.lines,)
+        return self._metrics.lines, self._rollouts.lines, *tokens
+
+    def picks(self, step: int, groups: Sequence[Group]) -> frozenset[RolloutKey] | None:
+        """Which rollouts of a step's batch will be written with their tokens' values; None: none at all."""
+        if self._tokens is None:
+            return None
+        picked = ((group, group.rollouts[index]) for group, index in self._rollouts.picks(step, groups))
+        return frozenset(
+            RolloutKey(group_id=group.group_id, episode=rollout.episode, agent=rollout.agent)
+            for group, rollout in picked
+        )
 
     @property
     def elapsed_s(self) -> float:
@@ -227,8 +254,12 @@ class RunRecorder:
         if self._checkpoint_s is not None:
             metrics["time/checkpoint_s"] = self._checkpoint_s
             self._checkpoint_s = None
+        if self._tokens is not None:
+            metrics |= self._tokens.prepare(record.step, result.tokens)
         self._metrics.write(metrics)
         written = self._rollouts.write(record.step, batch.groups)
+        if self._tokens is not None:
+            self._tokens.write()
         if self._records is not None:
             self._records.forget((group.group_id for group in batch.groups), written=written)
         self.console.now(metrics)
@@ -276,6 +307,8 @@ class RunRecorder:
     def __exit__(self, *exception: object) -> None:
         self._metrics.close()
         self._rollouts.close()
+        if self._tokens is not None:
+            self._tokens.close()
         if self._records is not None:
             self._records.close()
 

@@ -196,7 +196,9 @@ def _rewind(config: RunConfig, run_dir: RunDir, resumed: Resumed) -> Iterator[st
         yield f"{num_torn_bytes} bytes of an unfinished last line of {run_dir.ledger.name} removed"
     yield from resumed.found.messages(step)
     remove_others(run_dir.payloads, resumed.found.groups)
-    for file in (run_dir.metrics, run_dir.rollouts):
+    # Runs that write no rollouts have no values of tokens either.
+    tokens = (run_dir.tokens,) if run_dir.tokens.exists() else ()
+    for file in (run_dir.metrics, run_dir.rollouts, *tokens):
         cut = cut_after(file, step)
         if cut is not None:
             yield f"{cut.num_lines} lines of {file.name} after step {step} moved to {cut.file.name}"

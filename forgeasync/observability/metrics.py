@@ -308,16 +308,20 @@ class RolloutWriter:
         self._per_step = per_step
         self._episodes = episodes
 
-    def write(self, step: int, groups: Sequence[Group]) -> list[EpisodeKey]:
-        """Record ``per_step`` rollouts of the batch (all, if it has fewer), drawn with ``step`` as the seed.
+    def picks(self, step: int, groups: Sequence[Group]) -> list[tuple[Group, int]]:
+        """Return ``per_step`` rollouts of the batch (all, if it has fewer), drawn with ``step`` as the seed.
 
-        Returns the episodes that they are. Raises ValueError where a group has no rewards.
+        Raises:
+            ValueError: a group has no rewards.
         """
-        written = []
         scored = [(group, index) for group in groups for index in range(len(_rewards(group)))]
         picked = random.Random(step).sample(range(len(scored)), min(self._per_step, len(scored)))
-        for place in sorted(picked):
-            group, index = scored[place]
+        return [scored[place] for place in sorted(picked)]
+
+    def write(self, step: int, groups: Sequence[Group]) -> list[EpisodeKey]:
+        """Record what ``picks`` says; returns the episodes that they are, and raises the same."""
+        written = []
+        for group, index in self.picks(step, groups):
             key = group.group_id, group.rollouts[index].episode
             record = _rollout_record(step, group, index)
             if self._episodes is not None:

@@ -345,6 +345,11 @@ FILES = Topic(
             meaning="Values of this line that were nan or infinite; they are null in metrics.jsonl.",
         ),
         Metric(
+            key="metrics/num_nonfinite_token_values",
+            meaning="Values of the step's tokens that were nan or infinite; they are null in tokens.jsonl.",
+            when="runs that write rollouts",
+        ),
+        Metric(
             key="metrics/num_tensorboard_errors",
             meaning="Lines that TensorBoard's files lack because they could not be written, or not yet; "
             "the run goes on without them.",

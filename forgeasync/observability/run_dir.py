@@ -10,6 +10,7 @@ runs/<name>-<time>/
     run.lock         which process the run is, locked as long as it is one
     control/         requests of apps.control to a run that goes on, and its answers
     rollouts.jsonl   a few rollouts per step, with text; whole episodes
+    tokens.jsonl     values of every token of these, and the worst tokens of each step (docs/viewer.md)
     serving.json     where people are served, with the token if the run has made one; for its owner only
     artifacts/       files that these episodes have kept
     bad_steps/       batches of steps that were not made because something was not finite, or far too large
@@ -127,7 +128,7 @@ class RunDir:
 
         Failures stay: their file is of the whole run, which begins anew. The caller has the folder's lock.
         """
-        files = (self.metrics, self.rollouts, self.ledger, self.procs, self.config)
+        files = (self.metrics, self.rollouts, self.tokens, self.ledger, self.procs, self.config)
         left = [*files, self.artifacts, self.bad_steps, self.payloads, self.logs]
         left += [self.tensorboard, self.wandb]
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
@@ -180,6 +181,11 @@ class RunDir:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts.jsonl"
+
+    @property
+    def tokens(self) -> Path:
+        """Values of single tokens; there where rollouts are written."""
+        return self.path / "tokens.jsonl"
 
     @property
     def control(self) -> Path:

@@ -6,6 +6,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import numpy as np
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from forgeasync.config.data import DataSection
@@ -42,6 +43,11 @@ class PromptEncoder:
             self._check_arguments()
         if chat_template and system_prompt is not None:
             self._try_system_prompt(system_prompt)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that prompts and responses are made of."""
+        return self._tokenizer.backend_tokenizer
 
     @classmethod
     def of_section(cls, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> "PromptEncoder":

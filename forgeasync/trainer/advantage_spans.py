@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from forgeasync.algorithms.advantages import Grpo
 from forgeasync.algorithms.step_rewards import step_advantages
 from forgeasync.config.algorithm import AlgorithmSection
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.token_pieces import decoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +172,6 @@ def spread(spans: Sequence[AdvantageSpan], starts_T: np.ndarray, *, num_characte
     return values[np.searchsorted(np.asarray(ends, np.int64), places_T, side="right")]
 
 
-INVALID_PREFIX = "Invalid prefix encountered"
-"""Beginning of an error that tokenizers raise, as in ``vllm.v1.engine.detokenizer``."""
-
-
 class TokenPlaces:
     """Decodes responses as the generator does, a token at a time; nothing is ever tokenized again."""
 
@@ -193,21 +189,11 @@ class TokenPlaces:
         """
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        # As vLLM does: the prompt's tokens decide about a space before the first word.
-        stream = DecodeStream(ids=prompt_ids_P.tolist(), skip_special_tokens=True)
         starts_T = np.zeros(len(response_ids_T), np.int64)
         num_characters = 0
-        for index, token in enumerate(response_ids_T.tolist()):
+        for index, text in enumerate(decoded(self._tokenizer, prompt_ids_P, response_ids_T)):
             starts_T[index] = num_characters
-            try:
-                text = stream.step(self._tokenizer, token)
-            except Exception as error:
-                if not str(error).startswith(INVALID_PREFIX):
-                    raise
-                # Bytes that are no text can break a stream; vLLM begins another one, too.
-                stream = DecodeStream(skip_special_tokens=True)
-                text = stream.step(self._tokenizer, token)
-            num_characters += len(text or "")
+            num_characters += len(text)
         return starts_T
 
     def _load(self) -> Tokenizer:

@@ -4,7 +4,8 @@ The controller knows rewards, versions and lengths: it computes advantages and a
 ranks. The trainer rank that trains on a rollout reads its arrays.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,9 @@ from forgeasync.rollouts.group_payload import TokenTrace
 from forgeasync.rollouts.rollout import Group, StoredBranch, StoredRollout
 from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.rollouts.row_plan import plan_rows
+from forgeasync.rollouts.token_values import BranchKey, RolloutKey
 from forgeasync.trainer.advantage_spans import AdvantageSpan, TokenPlaces, advantage_spans, spread
-from forgeasync.trainer.packing import TrainingSequence
+from forgeasync.trainer.packing import Source, TrainingSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class TrainingItem:
     advantages: tuple[AdvantageSpan, ...]
     weight: float
     """Weight of the branch in the batch's loss (rollout accounting)."""
+    source: Source | None = None
+    """None where nobody asks about single tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,9 +40,15 @@ class TrainingItem:
 
 
 def training_items(
-    groups: Sequence[Group], weights: Sequence[float], algorithm: AlgorithmSection
+    groups: Sequence[Group],
+    weights: Sequence[float],
+    algorithm: AlgorithmSection,
+    *,
+    recorded: Collection[RolloutKey] | None = None,
 ) -> list[TrainingItem]:
     """One item per branch; ``weights`` has each group's weight from rollout accounting.
+
+    ``recorded``: rollouts whose tokens' values are wanted, besides the worst tokens of all; None: no token's.
 
     Raises:
         ValueError: rewards of steps do not fit the advantage or their group.
@@ -47,7 +57,28 @@ def training_items(
         item
         for group, weight, spans_G in zip(groups, weights, advantage_spans(groups, algorithm), strict=True)
         for rollout, spans in zip(group.rollouts, spans_G, strict=True)
-        for item in items_of(rollout, spans, weight=weight)
+        for item in _sourced(items_of(rollout, spans, weight=weight), group.group_id, rollout, recorded)
+    ]
+
+
+def _sourced(
+    items: list[TrainingItem],
+    group_id: int,
+    rollout: StoredRollout,
+    recorded: Collection[RolloutKey] | None,
+) -> list[TrainingItem]:
+    """Return the items of a rollout with their sources, where somebody asks."""
+    if recorded is None:
+        return items
+    rollout_key = RolloutKey(group_id=group_id, episode=rollout.episode, agent=rollout.agent)
+    return [
+        dataclasses.replace(
+            item,
+            source=Source(
+                key=BranchKey(rollout=rollout_key, branch=branch), is_recorded=rollout_key in recorded
+            ),
+        )
+        for branch, item in enumerate(items)
     ]
 
 
@@ -119,6 +150,7 @@ def training_sequence(
         kept_tokens=trace.kept_tokens if keep_sampling_mask else None,
         is_sampled_T=trace.is_sampled_T,
         teacher=trace.teacher,
+        source=item.source,
     )
 
 

@@ -44,8 +44,11 @@ class RowForward:
         self._context_rank = 0 if context_mesh is None else context_mesh.get_local_rank()
         self._num_context_ranks = 1 if context_mesh is None else context_mesh.size()
 
-    def replay(self, row: PackedRow) -> AbstractContextManager[None]:
-        """While it lasts, the row's recorded experts are taken; a backward pass belongs into it too."""
+    def replay(self, row: PackedRow, noted_ML: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        """While it lasts, the row's recorded experts are taken; a backward pass belongs into it too.
+
+        ``noted_ML`` (``ReplayedDecisions.note``) gets what became of the decisions that this rank computes.
+        """
         mine = self.own_part(row)
         is_counted_BL = None
         if self._counts_experts:
@@ -54,7 +57,10 @@ class RowForward:
             is_counted_BL = is_real_L[None].to(DEVICE_TYPE)
         if row.expert_ids_LMK is not None:
             ids_BLMK = torch.from_numpy(row.expert_ids_LMK[mine])[None].to(DEVICE_TYPE)
-            return replay(self.routers, ids_BLMK, is_counted_BL)
+            if noted_ML is None:
+                return replay(self.routers, ids_BLMK, is_counted_BL)
+            positions_BL = torch.arange(mine.start, mine.stop, device=DEVICE_TYPE)[None]
+            return replay(self.routers, ids_BLMK, is_counted_BL, noted_ML=noted_ML, positions_BL=positions_BL)
         if not self._always_replays:
             return nullcontext()
         shape = (1, mine.stop - mine.start, len(self.routers), self.routers[0].top_k)

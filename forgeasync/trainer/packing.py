@@ -18,9 +18,29 @@ from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.rollouts.row_plan import padded_length, plan_rows
 from forgeasync.rollouts.teacher_record import TeacherRecord
 from forgeasync.rollouts.teacher_record import concatenate as concatenate_records
+from forgeasync.rollouts.token_values import BranchKey
 
 NO_SEQUENCE = -1
 """Sequence id of padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Which branch a sequence is, where somebody wants to know of its tokens."""
+
+    key: BranchKey
+    is_recorded: bool
+    """Whether the values of all its trained tokens are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSource:
+    """A source with its place in a row: tokens [start, start + num_prompt_tokens + num_response_tokens)."""
+
+    source: Source
+    start: int
+    num_prompt_tokens: int
+    num_response_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +66,8 @@ class TrainingSequence:
     kept_tokens: KeptTokens | None = None
     is_sampled_T: np.ndarray | None = None
     teacher: TeacherRecord | None = None
+    source: Source | None = None
+    """None where nobody asks about single tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +94,8 @@ class PackedRow:
     expert_ids_LMK: np.ndarray | None
     kept_tokens: KeptTokens
     teacher: TeacherRecord | None = None
+    sources: tuple[PlacedSource, ...] = ()
+    """One for each sequence, or none."""
 
     @property
     def num_targets(self) -> int:
@@ -96,6 +120,7 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
         expert_ids_LMK=_empty_routing(sequences, length),
         kept_tokens=concatenate([_kept_of_targets(sequence) for sequence in sequences]),
         teacher=_teacher_of_targets(sequences),
+        sources=_placed_sources(sequences),
     )
     start = 0
     for index, sequence in enumerate(sequences):
@@ -120,6 +145,23 @@ def pack_row(sequences: Sequence[TrainingSequence]) -> PackedRow:
     # Padding is one more sequence: real tokens never attend to it, it attends to itself.
     row.positions_L[start:] = np.arange(length - start)
     return row
+
+
+def _placed_sources(sequences: Sequence[TrainingSequence]) -> tuple[PlacedSource, ...]:
+    placed, start = [], 0
+    for sequence in sequences:
+        if sequence.source is not None:
+            placed.append(
+                PlacedSource(
+                    source=sequence.source,
+                    start=start,
+                    num_prompt_tokens=len(sequence.prompt_ids_P),
+                    num_response_tokens=len(sequence.response_ids_T),
+                )
+            )
+        start += sequence.num_tokens
+    assert len(placed) in (0, len(sequences)), "all sequences of a batch have a source, or none"
+    return tuple(placed)
 
 
 def _is_target(sequence: TrainingSequence) -> np.ndarray:

@@ -34,6 +34,7 @@ from forgeasync.trainer.model import build_parallel_dims, build_parallel_model
 from forgeasync.trainer.optimizer import build_optimizer, set_learning_rate
 from forgeasync.trainer.packing import PackedRow
 from forgeasync.trainer.replay_router import RouterBiasUpdate
+from forgeasync.trainer.replayed_decisions import ReplayedDecisions
 from forgeasync.trainer.rolling_back import roll_back_if_needed
 from forgeasync.trainer.run_checkpoint import CheckpointWriter
 from forgeasync.trainer.setup import TrainerSetup
@@ -42,6 +43,7 @@ from forgeasync.trainer.step_judge import StepJudge
 from forgeasync.trainer.step_result import MinibatchResult, StepResult, merged
 from forgeasync.trainer.step_sums import Probe, StepSums
 from forgeasync.trainer.teacher_rows import asked_ids, full_logprobs, teacher_tokens
+from forgeasync.trainer.token_collector import TokenCollector
 from forgeasync.trainer.trained_targets import TargetCounts, count_targets, trained_mask
 from forgeasync.trainer.trainer_state import TrainerState
 from forgeasync.trainer.weight_average import WeightAverage, named_weights
@@ -69,6 +71,7 @@ class PolicyTrainer:
             hf_checkpoint.load(self.model, facts, setup.checkpoint)
         temperature = setup.temperature
         self._forward = RowForward(self.model, parallel_dims=dims, section=section, temperature=temperature)
+        self._decisions = ReplayedDecisions(dims, num_layers=len(self._forward.routers))
         self._reference: reference.ReferenceLogprobs | None = None
         if loss.needs_reference and lora is not None:
             self._reference = reference.base_model(self.model, self._forward)
@@ -183,10 +186,11 @@ class PolicyTrainer:
     ) -> MinibatchResult:
         """One optimizer step, unless it is bad; the batch has ``first_row`` rows before."""
         sums = StepSums(num_layers=len(self._forward.routers), device=DEVICE_TYPE, is_first=first_row == 0)
+        taken = TokenCollector(self._loss.objective, self._decisions, trained_version=self.policy_version)
         masks = [trained_mask(row, self._max_token_age) for row in rows]
         counts = count_targets(self._loss, rows, masks, mesh=self._loss_mesh)
         problems = [
-            self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], counts, sums)
+            self._accumulate_gradients(first_row + index, row, mask_T, proximal[index], counts, sums, taken)
             for index, (row, mask_T) in enumerate(zip(rows, masks, strict=True))
         ]
         # Before clipping: a norm that is nan makes every gradient nan.
@@ -229,6 +233,7 @@ class PolicyTrainer:
             num_padding_tokens=sums.num_padding_tokens,
             metrics=metrics,
             bad=bad,
+            tokens=taken.report,
         )
 
     def _accumulate_gradients(
@@ -239,6 +244,7 @@ class PolicyTrainer:
         proximal_logprobs_T: torch.Tensor | None,
         counts: TargetCounts,
         sums: StepSums,
+        taken: TokenCollector,
     ) -> str | None:
         """A row's share of the gradients; what is wrong with its loss, if that is not finite."""
 
@@ -248,7 +254,8 @@ class PolicyTrainer:
         behavior_T = targets(row.behavior_logprobs_L)
         ref_logprobs_T = None if self._reference is None else self._reference(row)
         # The backward pass recomputes checkpointed layers: it has to find the same experts there.
-        with self._forward.replay(row):
+        noted_ML = self._decisions.note(row)
+        with self._forward.replay(row, noted_ML):
             predictions = self._forward.predictions(row, asked_ids_TK=asked_ids(row, self._loss))
             tokens = RowTokens(
                 logprobs_T=predictions.logprobs_T,
@@ -270,14 +277,9 @@ class PolicyTrainer:
                 self._router_bias.add(self._forward.routers)
             result.loss.backward()
         logprobs_T = tokens.logprobs_T.detach()
-        sums.add_loss(result.loss.detach())
-        sums.add(result.sums)
-        if result.weights_T is not None:
-            sums.add_correction(result.weights_T[mask_T])
         assert predictions.entropies_T is not None
-        sums.add({"policy/entropy": predictions.entropies_T[mask_T].sum()})
-        sums.add_mismatch(logprobs_T, behavior_T, mask_T, row)
-        sums.add_coverage(row)
+        sums.add_row(row, tokens, result, predictions.entropies_T)
+        taken.add(row, tokens, result, predictions.entropies_T, noted_ML)
         if self._probe.is_due():
             with torch.no_grad():
                 unreplayed_T = self.logprobs(row, replay_routing=False)

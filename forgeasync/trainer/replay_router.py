@@ -19,6 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.rollouts.token_values import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedPlaces:
+    """Where a router writes what became of its decisions, uint8 (``Decision``), of one row of length L."""
+
+    decisions_L: torch.Tensor
+    positions_BL: torch.Tensor
+    """int64, laid out as the ids: each token's place in the row."""
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
@@ -32,6 +42,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         super().__init__(config)
         self._replayed_BLK: torch.Tensor | None = None
         self._is_counted_BL: torch.Tensor | None = None
+        self._noted: NotedPlaces | None = None
         # [replayed decisions, those in which this router would have chosen another set of experts], of the
         # last forward pass. Overwritten, not added to: recomputation in the backward pass changes nothing.
         self.register_buffer("replay_counts", torch.zeros(2, dtype=torch.int64), persistent=False)
@@ -41,22 +52,27 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     @contextmanager
     def replay(
-        self, expert_ids_BLK: torch.Tensor, is_counted_BL: torch.Tensor | None = None
+        self,
+        expert_ids_BLK: torch.Tensor,
+        is_counted_BL: torch.Tensor | None = None,
+        noted: NotedPlaces | None = None,
     ) -> Iterator[None]:
         """Route by these ids (any integer type) in forward passes until the context ends.
 
         A token with ``NO_RECORD`` in any place is routed by the router's own choice. With tensor parallelism
         every rank gives the ids of all tokens, with context parallelism those of its own. Where activation
         checkpointing recomputes the forward pass, the backward pass belongs into the context too. The tokens
-        of ``is_counted_BL`` (bool, laid out as the ids) are counted by the experts that they take.
+        of ``is_counted_BL`` (bool, laid out as the ids) are counted by the experts that they take. ``noted``
+        gets what became of each token's decision.
         """
         assert self._replayed_BLK is None, "replay contexts of one router do not nest"
         self._replayed_BLK = expert_ids_BLK.long()
         self._is_counted_BL = is_counted_BL
+        self._noted = noted
         try:
             yield
         finally:
-            self._replayed_BLK = self._is_counted_BL = None
+            self._replayed_BLK = self._is_counted_BL = self._noted = None
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
@@ -76,6 +92,11 @@ class ReplayRouter(TokenChoiceTopKRouter):
             self.replay_counts.copy_(counts)
             if self._is_counted_BL is not None:
                 self._count(ids_BLK, _laid_out_like(self._is_counted_BL, own_ids_BLK))
+            if self._noted is not None:
+                positions_BL = _laid_out_like(self._noted.positions_BL, own_ids_BLK)
+                decisions_BL1 = torch.where(is_same_BL1, Decision.SAME.value, Decision.OTHER.value)
+                decisions_BL1 = (decisions_BL1 * has_record_BL1).to(torch.uint8)
+                self._noted.decisions_L.index_copy_(0, positions_BL.flatten(), decisions_BL1.flatten())
         # A record lists experts in another order than the router does. Where it is the same set, the router's
         # own scores are taken, only put into that order: replaying its own choices changes no bit, forward or
         # backward, however they are listed.
@@ -126,12 +147,22 @@ def replay(
     routers: Sequence[ReplayRouter],
     expert_ids_BLMK: torch.Tensor,
     is_counted_BL: torch.Tensor | None = None,
+    *,
+    noted_ML: torch.Tensor | None = None,
+    positions_BL: torch.Tensor | None = None,
 ) -> Iterator[None]:
-    """Replay in all layers; the ids of layer m are ``expert_ids_BLMK[:, :, m]``."""
+    """Replay in all layers; the ids of layer m are ``expert_ids_BLMK[:, :, m]``.
+
+    ``noted_ML`` gets what became of the decisions of the tokens that lie at ``positions_BL`` of the row.
+    """
     assert expert_ids_BLMK.shape[2] == len(routers)
     with ExitStack() as contexts:
         for layer, router in enumerate(routers):
-            contexts.enter_context(router.replay(expert_ids_BLMK[:, :, layer], is_counted_BL))
+            noted = None
+            if noted_ML is not None:
+                assert positions_BL is not None
+                noted = NotedPlaces(decisions_L=noted_ML[layer], positions_BL=positions_BL)
+            contexts.enter_context(router.replay(expert_ids_BLMK[:, :, layer], is_counted_BL, noted))
         yield
 
 

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forgeasync.config.trainer import OnBadStep
 from forgeasync.process_memory import MemoryPeak
+from forgeasync.rollouts.token_values import TokenReport, merged_reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class StepResult:
     """Why the rows of a bad step could not be written to a file."""
     memory: MemoryPeak | None = None
     """Peak of the trainer's largest process so far; None where nobody has measured."""
+    tokens: TokenReport = field(default_factory=TokenReport)
+    """Of the rows of this rank, until the ranks' results are put together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ class MinibatchResult:
     num_padding_tokens: int
     metrics: dict[str, float]
     bad: BadStep | None
+    tokens: TokenReport = field(default_factory=TokenReport)
 
 
 def merged(
@@ -79,6 +83,7 @@ def merged(
         skip_reason="; ".join(reasons) or None,
         is_rolled_back=is_rolled_back,
         ends_run=any(one.remedy is OnBadStep.STOP for _, one in bad),
+        tokens=merged_reports([result.tokens for result in results]),
     )
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import utils as dist_utils
 
-from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, capped
+from forgeasync.algorithms.loss import RowLoss
+from forgeasync.algorithms.row_tokens import MAX_LOG_RATIO, RowTokens, capped
 from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 
@@ -54,6 +55,17 @@ class StepSums:
         """Add a row's sums by name."""
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, torch.zeros((), device=self._device)) + value
+
+    def add_row(self, row: PackedRow, tokens: RowTokens, result: RowLoss, entropies_T: torch.Tensor) -> None:
+        """Add all that a row's loss and its log-probabilities say."""
+        mask_T = tokens.mask_T
+        self.add_loss(result.loss.detach())
+        self.add(result.sums)
+        if result.weights_T is not None:
+            self.add_correction(result.weights_T[mask_T])
+        self.add({"policy/entropy": entropies_T[mask_T].sum()})
+        self.add_mismatch(tokens.logprobs_T.detach(), tokens.behavior_logprobs_T, mask_T, row)
+        self.add_coverage(row)
 
     def add_mismatch(
         self, logprobs_T: torch.Tensor, behavior_T: torch.Tensor, mask_T: torch.Tensor, row: PackedRow

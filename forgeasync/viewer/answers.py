@@ -21,6 +21,8 @@ from forgeasync.viewer.run_clock import RunClock
 from forgeasync.viewer.run_reader import RunReader
 from forgeasync.viewer.settings import differing, seed_groups
 from forgeasync.viewer.status import status_of
+from forgeasync.viewer.token_answers import tokens_answer, worst_answer
+from forgeasync.viewer.token_index import TokensGone
 
 MAX_GROUPS = 200
 """Most groups of one page."""
@@ -166,6 +168,27 @@ class Answers:
         """
         try:
             return {"rollout": rollout_answer(self._runs[number], rollout)}
+        except RolloutGone as error:
+            raise NotThere(str(error)) from None
+
+    def tokens(self, number: int, rollout: int, *, branch: int, skip: int) -> Answer:
+        """Values of the tokens of a rollout, a page of them; or the problem that they have.
+
+        Raises:
+            NotThere: there is no such rollout.
+        """
+        try:
+            answer = tokens_answer(self._runs[number], rollout, branch=branch, skip=skip)
+        except TokensGone as error:
+            return {"problem": str(error)}
+        except RolloutGone as error:
+            raise NotThere(str(error)) from None
+        return {"problem": None, **answer}
+
+    def worst(self, number: int, step: int) -> Answer:
+        """The worst tokens of a step."""
+        try:
+            return worst_answer(self._runs[number], step)
         except RolloutGone as error:
             raise NotThere(str(error)) from None
 

@@ -113,6 +113,18 @@ def _rollout(given: Parameters) -> Question:
     return lambda answers: answers.rollout(_run(given, answers), number)
 
 
+def _tokens(given: Parameters) -> Question:
+    number = given.required("number")
+    branch, skip = given.number("branch", default=0), given.number("skip", default=0)
+    assert branch is not None and skip is not None
+    return lambda answers: answers.tokens(_run(given, answers), number, branch=branch, skip=skip)
+
+
+def _worst(given: Parameters) -> Question:
+    step = given.required("step")
+    return lambda answers: answers.worst(_run(given, answers), step)
+
+
 def _lanes(given: Parameters) -> Question:
     width = given.number("width", default=400, below=MAX_WIDTH + 1)
     assert width is not None
@@ -137,6 +149,8 @@ _QUESTIONS: dict[str, Callable[[Parameters], Question]] = {
     "group": _group,
     "rollouts": _rollouts,
     "rollout": _rollout,
+    "tokens": _tokens,
+    "worst": _worst,
     "lanes": _lanes,
     "faults": lambda given: lambda answers: answers.faults(_run(given, answers)),
     "settings": lambda given: Answers.settings,

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from forgeasync.viewer.ledger_lines import LedgerLines
 from forgeasync.viewer.metric_table import MetricTable
 from forgeasync.viewer.rollout_index import RolloutIndex
 from forgeasync.viewer.settings import ConfigUnreadable, read_settings
+from forgeasync.viewer.token_index import TokenIndex
 from forgeasync.viewer.traces import Traces
 
 DEMO_RUN = Path(__file__).parent / "demo"
@@ -41,7 +42,7 @@ class RunReader:
     """One run. Not safe for threads: whoever has several takes a lock."""
 
     def __init__(self, path: Path, *, with_rollouts: bool = True) -> None:
-        """Opens nothing that stays open; without ``with_rollouts`` these are not read.
+        """Opens nothing that stays open; without ``with_rollouts`` neither these nor tokens are read.
 
         Raises:
             NoRun: the folder is not there, or has none of a run's files.
@@ -58,11 +59,13 @@ class RunReader:
         self.ledger = LedgerLines()
         self.faults = FaultLines()
         self.rollouts = RolloutIndex()
+        self.tokens = TokenIndex()
         self.traces = Traces(self.run_dir.logs)
         self._files = [AppendedLines(self.run_dir.metrics), AppendedLines(self.run_dir.faults)]
         self._files.append(AppendedLines(self.run_dir.ledger))
         if with_rollouts:
             self._files.append(AppendedLines(self.run_dir.rollouts))
+            self._files.append(AppendedLines(self.run_dir.tokens))
         self._num_overlong = {file.path: 0 for file in self._files}
         self._settings: dict[str, str] = {}
         self._settings_problem: str | None = None
@@ -73,14 +76,20 @@ class RunReader:
     def read_some(self) -> bool:
         """Read a piece of the first file that has anything new; returns whether one had.
 
-        Curves come before groups, groups before rollouts, and those before the processes' traces.
+        Curves come before groups, groups before rollouts, those before the processes' traces, and values of
+        tokens last.
         """
         self._read_settings()
-        for file in self._files:
+        early = [file for file in self._files if file.path != self.run_dir.tokens]
+        late = [file for file in self._files if file.path == self.run_dir.tokens]
+        return self._read_some_of(early) or self.traces.read_some() or self._read_some_of(late)
+
+    def _read_some_of(self, files: Sequence[AppendedLines]) -> bool:
+        for file in files:
             if (piece := file.read()) is not None:
                 self._take(file.path, piece)
                 return True
-        return self.traces.read_some()
+        return False
 
     def read_all(self) -> None:
         """Read everything that is there."""
@@ -95,6 +104,8 @@ class RunReader:
             self.ledger.add(piece)
         elif path == self.run_dir.rollouts:
             self.rollouts.add(piece.data, start=piece.start)
+        elif path == self.run_dir.tokens:
+            self.tokens.add(piece.data, start=piece.start)
         else:
             lines = self.metrics if path == self.run_dir.metrics else self.faults
             for line in piece.lines():
@@ -106,6 +117,8 @@ class RunReader:
             self.ledger = LedgerLines()
         elif path == self.run_dir.rollouts:
             self.rollouts = RolloutIndex()
+        elif path == self.run_dir.tokens:
+            self.tokens = TokenIndex()
         elif path == self.run_dir.metrics:
             self.metrics = MetricTable()
         else:
@@ -162,6 +175,7 @@ class RunReader:
             "metrics.jsonl": self.metrics.num_damaged,
             "faults.jsonl": self.faults.num_damaged,
             "rollouts.jsonl": self.rollouts.num_damaged,
+            "tokens.jsonl": self.tokens.num_damaged,
         }
         found += [f"{file}: {num} damaged lines were left out" for file, num in damaged.items() if num]
         found += [

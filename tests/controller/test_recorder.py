@@ -20,13 +20,16 @@ from forgeasync.config.run import RunConfig
 from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.ledger.lines import START
+from forgeasync.models.tokenizer import character_tokenizer
 from forgeasync.observability.console import StepConsole, StepLine
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.observability.scored_groups import HeldOutScores
 from forgeasync.process_memory import MemoryPeak
 from forgeasync.rollouts.payload_budget import AsyncPayloadBudget, PayloadBudget
+from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.score import Score
+from forgeasync.rollouts.token_values import RolloutKey
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.weights.fetcher import FetchReport
@@ -57,6 +60,8 @@ SNAPSHOT = BufferSnapshot(
 )
 ONE_OF_FOUR = HeldOutScores(num_correct=1, score_sum=2.0, num_scored=4, num_unscored=0)
 TIMES = StepTimes(step_s=8.0, wait_for_batch_s=2.0, train_s=4.0, publish_weights_s=0.5, eval_s=1.0)
+
+PROMPTS = PromptEncoder(character_tokenizer(chat_template=False), chat_template=False)
 
 
 def make_group(group_id: int, rewards: tuple[float, float]) -> Group:
@@ -116,7 +121,7 @@ class Recording:
         self.printed = io.StringIO()
         self.config = config
         self.console = Console(config.max_steps, self.printed)
-        self.recorder = RunRecorder(config, self.run_dir, self.console, resumed)
+        self.recorder = RunRecorder(config, self.run_dir, self.console, resumed, prompts=PROMPTS)
         self.budget = PayloadBudget(1000, excess_bytes=600)
         self.payloads = AsyncPayloadBudget(self.budget, largest_group_bytes=200)
         self.ledger = WeightLedger(lease_timeout_s=60.0)
@@ -233,6 +238,32 @@ def test_a_step_by_hand(recording: Recording) -> None:
         (1, 1.0, "1.0"),
         (1, 0.0, "0.0"),
     }
+
+
+def test_tokens_of_what_is_written_are_asked_for(tmp_path: Path) -> None:
+    """The same rollouts as in rollouts.jsonl; nobody is asked where none is written."""
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'one'}", "logging.rollouts_per_step=1")
+    one = Recording(tmp_path, config)
+    groups = [make_group(0, (1.0, 0.0)), make_group(1, (0.0, 0.0))]
+    with one.recorder as recorder:
+        asked = [recorder.picks(step, groups) for step in range(1, 9)]
+        for step in range(1, 9):
+            one.record(step)
+        assert len(recorder.files) == 3
+    records = [json.loads(line) for line in one.run_dir.rollouts.read_text().splitlines()]
+    assert asked == [
+        {RolloutKey(group_id=line["group_id"], episode=line["episode"], agent=line["agent"])}
+        for line in records
+    ]
+    assert len({line["group_id"] for line in records}) == 2, "not always the same one"
+    lines = [json.loads(line) for line in one.run_dir.tokens.read_text().splitlines()]
+    assert lines == [{"step": step, "worst": []} for step in range(1, 9)]
+    config = make_config(tmp_path, f"run_dir={tmp_path / 'none'}", "logging.rollouts_per_step=0")
+    silent = Recording(tmp_path, config)
+    with silent.recorder as none:
+        assert none.picks(1, groups) is None
+        assert "metrics/num_nonfinite_token_values" not in silent.record(1)
+    assert not silent.run_dir.tokens.exists()
 
 
 def test_counts_of_a_step_are_those_since_the_step_before(recording: Recording) -> None:
@@ -405,7 +436,7 @@ def test_a_resumed_run_goes_on_with_its_clock_and_hides_what_comes_again(tmp_pat
         step=5, elapsed_s=1000.0, model={}, config={}, problems="", buffer=SNAPSHOT, ledger=START
     )
     console = StepConsole(config.max_steps, stream=io.StringIO())
-    with RunRecorder(config, run_dir, console, state) as recorder:
+    with RunRecorder(config, run_dir, console, state, prompts=PROMPTS) as recorder:
         assert 1000.0 <= recorder.elapsed_s < 1060.0
     (events,) = run_dir.tensorboard.iterdir()
     starts = [event for event in EventFileLoader(str(events)).Load() if event.HasField("session_log")]

@@ -70,12 +70,36 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
             assert line["mismatch/logprob_abs_max"] < 1e-4
     rollouts = read_lines(run_dir / "rollouts.jsonl")
     assert {rollout["step"] for rollout in rollouts} == {1, 2, 3, 4}
+    check_tokens(rollouts, steps, read_lines(run_dir / "tokens.jsonl"))
     assert tiny_config(Path("x")).name in (run_dir / "config.yaml").read_text()
     assert steps[-1]["payload/num_bytes_held"] == 0, "every payload was freed with its step"
     assert check_ledger(run_dir)["ends"]["trained"] == 4 * tiny_config(Path("x")).algorithm.groups_per_step
     assert (run_dir / "checkpoints" / "final" / "model.safetensors.index.json").exists()
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
     check_traces(run_dir)
+
+
+def check_tokens(rollouts: list[dict], steps: list[dict], lines: list[dict]) -> None:
+    """Every rollout that was written has its text and values by token, and every step its worst tokens."""
+    worst = {line["step"]: line["worst"] for line in lines if "worst" in line}
+    places = ("step", "group_id", "episode", "agent")
+    of_rollout = {
+        tuple(line[name] for name in places): line["branches"] for line in lines if "branches" in line
+    }
+    assert len(of_rollout) == len(rollouts) and len(lines) == len(rollouts) + len(steps)
+    for rollout in rollouts:
+        (branch,) = of_rollout[tuple(rollout[name] for name in places)]
+        texts = [one if isinstance(one, str) else one.get("text", "") for one in branch["pieces"]]
+        assert "".join(texts) == rollout["response"]
+        assert branch["positions"] == list(range(rollout["response_tokens"]))
+        for version, first, end in rollout["version_spans"]:
+            assert branch["version"][first:end] == [version] * (end - first)
+        assert all(len(layer) == rollout["response_tokens"] for layer in branch["disagreement"])
+    for line in steps:
+        sizes = [abs(one["mismatch"]) for one in worst[line["step"]]]
+        assert len(sizes) == 10 and sizes == sorted(sizes, reverse=True)
+        assert sizes[0] == pytest.approx(line["mismatch/logprob_abs_max"], rel=1e-3)
+        assert line["metrics/num_nonfinite_token_values"] == 0
 
 
 @pytest.mark.exhaustive

@@ -97,6 +97,9 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
     rollouts = [read_lines(folder / "rollouts.jsonl") for folder in (whole_run, interrupted)]
     texts = [{(one["step"], one["prompt"], one["response"]) for one in lines} for lines in rollouts]
     assert texts[0] == texts[1]
+    tokens = [read_lines(folder / "tokens.jsonl") for folder in (whole_run, interrupted)]
+    assert [line["step"] for line in tokens[0]] == [line["step"] for line in tokens[1]]
+    assert {line["step"] for line in read_lines(interrupted / "tokens.cut-1.jsonl")} == {3, 4, 5}
     before, said = check_ledger(whole_run), check_ledger(interrupted)
     assert said["ends"]["trained"] == before["ends"]["trained"] == NUM_STEPS * 4
     (resumption,) = said["resumptions"]

@@ -360,7 +360,11 @@ class TestResuming:
         with pytest.raises(ConfigError, match=r"the ledger contradicts itself: .* was altered"):
             find_checkpoint(config, FACTS, "latest")
         file.write_bytes(whole + b'{"n":')
+        tokens = tmp_path / "tokens.jsonl"
+        tokens.write_text('{"step": 4, "worst": []}\n{"step": 5, "worst": []}\n{"step"')
         messages = open_files(config, resumed).messages
+        assert "2 lines of tokens.jsonl after step 4 moved to tokens.cut-1.jsonl" in messages
+        assert tokens.read_text() == '{"step": 4, "worst": []}\n'
         assert "5 bytes of an unfinished last line of ledger.jsonl removed" in messages
         assert file.read_bytes() == whole
         file.unlink()

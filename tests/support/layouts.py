@@ -21,6 +21,7 @@ from forgeasync.config.trainer import (
 )
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.routing import NO_RECORD
+from forgeasync.rollouts.token_values import TokenReport
 from forgeasync.trainer import model as trainer_model
 from forgeasync.trainer.attention import inner_attention
 from forgeasync.trainer.hf_checkpoint import full_tensors, unstack_experts
@@ -86,6 +87,8 @@ class Outcome:
     """Shapes of this rank's shards."""
     replays_exactly: bool | None = None
     """Whether replaying its own choices changed no bit of a gradient; None for a model without experts."""
+    tokens: TokenReport = field(default_factory=TokenReport)
+    """What this rank reports of single tokens."""
 
 
 def take_steps(inputs: Inputs, cases: Mapping[str, Case]) -> dict[str, Outcome]:
@@ -124,17 +127,18 @@ def _take_step(inputs: Inputs, case: Case) -> Outcome:
     replays_exactly = _replays_exactly(trainer, rows[0]) if trainer._facts.num_experts else None
     gradients: dict[str, torch.Tensor] = {}
     hook = trainer._optimizer.register_step_pre_hook(lambda *_: gradients.update(_gradients(trainer)))
-    metrics = trainer.train_step(rows).metrics
+    result = trainer.train_step(rows)
     hook.remove()
     if case.export is not None:
         trainer.save_hf(case.export, source=folder)
     return Outcome(
-        metrics=metrics,
+        metrics=result.metrics,
         num_rows=sum(row.num_targets > 0 for row in rows),
         gradients=gradients,
         weights={name: tensor.clone() for name, tensor in full_tensors(trainer.model, trainer._facts)},
         published=[tuple(_local(weight.tensor).shape) for weight in trainer.named_weights()],
         replays_exactly=replays_exactly,
+        tokens=result.tokens,
     )
 
 

@@ -458,6 +458,9 @@ class Recorder:
     def record_initial(self, held_out: HeldOutScores, eval_s: float, engines: Sequence[EngineStats]) -> None:
         self.accuracies.append(held_out.accuracy)
 
+    def picks(self, step: int, groups: Sequence[object]) -> None:
+        """Nothing is written."""
+
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
         self.rewards += [score.value for score in scores]
 

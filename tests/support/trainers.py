@@ -12,7 +12,8 @@ from forgeasync.config.trainer import BadStepsSection, OptimizerSection, Paralle
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.kept_tokens import KeptTokens
 from forgeasync.rollouts.routing import NO_RECORD
-from forgeasync.trainer.packing import PackedRow, TrainingSequence, pack_row
+from forgeasync.rollouts.token_values import BranchKey, RolloutKey
+from forgeasync.trainer.packing import PackedRow, Source, TrainingSequence, pack_row
 from forgeasync.trainer.policy_trainer import PolicyTrainer
 from forgeasync.trainer.setup import TrainerSetup
 
@@ -49,11 +50,14 @@ def make_trainer(
 
 
 def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequence]:
-    """Random sequences with random expert ids (some tokens without) and random kept sets (some whole)."""
+    """Random sequences with random expert ids (some tokens without) and random kept sets (some whole).
+
+    They are two episodes a group; the tokens of every third are asked for.
+    """
     rng = np.random.default_rng(0)
     vocab_size = facts.vocab_size
     sequences = []
-    for _ in range(num_sequences):
+    for index in range(num_sequences):
         response = rng.integers(0, vocab_size, rng.integers(3, 60)).astype(np.int32)
         prompt = rng.integers(0, vocab_size, rng.integers(1, 20)).astype(np.int32)
         kept = [
@@ -71,6 +75,12 @@ def make_sequences(num_sequences: int, facts: ModelFacts) -> list[TrainingSequen
                 behavior_logprobs_T=(-3.0 + 0.3 * rng.standard_normal(len(response))).astype(np.float32),
                 ages_T=np.zeros(len(response), np.int32),
                 advantage=float(rng.standard_normal()),
+                source=Source(
+                    key=BranchKey(
+                        rollout=RolloutKey(group_id=index // 2, episode=index % 2, agent=0), branch=0
+                    ),
+                    is_recorded=index % 3 == 0,
+                ),
             )
         )
     return sequences

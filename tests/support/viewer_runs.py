@@ -84,6 +84,48 @@ def rollout_of(step: int, group: int, episode: int, text: str) -> dict[str, obje
     }
 
 
+def tokens_of(step: int, group: int, episode: int, pieces: list[object]) -> dict[str, object]:
+    """A rollout's line of tokens.jsonl: all tokens but the first are trained, the third has no mismatch."""
+    num_trained = len(pieces) - 1
+    numbers: list[float | None] = [0.25 * (index - 1) for index in range(num_trained)]
+    if num_trained > 1:
+        numbers[1] = None
+    column = {
+        name: list(numbers) for name in ("logprob", "behavior", "mismatch", "ratio", "advantage", "entropy")
+    }
+    branch = {
+        "branch": 0,
+        "num_tokens": len(pieces),
+        "pieces": pieces,
+        "positions": list(range(1, len(pieces))),
+        **column,
+        "version": [step - 1] * num_trained,
+        "kept": [index % 3 for index in range(num_trained)],
+        "disagreement": ["01-"[index % 3] * num_trained for index in range(2)],
+    }
+    return {"step": step, "group_id": group, "episode": episode, "agent": 0, "branches": [branch]}
+
+
+def worst_of(step: int, places: list[tuple[int, int, int]], piece: object) -> dict[str, object]:
+    """A step's line of tokens.jsonl with tokens at (group, episode, position), the worst first."""
+    worst = [
+        {
+            "group_id": group,
+            "episode": episode,
+            "agent": 0,
+            "branch": 0,
+            "position": position,
+            "piece": piece,
+            **dict.fromkeys(("logprob", "behavior", "mismatch", "ratio", "advantage", "entropy"), -1.5),
+            "version": step - 1,
+            "kept": 0,
+            "disagreement": ["1", "0"],
+        }
+        for group, episode, position in places
+    ]
+    return {"step": step, "worst": worst}
+
+
 def ledger_of_steps(num_steps: int, groups_per_step: int, *, is_ended: bool) -> Iterator[list[AnyEvent]]:
     """The events of each step; a group's prompt has its number. Groups start a step before they train."""
     yield [opened(groups_per_step), *_begun(0, groups_per_step)]

@@ -5,9 +5,10 @@ than the others. Gradients are compared whole, tensor by tensor (of every expert
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from forgeasync.config.model import Dtype
 from forgeasync.config.trainer import ActivationCheckpointing, ParallelSection
 from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.token_values import NUM_WORST, TokenValues, merged_reports
 from tests.support.families import write_family
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
 from tests.support.models import write_random_model
@@ -273,6 +275,34 @@ def test_attention_of_gpus_over_whole_rows(launch: Launch) -> None:
     assert cosine(found.gradients, expected.gradients) > 0.99
 
 
+def assert_same_tokens(found: TokenValues, expected: TokenValues) -> None:
+    for field in fields(TokenValues):
+        mine, other = getattr(found, field.name), getattr(expected, field.name)
+        if other is None or other.dtype != np.float32:
+            np.testing.assert_array_equal(mine, other, err_msg=field.name)
+        else:
+            np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-4, err_msg=field.name)
+
+
+def assert_same_reports(found: Iterable[Outcome], expected: Outcome) -> None:
+    report = merged_reports([outcome.tokens for outcome in found])
+    assert [one.key for one in report.branches] == [one.key for one in expected.tokens.branches]
+    assert len(expected.tokens.branches) == 4 and len(expected.tokens.worst) == NUM_WORST
+    for mine, other in zip(report.branches, expected.tokens.branches, strict=True):
+        np.testing.assert_array_equal(mine.prompt_ids_P, other.prompt_ids_P)
+        np.testing.assert_array_equal(mine.response_ids_T, other.response_ids_T)
+        assert_same_tokens(mine.values, other.values)
+    assert [one.rank[1:] for one in report.worst] == [one.rank[1:] for one in expected.tokens.worst]
+    for worst, other in zip(report.worst, expected.tokens.worst, strict=True):
+        assert_same_tokens(worst.values, other.values)
+
+
+@pytest.mark.parametrize("name", marked(MOE_LAYOUTS | DENSE_LAYOUTS))
+def test_every_layout_reports_the_same_tokens(name: str, launch: Launch) -> None:
+    """The worst of all ranks, and every token of what was asked for: none twice, none missing."""
+    assert_same_reports(launch(name), launch(REFERENCES[name])[0])
+
+
 @pytest.mark.exhaustive
 def test_compiled(launch: Launch) -> None:
     """One graph a layer (fullgraph)."""
@@ -281,6 +311,7 @@ def test_compiled(launch: Launch) -> None:
         assert compiled.metrics[metric] == pytest.approx(eager.metrics[metric], rel=TOLERANCE)
     errors = relative_errors(compiled.gradients, eager.gradients)
     assert max(errors.values()) < TOLERANCE, max(errors, key=errors.__getitem__)
+    assert_same_reports([compiled], eager)
     (eager,) = launch("moe, bfloat16, full AC")
     (compiled,) = launch("moe, bfloat16, full AC, compiled")
     for metric in ("loss", "grad_norm"):

@@ -20,6 +20,8 @@ from tests.support.viewer_runs import (
     ledger_of_steps,
     ledger_text,
     rollout_of,
+    tokens_of,
+    worst_of,
     write_run,
 )
 
@@ -33,7 +35,14 @@ HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>document.t
 PAGES = (
     *("overview", "curves", "curves?q=reward&time=1", "groups", "groups?run=1&fate=undone", "faults?run=1"),
     *("procs", "procs?run=1", "procs?run=1&first=2&last=5"),
-    *("group?run=1&group=2", "rollouts?step=3", "rollout?run=1&number=0", "config", "glossary?q=age"),
+    *(
+        "group?run=1&group=2",
+        "rollouts?step=3",
+        "rollout?run=1&number=0",
+        "rollouts?run=1&step=2",
+        "config",
+        "glossary?q=age",
+    ),
 )
 
 ENTER, ESCAPE = "\ue007", "\ue00c"
@@ -72,6 +81,15 @@ def folders(tmp_path_factory) -> list[Path]:
     (second / "ledger.jsonl").write_bytes(ledger_text(eventful_ledger()))
     record = rollout_of(2, 2, 0, HOSTILE) | {"task_id": HOSTILE, "finish_reason": HOSTILE}
     (second / "rollouts.jsonl").write_text(json.dumps(record) + "\n")
+    pieces = [
+        HOSTILE,
+        "2 ",
+        {"bytes": "e282", "text": ""},
+        {"bytes": "ac", "text": "€"},
+        {"special": HOSTILE},
+    ]
+    tokens = (tokens_of(2, 2, 0, pieces), worst_of(2, [(2, 0, 3), (7, 0, 0), (2, 0, 1)], HOSTILE))
+    (second / "tokens.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tokens))
     fault = {
         "time_s": 5.0,
         "event": "detected",
@@ -122,7 +140,13 @@ def test_every_page_fits_and_the_browser_has_no_complaint(
 
 
 def test_texts_of_models_are_text(browser: Browser, served: Served) -> None:
-    for page in ("rollout?run=1&number=0", "faults?run=1", "overview", "group?run=1&group=2"):
+    for page in (
+        "rollout?run=1&number=0",
+        "rollouts?run=1&step=2",
+        "faults?run=1",
+        "overview",
+        "group?run=1&group=2",
+    ):
         visit(browser, served.address, page)
         assert HOSTILE in browser.text(), page
         assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
@@ -148,6 +172,53 @@ def test_the_versions_of_a_rollout_are_said_in_words(browser: Browser, served: S
         "one swap of weights while it was sampled. version 8: 3 tokens, age 1; version 9: 1 token, age 0"
         in (browser.text())
     )
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_tokens_are_read_with_keys_and_without_colours(browser: Browser, served: Served, width: int) -> None:
+    browser.resize(width)
+    visit(browser, served.address, "rollout?run=1&number=0")
+    assert browser.run(
+        "return [...document.querySelectorAll('.tokens .token')].map((one) => one.textContent)"
+    ) == [HOSTILE, "2 ", "⟨e2 82⟩", "⟨ac⟩€", HOSTILE]
+    # The worst ones have a number that no colour is needed for.
+    ranks = "return [...document.querySelectorAll('.tokens .token')].map((one) => one.dataset.rank ?? null)"
+    assert browser.run(ranks) == [None, "3", None, "1", None]
+    mark = "return getComputedStyle(document.querySelector('[data-rank=\\'1\\']'), '::before').content"
+    assert "1" in browser.run(mark.replace("\\'", '"'))
+    levels = "return [...document.querySelectorAll('.tokens .token')].map((one) => one.dataset.level)"
+    assert browser.run(levels) == ["none", "-2", "none", "2", "4"]
+    browser.run("document.querySelector('.tokens .token').focus()")
+    readout = "document.querySelector('.readout').textContent"
+    browser.press("\ue014")
+    browser.press("\ue012")
+    browser.wait_for(f"{readout}.endsWith('; not trained on')")
+    browser.press("\ue014")
+    browser.wait_for(f"{readout}.startsWith('token 1: ')")
+    told = browser.run(f"return {readout}")
+    assert "number 3 of the step's worst; mismatch -0.25;" in told and "version 1;" in told
+    assert "the whole vocabulary kept; other experts in 1 of 2 layers with a record: layer 1" in told
+    browser.press("w")
+    browser.wait_for(f"{readout}.startsWith('token 3: bytes ac')")
+    browser.run("document.querySelector('button[data-value=version]').click()")
+    assert browser.run(levels) == ["none", "0", "0", "0", "0"]
+    browser.run("document.querySelector('button[data-value=kept]').click()")
+    assert browser.run(levels) == ["none", "4", "0", "4", "4"]
+    browser.run("document.querySelector('button[data-value=disagreement]').click()")
+    assert browser.run(levels) == ["none", "4", "4", "4", "4"]
+    assert "share of the MoE layers" in browser.text() and "from 0.5 to 0.5" in browser.text()
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    assert browser.complaints() == []
+    browser.resize(1280)
+
+
+def test_the_worst_tokens_lead_to_their_rollouts(browser: Browser, served: Served) -> None:
+    visit(browser, served.address, "rollouts?run=1&step=2")
+    links = "return [...document.querySelectorAll('a')].map((one) => one.getAttribute('href'))"
+    assert browser.run(links).count("#/rollout?run=1&number=0") == 3
+    assert HOSTILE in browser.text()
+    visit(browser, served.address, "rollouts?run=0&step=2")
+    assert "the run has no tokens.jsonl" in browser.text()
 
 
 def test_everything_can_be_done_with_keys(browser: Browser, served: Served) -> None:

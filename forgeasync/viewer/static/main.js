@@ -16,7 +16,7 @@ const IN_NAV = ["overview", "curves", "groups", "rollouts", "procs", "faults", "
 const KEYS = [
   ["1 to 8", "the pages, in the order of the navigation"], ["/", "the page's search field"],
   ["j, k", "the next and the previous row, or curve"], ["Enter", "opens the row"],
-  ["←, →", "move along a curve or a lane that has the focus"], ["Backspace", "back"], ["?", "this list"],
+  ["←, →", "move along a curve, a lane or the tokens of a response"], ["w", "the next of the worst tokens, from any token"], ["Backspace", "back"], ["?", "this list"],
 ];
 
 const main = document.getElementById("main");

@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { runChoice } from "./groups.js";
 import { fill, h, link, number, table } from "./dom.js";
+import { tokenSection, worstTable } from "./tokens.js";
 
 const versions = (spans) => {
   const found = (Array.isArray(spans) ? spans : []).map((span) => span[0]);
@@ -31,13 +32,16 @@ export function rolloutTable(answer, run) {
 export async function rollouts(root, state, go) {
   const run = state.parameters.run ?? 0;
   const step = state.parameters.step ?? state.status.runs[run].step;
-  const answer = await ask("rollouts", { run, step });
+  const [answer, worst] = await Promise.all([ask("rollouts", { run, step }), ask("worst", { run, step })]);
   fill(root, 
     h("div", { class: "bar" }, runChoice(state, go),
       h("label", {}, "Step", h("input", { type: "number", min: 1, id: "search", value: step,
         onchange: (event) => go({ ...state.parameters, step: event.target.value }) }))),
     h("p", { class: "soft" }, `${number(answer.num_rollouts)} rollouts of step ${number(Number(step))} were written`),
-    h("div", {}, answer.num_rollouts > 0 && rolloutTable(answer, run)));
+    h("div", {}, answer.num_rollouts > 0 && rolloutTable(answer, run)),
+    h("h3", {}, "Worst tokens"),
+    h("p", { class: "small soft" }, "Those of all tokens of the step whose mismatch is largest; the number leads to the rollout where its text was written."),
+    h("div", {}, worstTable(worst, run)));
   return null;
 }
 
@@ -88,6 +92,7 @@ const EXTRA = ["score_status", "scorer", "scorer_version", "has_answer", "parts"
 export async function rollout(root, state) {
   const run = state.parameters.run ?? 0;
   const { rollout: record } = await ask("rollout", { run, number: state.parameters.number });
+  const [tokensDrawn, tokens] = tokenSection(run, record.number);
   const fact = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
   fill(root, 
     h("h2", {}, `Rollout ${record.number}`),
@@ -106,6 +111,8 @@ export async function rollout(root, state) {
     h("div", {}, versionStrip(record.version_spans, record.step - 1)),
     record.episode_record
       ? h("div", {}, episode(record.episode_record))
-      : h("div", {}, h("h3", {}, "Prompt"), h("div", { class: "text" }, record.prompt ?? ""), h("h3", {}, "Response"), responseText(record)));
+      : h("div", {}, h("h3", {}, "Prompt"), h("div", { class: "text" }, record.prompt ?? ""), h("h3", {}, "Response"), responseText(record)),
+    tokens);
+  await tokensDrawn;
   return null;
 }

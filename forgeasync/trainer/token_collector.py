@@ -1,0 +1,136 @@
+"""Takes the values of single tokens out of an optimizer step: rollouts that people will read, and the worst.
+
+The step has computed all of them; they are copied to the host row by row, and only what is wanted is kept.
+
+Shape suffixes: T targets of a row, N those that are wanted, M MoE layers, L row length.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from forgeasync.algorithms.loss import RowLoss
+from forgeasync.algorithms.objectives import Objective
+from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.rollouts.token_values import (
+    NUM_WORST,
+    BranchValues,
+    TokenReport,
+    TokenValues,
+    WorstToken,
+    merged_reports,
+)
+from forgeasync.trainer.packing import PackedRow, PlacedSource
+from forgeasync.trainer.replayed_decisions import ReplayedDecisions
+
+
+class TokenCollector:
+    """Collects the tokens of one optimizer step on this rank."""
+
+    def __init__(self, objective: Objective, decisions: ReplayedDecisions, *, trained_version: int) -> None:
+        """``trained_version``: the version of the weights that ages count from."""
+        self._objective = objective
+        self._decisions = decisions
+        self._trained_version = trained_version
+        self.report = TokenReport()
+
+    @torch.no_grad()
+    def add(
+        self,
+        row: PackedRow,
+        tokens: RowTokens,
+        result: RowLoss,
+        entropies_T: torch.Tensor,
+        noted_ML: torch.Tensor | None,
+    ) -> None:
+        """Take a row's tokens, with this rank's note of its decisions; collective over the ranks of the row.
+
+        Nothing is taken where the row does not say which branches its sequences are, and by other ranks than
+        the first of the row, so that no token is there twice.
+        """
+        decisions_ML = self._decisions.whole(noted_ML)
+        if not row.sources or not self._decisions.is_first:
+            return
+        on_device = [
+            tokens.logprobs_T,
+            self._objective.importance_ratios(tokens),
+            result.advantages_T,
+            entropies_T,
+        ]
+        logprobs_T, ratios_T, advantages_T, entropies_on_host_T = (
+            torch.stack([values_T.float() for values_T in on_device]).cpu().numpy()
+        )
+        places_T = row.mask_L.nonzero()[0]
+        sequence_T = row.sequence_ids_L[places_T]
+        starts_S = np.array([one.start + one.num_prompt_tokens for one in row.sources])
+        values = TokenValues(
+            positions_N=(places_T + 1 - starts_S[sequence_T]).astype(np.int32),
+            token_ids_N=row.target_ids_L[places_T].astype(np.int32),
+            logprobs_N=logprobs_T,
+            behavior_logprobs_N=row.behavior_logprobs_L[places_T],
+            ratios_N=ratios_T,
+            advantages_N=advantages_T,
+            entropies_N=entropies_on_host_T,
+            versions_N=(self._trained_version - row.ages_L[places_T]).astype(np.int32),
+            num_kept_N=np.diff(row.kept_tokens.offsets).astype(np.int32),
+            decisions_MN=None,
+        )
+        trained_N = tokens.mask_T.cpu().numpy().nonzero()[0]
+        worst_N = _worst(values, trained_N, sequence_T, row.sources)
+        is_wanted_S = np.array([one.source.is_recorded for one in row.sources])
+        recorded_N = trained_N[is_wanted_S[sequence_T[trained_N]]]
+        wanted_N = np.union1d(worst_N, recorded_N)
+        wanted = values.take(wanted_N)
+        if decisions_ML is not None:
+            at = torch.from_numpy(places_T[wanted_N]).to(decisions_ML.device)
+            wanted = dataclasses.replace(wanted, decisions_MN=decisions_ML[:, at].cpu().numpy())
+        self.report = merged_reports([self.report, _report(row, wanted, sequence_T, wanted_N, worst_N)])
+
+
+def _worst(
+    values: TokenValues, trained_N: np.ndarray, sequence_T: np.ndarray, sources: tuple[PlacedSource, ...]
+) -> np.ndarray:
+    """Return which of the trained tokens are this row's worst, at most ``NUM_WORST``; as ``WorstToken.rank``.
+
+    Of tokens whose mismatch is equal those are taken that the whole batch would take.
+    """
+    sizes_N = np.abs(values.mismatch_N[trained_N])
+    sizes_N = np.where(np.isnan(sizes_N), np.inf, sizes_N)
+    if len(sizes_N) > NUM_WORST:
+        smallest = np.partition(sizes_N, -NUM_WORST)[-NUM_WORST]
+        trained_N, sizes_N = trained_N[sizes_N >= smallest], sizes_N[sizes_N >= smallest]
+    keys = [one.source.key for one in sources]
+    place_S = np.empty(len(keys), np.int64)
+    place_S[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
+    order = np.lexsort((values.positions_N[trained_N], place_S[sequence_T[trained_N]], -sizes_N))
+    return trained_N[order[:NUM_WORST]]
+
+
+def _report(
+    row: PackedRow, wanted: TokenValues, sequence_T: np.ndarray, wanted_N: np.ndarray, worst_N: np.ndarray
+) -> TokenReport:
+    """``wanted_N``, ascending, are the targets that ``wanted`` has the values of."""
+    sequence_N = sequence_T[wanted_N]
+    branches = []
+    for index, placed in enumerate(row.sources):
+        if not placed.source.is_recorded:
+            continue
+        first_response = placed.start + placed.num_prompt_tokens
+        end = first_response + placed.num_response_tokens
+        branches.append(
+            BranchValues(
+                key=placed.source.key,
+                prompt_ids_P=row.token_ids_L[placed.start : first_response].astype(np.int32),
+                response_ids_T=row.token_ids_L[first_response:end].astype(np.int32),
+                values=wanted.take(np.flatnonzero(sequence_N == index)),
+            )
+        )
+    worst = [
+        WorstToken(
+            key=row.sources[sequence_T[target]].source.key,
+            values=wanted.take(np.searchsorted(wanted_N, [target])),
+        )
+        for target in worst_N
+    ]
+    return TokenReport(branches=tuple(branches), worst=tuple(worst))
