@@ -10,6 +10,7 @@ from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.run import RunConfig
+from forgeasync.controller.prediction_watch import PredictionWatch
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.observability.bad_batches import BadBatches
 from forgeasync.observability.console import StepConsole, StepLine
@@ -91,6 +92,7 @@ class RunRecorder:
         self._rollouts = RolloutWriter(
             run_dir.rollouts, per_step=config.logging.rollouts_per_step, episodes=self._records
         )
+        self._prediction = PredictionWatch(config, run_dir, console.message)
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._checkpoint_s: float | None = None
         self._bad_batches = BadBatches(run_dir.bad_steps, num_kept=config.trainer.bad_steps.num_kept)
@@ -227,6 +229,7 @@ class RunRecorder:
         if self._checkpoint_s is not None:
             metrics["time/checkpoint_s"] = self._checkpoint_s
             self._checkpoint_s = None
+        metrics |= self._prediction.step(record.step, metrics, batch.groups)
         self._metrics.write(metrics)
         written = self._rollouts.write(record.step, batch.groups)
         if self._records is not None:
@@ -239,6 +242,10 @@ class RunRecorder:
         self._publish_s.clear()
         self._fetches.clear()
         self._swaps.clear()
+
+    def verdict(self) -> list[str]:
+        """What bounded the run, and what changes would bring, in lines for people; may wait some seconds."""
+        return self._prediction.closing_lines()
 
     def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
         """The peak of the largest process of each role; the scorer's is among the counters."""
@@ -274,6 +281,7 @@ class RunRecorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._prediction.close()
         self._metrics.close()
         self._rollouts.close()
         if self._records is not None:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -43,8 +43,11 @@ class Setup(Section):
     num_trainer_procs: Procs
     num_data_ranks: Procs
     """Ranks of the trainer that have rows of their own."""
+    trainer_dtype: Text
+    """What the trainer computes in."""
     num_replicas: Procs
     tensor_parallel: Procs
+    generator_dtype: Text
 
 
 class Cores(Section):
@@ -116,7 +119,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.observability.run_dir import RunDir
+from forgeasync.prediction.record import PredictionRecord, read_prediction
+from forgeasync.schema.problems import ConfigError
 from forgeasync.viewer.appended_lines import MAX_LINE_BYTES, AppendedLines, Piece
 from forgeasync.viewer.definitions import known_definition
 from forgeasync.viewer.fault_lines import FaultLines
@@ -40,8 +42,8 @@ class Progress:
 class RunReader:
     """One run. Not safe for threads: whoever has several takes a lock."""
 
-    def __init__(self, path: Path, *, with_rollouts: bool = True) -> None:
-        """Opens nothing that stays open; without ``with_rollouts`` these are not read.
+    def __init__(self, path: Path, *, with_rollouts: bool = True, with_traces: bool = True) -> None:
+        """Opens nothing that stays open; without ``with_rollouts`` or ``with_traces`` these are not read.
 
         Raises:
             NoRun: the folder is not there, or has none of a run's files.
@@ -59,6 +61,11 @@ class RunReader:
         self.faults = FaultLines()
         self.rollouts = RolloutIndex()
         self.traces = Traces(self.run_dir.logs)
+        self._with_traces = with_traces
+        self.prediction: PredictionRecord | None = None
+        """What was predicted of the run; None: nothing yet."""
+        self._prediction_problem: str | None = None
+        self._prediction_time_ns: int | None = None
         self._files = [AppendedLines(self.run_dir.metrics), AppendedLines(self.run_dir.faults)]
         self._files.append(AppendedLines(self.run_dir.ledger))
         if with_rollouts:
@@ -76,11 +83,12 @@ class RunReader:
         Curves come before groups, groups before rollouts, and those before the processes' traces.
         """
         self._read_settings()
+        self._read_prediction()
         for file in self._files:
             if (piece := file.read()) is not None:
                 self._take(file.path, piece)
                 return True
-        return self.traces.read_some()
+        return self._with_traces and self.traces.read_some()
 
     def read_all(self) -> None:
         """Read everything that is there."""
@@ -122,6 +130,20 @@ class RunReader:
         except ConfigUnreadable as error:
             self._settings, self._settings_problem = {}, str(error)
 
+    def _read_prediction(self) -> None:
+        try:
+            time_ns = self.run_dir.prediction.stat().st_mtime_ns
+        except OSError:
+            time_ns = None
+        if time_ns == self._prediction_time_ns:
+            return
+        self._prediction_time_ns = time_ns
+        self.prediction, self._prediction_problem = None, None
+        try:
+            self.prediction = read_prediction(self.run_dir.prediction)
+        except ConfigError as error:
+            self._prediction_problem = str(error)
+
     # ---- questions
 
     @property
@@ -146,6 +168,8 @@ class RunReader:
         found += self.traces.problems
         if self._settings_problem is not None:
             found.append(self._settings_problem)
+        if self._prediction_problem is not None:
+            found.append(self._prediction_problem)
         if self.ledger.refusal is not None:
             found.append(f"ledger.jsonl {self.ledger.refusal}; groups are not shown")
         if self.ledger.num_damaged:
