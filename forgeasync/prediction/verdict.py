@@ -23,7 +23,8 @@ def verdict_lines(measured: MeasuredSteps | None, record: PredictionRecord | Non
         lines.append("what changes would bring has not been simulated yet")
     else:
         lines.append(f"predicted{since}: {newest.changes.verdict}")
-        lines += [f"  with {change.words}" for change in newest.changes.changes]
+        others = [one.words for one in newest.changes.changes if one.words not in newest.changes.verdict]
+        lines += [f"  with {words}" for words in others]
     if (words := split_words(newest)) is not None:
         lines.append(words)
     return lines

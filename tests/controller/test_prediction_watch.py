@@ -148,7 +148,7 @@ def test_a_run_is_predicted_measured_and_predicted_anew(
     lines = watch.closing_lines()
     assert f"{run.step_s:.3g} / 4 s a step" in lines[1]
     assert f"lengths of the groups up to step {refitted}" in lines[2]
-    assert any("one more replica" in one for one in lines[3:])
+    assert any("one more scorer" in one for one in lines[3:])
     assert not undefined(first.keys() | third.keys() | last.keys())
 
 

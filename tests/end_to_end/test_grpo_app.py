@@ -63,7 +63,7 @@ def check_prediction(run_dir: Path, out: str) -> None:
     assert f"{predicted:.3g} / {newest:.3g} s a step" in out
     assert re.search(r"bounds? the run: |nor does training: ", out)
     said = "\n".join(status_of(record)["verdict"])
-    assert f"{predicted:.3g} / {newest:.3g} s a step" in said and "with one more replica: " in said
+    assert f"{predicted:.3g} / {newest:.3g} s a step" in said and "with one more scorer: " in said
 
 
 @pytest.mark.parametrize("steps_off_policy", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
