@@ -102,14 +102,12 @@ class Simulating:
         return None if code == 0 else f"its process ended with exit code {code} (see {self._log})"
 
     def _keep(self, found: Prediction) -> None:
-        before = self.record
-        is_start = before is None or before.start.after_step == found.after_step
-        self.record = PredictionRecord(
-            profile=self._profile,
-            profile_of=self._profile_of,
-            start=found if before is None or is_start else before.start,
-            newest=found,
-        )
+        if self.record is None:
+            self.record = PredictionRecord(
+                profile=self._profile, profile_of=self._profile_of, start=found, newest=found
+            )
+        else:
+            self.record = self.record.with_news(found)
         try:
             write_prediction(self.record, self._file)
         except OSError as error:

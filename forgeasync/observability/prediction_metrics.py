@@ -34,7 +34,7 @@ PREDICTION = Topic(
         ),
         Metric(
             key="prediction/refitted_at_step",
-            meaning="The newest step whose groups the newest prediction has its lengths from.",
+            meaning="Newest step of those whose groups the newest prediction has its lengths from.",
             when=_REFITTED,
         ),
         Metric(

@@ -110,7 +110,13 @@ class PredictionRecord(Section):
     start: Prediction
     """With the lengths of the profile."""
     newest: Prediction
-    """With the lengths that were fitted last."""
+    """With the lengths that were fitted last, of which everything has been simulated."""
+
+    def with_news(self, found: Prediction) -> "PredictionRecord":
+        """Return the record with a further prediction; one with newer lengths counts once it is whole."""
+        if found.after_step == self.start.after_step:
+            return self.model_copy(update={"start": found, "newest": found})
+        return self if found.split is None else self.model_copy(update={"newest": found})
 
 
 def write_prediction(record: PredictionRecord, file: Path) -> None:

@@ -91,6 +91,18 @@ def test_predicted_times_are_those_of_the_start_and_changes_those_of_the_newest_
     assert changes == ["  with one more scorer: 1.34 -> 1.33 s a step"], "no word of a split 10 % faster"
 
 
+def test_newer_lengths_count_once_everything_was_simulated_with_them() -> None:
+    start = Prediction(after_step=0, run=RUN)
+    begun = PredictionRecord(profile="p.json", profile_of="measured", start=start, newest=start)
+    whole = start.model_copy(update={"changes": CHANGES, "split": split("x", 1.0).split})
+    of_start = begun.with_news(whole)
+    assert of_start.start == of_start.newest == whole
+    newer = Prediction(after_step=20, run=RUN, changes=CHANGES)
+    assert of_start.with_news(newer) == of_start
+    newer = newer.model_copy(update={"split": whole.split})
+    assert of_start.with_news(newer).newest == newer and of_start.with_news(newer).start == whole
+
+
 def test_what_was_not_simulated_in_time_is_said() -> None:
     assert verdict_lines(MEASURED, record(Prediction(after_step=0, run=RUN)))[-1] == (
         "what changes would bring has not been simulated yet"
