@@ -357,7 +357,7 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
             console.phase("ending all procs")
             await fleet.close()
             close_trace()
-        for line in closing_lines(run_dir):
+        for line in (*recorder.verdict(), *closing_lines(run_dir)):
             console.message(line)
 
 

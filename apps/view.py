@@ -1,14 +1,15 @@
 """Shows runs in a browser: curves, the life of every group, rollouts, faults, configs.
 
     python -m apps.view RUN [RUN ...] [--port N]
-    python -m apps.view RUN [RUN ...] --status [--json]
+    python -m apps.view RUN [RUN ...] --status [--json] [--no-traces]
     python -m apps.view RUN --perfetto FILE
     python -m apps.view --demo
 
 RUN is the folder of a run that goes on, has ended or was killed. Serves a page at http://127.0.0.1:8420/ to
 browsers of this machine, from the folders alone and without writing anything (docs/viewer.md). ``--status``
-prints how the runs are doing instead, with ``--json`` one JSON object a run and line. ``--perfetto`` writes a
-file for ui.perfetto.dev or chrome://tracing. ``--demo`` adds a small recorded run.
+prints how the runs are doing instead, with ``--json`` one JSON object a run and line; with ``--no-traces``
+what their processes did is not read, nor looked at for problems. ``--perfetto`` writes a file for
+ui.perfetto.dev or chrome://tracing. ``--demo`` adds a small recorded run.
 
 Exit code: 0; 1 if the file cannot be written; 2 with the reason if a folder is none of a run or the port is
 taken.
@@ -38,6 +39,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 takes any that is free")
     parser.add_argument("--status", action="store_true", help="print how the runs are doing, and end")
     parser.add_argument("--json", action="store_true", help="with --status: one JSON object a run and line")
+    parser.add_argument(
+        "--no-traces", action="store_true", help="with --status: leave unread what processes did"
+    )
     parser.add_argument("--perfetto", metavar="FILE", type=Path, help="write a Chrome trace, and end")
     arguments = parser.parse_args(given)
     folders = [*arguments.runs, *([DEMO_RUN] if arguments.demo else [])]
@@ -47,9 +51,12 @@ def main(given: Sequence[str] | None = None) -> int:
         parser.error("--json goes with --status")
     if arguments.perfetto is not None and (len(folders) > 1 or arguments.status):
         parser.error("--perfetto takes one RUN, and no --status")
+    if arguments.no_traces and not arguments.status:
+        parser.error("--no-traces goes with --status")
     is_page = not arguments.status and arguments.perfetto is None
     try:
-        runs = [RunReader(path, with_rollouts=is_page) for path in folders]
+        with_traces = not arguments.no_traces
+        runs = [RunReader(path, with_rollouts=is_page, with_traces=with_traces) for path in folders]
         if is_page:
             serve_until_stopped(runs, arguments.port, lambda address: print(address, flush=True))
             return 0

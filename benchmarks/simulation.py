@@ -36,7 +36,13 @@ PROFILE = Profile(
     sources=("made up for this benchmark",),
     hardware=Hardware(host="none", num_cores=64, cpu="none", packages={}),
     setup=Setup(
-        model="none", num_trainer_procs=1024, num_data_ranks=128, num_replicas=384, tensor_parallel=8
+        model="none",
+        num_trainer_procs=1024,
+        num_data_ranks=128,
+        trainer_dtype="bfloat16",
+        num_replicas=384,
+        tensor_parallel=8,
+        generator_dtype="bfloat16",
     ),
     cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
     decode=tuple(

@@ -38,6 +38,7 @@ from forgeasync.observability.wandb_log import check_wandb
 from forgeasync.planning.host_requests import with_host_requests
 from forgeasync.planning.memory.host import available_host_bytes, check_memory, snapshot_memory_bytes
 from forgeasync.planning.request_warnings import request_warnings
+from forgeasync.prediction.profile_checks import check_prediction
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.rollouts.task import Task
@@ -94,6 +95,7 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     except ConfigError as error:
         # Other problems of the config are reported along with the missing model.
         raise ConfigError([*error.problems, *own, *others]) from None
+    others += check_prediction(resolve(config, facts), facts)
     raise_if_any([*check_config(config, facts), *others])
     return facts
 

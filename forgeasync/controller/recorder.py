@@ -10,6 +10,7 @@ from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.run import RunConfig, is_served
+from forgeasync.controller.prediction_watch import PredictionWatch
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.observability.bad_batches import BadBatches
 from forgeasync.observability.console import StepConsole, StepLine
@@ -107,6 +108,7 @@ class RunRecorder:
             keeps_texts = config.serving.keep_texts or not is_served(config)
             pieces = TokenPieces(prompts.tokenizer) if keeps_texts else None
             self._tokens = TokenLines(run_dir.tokens, pieces)
+        self._prediction = PredictionWatch(config, run_dir, console.message)
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
         self._checkpoint_s: float | None = None
         self._bad_batches = BadBatches(run_dir.bad_steps, num_kept=config.trainer.bad_steps.num_kept)
@@ -256,6 +258,7 @@ class RunRecorder:
             self._checkpoint_s = None
         if self._tokens is not None:
             metrics |= self._tokens.prepare(record.step, result.tokens)
+        metrics |= self._prediction.step(record.step, metrics, batch.groups)
         self._metrics.write(metrics)
         written = self._rollouts.write(record.step, batch.groups)
         if self._tokens is not None:
@@ -270,6 +273,10 @@ class RunRecorder:
         self._publish_s.clear()
         self._fetches.clear()
         self._swaps.clear()
+
+    def verdict(self) -> list[str]:
+        """What bounded the run, and what changes would bring, in lines for people; may wait some seconds."""
+        return self._prediction.closing_lines()
 
     def _memory_metrics(self, record: StepRecord) -> dict[str, float]:
         """The peak of the largest process of each role; the scorer's is among the counters."""
@@ -305,6 +312,7 @@ class RunRecorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._prediction.close()
         self._metrics.close()
         self._rollouts.close()
         if self._tokens is not None:

@@ -10,11 +10,12 @@ from forgeasync.observability.episode_metrics import EPISODES
 from forgeasync.observability.fault_metrics import FAULTS
 from forgeasync.observability.metric import Metric, Reporter, as_markdown
 from forgeasync.observability.operation_metrics import OPERATION_TOPICS
+from forgeasync.observability.prediction_metrics import PREDICTION
 from forgeasync.observability.serving_metrics import SERVING
 from forgeasync.observability.teacher_metrics import TEACHERS
 from forgeasync.observability.training_metrics import TRAINING_TOPICS
 
-TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, TEACHERS, FAULTS, BAD_STEPS)
+TOPICS = (*TRAINING_TOPICS, *OPERATION_TOPICS, EPISODES, SERVING, TEACHERS, FAULTS, BAD_STEPS, PREDICTION)
 
 METRICS = tuple(metric for topic in TOPICS for metric in topic.metrics)
 
@@ -43,8 +44,8 @@ says so once, counts the lines (`metrics/num_wandb_errors`), and goes on; its en
 Code of your own (an objective, a correction) may report further names; they are not listed here.
 
 This page is generated from `forgeasync/observability/training_metrics.py`, `operation_metrics.py`,
-`episode_metrics.py`, `serving_metrics.py`, `teacher_metrics.py`, `fault_metrics.py` and `bad_step_metrics.py`
-by `make docs`.
+`episode_metrics.py`, `serving_metrics.py`, `teacher_metrics.py`, `fault_metrics.py`,
+`bad_step_metrics.py` and `prediction_metrics.py` by `make docs`.
 """
 
 

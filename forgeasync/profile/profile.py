@@ -43,8 +43,11 @@ class Setup(Section):
     num_trainer_procs: Procs
     num_data_ranks: Procs
     """Ranks of the trainer that have rows of their own."""
+    trainer_dtype: Text
+    """What the trainer computes in."""
     num_replicas: Procs
     tensor_parallel: Procs
+    generator_dtype: Text
 
 
 class Cores(Section):

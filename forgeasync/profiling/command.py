@@ -40,7 +40,8 @@ def profile_config(config: RunConfig, out: Path | None) -> None:
         remedy = "its folder does not exist; must be a file in a folder that does"
         raise_if_any([Problem(field="--out", value=str(out), remedy=remedy)])
     folder = RUNS_FOLDER / f"profile-{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    config = config.model_copy(update={"run_dir": str(folder)})
+    # The profile that the config names for its runs may be the one that is measured here.
+    config = config.model_copy(update={"run_dir": str(folder), "prediction": None})
     check_profiled(config)
     for line in take_over(config):
         print(line)

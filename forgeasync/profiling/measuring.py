@@ -153,8 +153,10 @@ def _setup(prepared: Prepared, roles: Roles) -> Setup:
         model=config.model.path,
         num_trainer_procs=config.trainer.parallel.num_procs,
         num_data_ranks=roles.trainer.num_data_ranks,
+        trainer_dtype=config.trainer.dtype,
         num_replicas=config.generator.num_replicas,
         tensor_parallel=config.generator.tensor_parallel,
+        generator_dtype=config.generator.dtype,
     )
 
 

@@ -1,8 +1,6 @@
 """Groups sampled and scored by the run's own procs: lengths, times of scoring, episodes."""
 
 import asyncio
-import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.environments.order import sampling_seed
 from forgeasync.environments.reward import response_of
+from forgeasync.profile.fitted_lengths import fit_lengths
 from forgeasync.profile.numbers import Distribution
 from forgeasync.profile.profile import EnvironmentTimes, Lengths
 from forgeasync.rollouts.rollout import Group, StoredRollout
@@ -117,10 +116,9 @@ def lengths_by_source(sampled: Sequence[Sampled]) -> dict[str, Lengths]:
     for one in sampled:
         by_source.setdefault(one.group.task.source, []).append(one.group)
     return {
-        source: Lengths(
-            prompt=Distribution.of([_prompt(group.rollouts[0]) for group in groups]),
-            response=Distribution.of([_response(rollout) for group in groups for rollout in group.rollouts]),
-            prompt_share=alikeness([[_response(one) for one in group.rollouts] for group in groups]),
+        source: fit_lengths(
+            [_prompt(group.rollouts[0]) for group in groups],
+            [[_response(rollout) for rollout in group.rollouts] for group in groups],
         )
         for source, groups in by_source.items()
     }
@@ -132,41 +130,3 @@ def _prompt(rollout: StoredRollout) -> float:
 
 def _response(rollout: StoredRollout) -> float:
     return float(max(1, rollout.num_sampled_tokens))
-
-
-def alikeness(groups: Sequence[Sequence[float]]) -> float:
-    """Return how alike the values within groups are: the intraclass correlation of their normal scores.
-
-    That of one-way analysis of variance (Shrout and Fleiss 1979, ICC(1,1)), between 0 and 1. Normal scores
-    are the normal quantiles of mid-ranks by the number of values (Blom 1958).
-    """
-    groups = [group for group in groups if len(group) > 1]
-    values = sorted(value for group in groups for value in group)
-    if len(groups) < 2 or values[0] == values[-1]:
-        return 0.0
-    scores = _normal_scores(values)
-    scored = [[scores[value] for value in group] for group in groups]
-    size = statistics.fmean(len(group) for group in scored)
-    mean = statistics.fmean(value for group in scored for value in group)
-    means = [statistics.fmean(group) for group in scored]
-    between = math.fsum(len(group) * (one - mean) ** 2 for group, one in zip(scored, means, strict=True)) / (
-        len(scored) - 1
-    )
-    num_within = sum(len(group) - 1 for group in scored)
-    within = (
-        math.fsum((value - one) ** 2 for group, one in zip(scored, means, strict=True) for value in group)
-        / num_within
-    )
-    return min(1.0, max(0.0, (between - within) / (between + (size - 1) * within)))
-
-
-def _normal_scores(ordered: Sequence[float]) -> dict[float, float]:
-    """Return the normal score of every value; equal ones have the score of their middle rank."""
-    normal, num = statistics.NormalDist(), len(ordered)
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(ordered, 1):
-        places.setdefault(value, []).append(place)
-    return {
-        value: normal.inv_cdf((statistics.fmean(ranks) - 0.375) / (num + 0.25))
-        for value, ranks in places.items()
-    }

@@ -10,6 +10,7 @@ from forgeasync.observability.episode_view import visible_line
 from forgeasync.viewer.metric_table import ELAPSED_S
 from forgeasync.viewer.run_life import Life, run_life
 from forgeasync.viewer.run_reader import RunReader
+from forgeasync.viewer.run_verdict import verdict_of
 
 NUM_RECENT_STEPS = 20
 """Steps whose times the estimate of the time that is left comes from."""
@@ -59,6 +60,7 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
             if (newest := run.metrics.newest(key)) is not None
         },
         "groups": {fate.word: num for fate, num in lives.num_of_fate().items() if num},
+        "verdict": verdict_of(run, max_steps),
         "num_resumptions": lives.num_resumptions,
         "num_faults": len(faults),
         "num_open_faults": run.faults.num_open,
@@ -104,6 +106,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         lines[-1] += f", about {_duration(left_s)} left"
     for key, newest in status["metrics"].items():
         lines.append(f"  {key:<36}{newest['value']:>12.6g}   at step {newest['step']}")
+    lines += [f"  {line}" for line in status["verdict"]]
     groups = ", ".join(f"{num} {fate}" for fate, num in status["groups"].items())
     lines.append(f"  groups: {groups or 'none'}")
     lines.append(f"  faults: {status['num_faults']}, {status['num_open_faults']} of them not recovered from")

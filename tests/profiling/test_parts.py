@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.config.load import load_config
+from forgeasync.profile.fitted_lengths import alikeness
 from forgeasync.profile.numbers import Distribution
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
     Sampled,
-    alikeness,
     environment_times,
     lengths_by_source,
 )

@@ -13,6 +13,16 @@ from forgeasync.profile.profile import (
     WeightTimes,
 )
 
+NO_SETUP = Setup(
+    model="none",
+    num_trainer_procs=1,
+    num_data_ranks=1,
+    trainer_dtype="float32",
+    num_replicas=1,
+    tensor_parallel=1,
+    generator_dtype="float32",
+)
+
 
 def simple_profile(
     *,
@@ -31,13 +41,14 @@ def simple_profile(
     num_cores: int = 64,
     cores: Cores | None = None,
     filtered_share: float = 0.0,
+    setup: Setup | None = None,
 ) -> Profile:
     """A machine whose steps take ``decode_s`` and whose trainer takes ``token_s`` a token of a rank."""
     return Profile(
         origin=Origin.STATED,
         sources=("a test",),
         hardware=Hardware(host="test", num_cores=num_cores, cpu="none", packages={}),
-        setup=Setup(model="none", num_trainer_procs=1, num_data_ranks=1, num_replicas=1, tensor_parallel=1),
+        setup=setup or NO_SETUP,
         cores=cores or Cores(trainer=0.0, generator=0.0, scorer=0.0),
         decode=tuple(
             DecodePoint(

@@ -60,6 +60,7 @@ function runPanel(run, index, name, metrics) {
       h("div", { class: "tile" }, h("b", {}, duration(run.written_ago_s)), h("span", {}, "since it last wrote")),
       h("div", { class: "tile" }, h("b", {}, `${run.num_open_faults} of ${run.num_faults}`), h("span", {}, "faults not recovered from")),
       Object.entries(run.metrics).map(([key, newest]) => tile(metrics.get(key), { key, ...newest }, run.step))),
+    h("div", {}, run.verdict.map((words) => h("p", { class: "small" }, words))),
     groups.length > 0 && h("p", {}, "Groups: ", groups.map(([word, count], i) =>
       [i ? ", " : "", link("groups", { run: index, fate: word }, fate(word), ` ${number(count)}`)])),
     progress.map((one) => h("p", { class: "small soft" },

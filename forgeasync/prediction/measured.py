@@ -1,0 +1,130 @@
+"""What a run does, from the lines of its metrics: means over its newest steps, as a prediction has them."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forgeasync.prediction.record import NUM_SIMULATED_STEPS
+
+WINDOW_STEPS = 50
+"""Newest steps that are measured."""
+
+KEYS = (
+    "step",
+    "time/elapsed_s",
+    "time/step_s",
+    "time/eval_s",
+    "time/wait_for_batch_s",
+    "time/train_s",
+    "time/publish_weights_s",
+    "throughput/train_tokens_per_s",
+    "generator/busy_s",
+)
+"""Metrics that every step's line has to have."""
+
+NUM_GENERATORS = "generator/num_healthy"
+"""Read where a line has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSteps:
+    """Means over some steps, without what training waited for evaluations."""
+
+    num_steps: int
+    step_s: float
+    """Seconds from one step's end to the next one's."""
+    trained_tokens_per_s: float
+    """Response tokens."""
+    wait_share: float
+    """Share of the time in which training waited for a batch."""
+    train_share: float
+    publish_share: float
+    """Share of the time in which training waited to publish."""
+    busy_share: float | None
+    """Share of the generators' time with a request; evaluations are part of it. None: no line says how many
+    generators there were."""
+
+    @property
+    def between_share(self) -> float:
+        """Share of the time for what lies between: rows, records, checkpoints."""
+        return max(0.0, 1.0 - self.wait_share - self.train_share - self.publish_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    seconds: float
+    eval_s: float
+    num_tokens: float
+    wait_s: float
+    train_s: float
+    publish_s: float
+    busy_s: float
+    generators_s: float
+    """Seconds of all healthy generators together; 0: it is not known how many there were."""
+
+
+def num_first_steps(max_steps: int) -> int:
+    """Return how many steps of a run are left out, as of a simulated run: its first third, at most 10."""
+    return min(max_steps, NUM_SIMULATED_STEPS) // 3
+
+
+class MeasuredWindow:
+    """The newest steps of a run, but for the first ones after its start.
+
+    A run that was started again begins anew here: its generators had nothing to do meanwhile.
+    """
+
+    def __init__(self, *, num_left_out: int) -> None:
+        """Leave out the first ``num_left_out`` steps, and at least the one that a later one is timed from."""
+        self._num_left_out = num_left_out
+        self._num_seen = 0
+        self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+        self._before: Mapping[str, float] | None = None
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Take the line of the next step; it has all of ``KEYS``."""
+        before, self._before = self._before, dict(metrics)
+        # The generators' busy time begins at 0 whenever the command starts.
+        if before is not None and not (
+            metrics["step"] == before["step"] + 1
+            and metrics["time/elapsed_s"] > before["time/elapsed_s"]
+            and metrics["generator/busy_s"] >= before["generator/busy_s"]
+        ):
+            before = None
+        if before is None:
+            self._num_seen = 0
+            self._steps.clear()
+        self._num_seen += 1
+        if before is not None and self._num_seen > self._num_left_out:
+            self._steps.append(_step(before, metrics))
+
+    def measured(self) -> MeasuredSteps | None:
+        """Return the means; None before there is a step to measure."""
+        seconds = sum(one.seconds - one.eval_s for one in self._steps)
+        if seconds <= 0.0:
+            return None
+        generators_s = sum(one.generators_s for one in self._steps)
+        busy_s = sum(one.busy_s for one in self._steps if one.generators_s)
+        return MeasuredSteps(
+            num_steps=len(self._steps),
+            step_s=seconds / len(self._steps),
+            trained_tokens_per_s=sum(one.num_tokens for one in self._steps) / seconds,
+            wait_share=sum(one.wait_s for one in self._steps) / seconds,
+            train_share=sum(one.train_s for one in self._steps) / seconds,
+            publish_share=sum(one.publish_s for one in self._steps) / seconds,
+            busy_share=min(1.0, busy_s / generators_s) if generators_s else None,
+        )
+
+
+def _step(before: Mapping[str, float], metrics: Mapping[str, float]) -> _Step:
+    seconds = metrics["time/elapsed_s"] - before["time/elapsed_s"]
+    return _Step(
+        seconds=seconds,
+        eval_s=min(seconds, metrics["time/eval_s"]),
+        num_tokens=metrics["throughput/train_tokens_per_s"] * metrics["time/step_s"],
+        wait_s=metrics["time/wait_for_batch_s"],
+        train_s=metrics["time/train_s"],
+        publish_s=metrics["time/publish_weights_s"],
+        busy_s=metrics["generator/busy_s"] - before["generator/busy_s"],
+        generators_s=seconds * metrics[NUM_GENERATORS] if NUM_GENERATORS in metrics else 0.0,
+    )

@@ -1,0 +1,50 @@
+"""The process that simulates for a run: a request on stdin; on stdout a prediction a line, each one fuller.
+
+It simulates in a process of its own, at the lowest priority, so that the run's event loop and its training go
+on meanwhile.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from pydantic import Field
+
+from forgeasync.config.run import RunConfig
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.prediction.simulated import SampledLengths, predictions, with_lengths
+from forgeasync.profile.profile_file import read_profile
+from forgeasync.schema.section import CountOrZero, Section
+
+LOWEST_PRIORITY = 19
+
+
+class PredictionRequest(Section):
+    """What is to be simulated."""
+
+    config_json: str
+    """The run's config, as the run uses it."""
+    profile: str
+    """File of the profile."""
+    after_step: CountOrZero
+    recent: dict[str, SampledLengths]
+    """Groups that lengths are fitted to, by source; empty: the profile's lengths."""
+    gpu_bytes: int = Field(gt=0, le=2**60)
+    """Memory of a GPU."""
+
+
+def main() -> None:
+    """Answer one request."""
+    os.nice(LOWEST_PRIORITY)
+    request = PredictionRequest.model_validate_json(sys.stdin.buffer.read(), strict=True)
+    config = RunConfig.model_validate_json(request.config_json, strict=True)
+    profile = with_lengths(read_profile(Path(request.profile)), request.recent)
+    facts = read_model_facts(config.model.path)
+    for found in predictions(
+        config, facts, profile, after_step=request.after_step, gpu_bytes=request.gpu_bytes
+    ):
+        print(found.model_dump_json(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

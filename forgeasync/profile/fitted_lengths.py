@@ -1,0 +1,58 @@
+"""Lengths of prompts and responses, fitted to groups that were sampled."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from forgeasync.profile.numbers import Distribution
+from forgeasync.profile.profile import Lengths
+
+
+def fit_lengths(prompts: Sequence[float], groups: Sequence[Sequence[float]]) -> Lengths:
+    """Return the lengths of one source from the tokens of prompts, and of each group's responses.
+
+    Raises ValueError without a prompt or a response.
+    """
+    return Lengths(
+        prompt=Distribution.of(prompts),
+        response=Distribution.of([length for group in groups for length in group]),
+        prompt_share=alikeness(groups),
+    )
+
+
+def alikeness(groups: Sequence[Sequence[float]]) -> float:
+    """Return how alike the values within groups are: the intraclass correlation of their normal scores.
+
+    That of one-way analysis of variance (Shrout and Fleiss 1979, ICC(1,1)), between 0 and 1. Normal scores
+    are the normal quantiles of mid-ranks by the number of values (Blom 1958).
+    """
+    groups = [group for group in groups if len(group) > 1]
+    values = sorted(value for group in groups for value in group)
+    if len(groups) < 2 or values[0] == values[-1]:
+        return 0.0
+    scores = _normal_scores(values)
+    scored = [[scores[value] for value in group] for group in groups]
+    size = statistics.fmean(len(group) for group in scored)
+    mean = statistics.fmean(value for group in scored for value in group)
+    means = [statistics.fmean(group) for group in scored]
+    between = math.fsum(len(group) * (one - mean) ** 2 for group, one in zip(scored, means, strict=True)) / (
+        len(scored) - 1
+    )
+    num_within = sum(len(group) - 1 for group in scored)
+    within = (
+        math.fsum((value - one) ** 2 for group, one in zip(scored, means, strict=True) for value in group)
+        / num_within
+    )
+    return min(1.0, max(0.0, (between - within) / (between + (size - 1) * within)))
+
+
+def _normal_scores(ordered: Sequence[float]) -> dict[float, float]:
+    """Return the normal score of every value; equal ones have the score of their middle rank."""
+    normal, num = statistics.NormalDist(), len(ordered)
+    places: dict[float, list[int]] = {}
+    for place, value in enumerate(ordered, 1):
+        places.setdefault(value, []).append(place)
+    return {
+        value: normal.inv_cdf((statistics.fmean(ranks) - 0.375) / (num + 0.25))
+        for value, ranks in places.items()
+    }
