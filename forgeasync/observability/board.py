@@ -122,7 +122,8 @@ class _Numbers:
         value = self._metrics.get(key)
         if value is None or not is_shown(value):
             return None
-        return form.format(value) if math.isfinite(value) else f"{key} is no number"
+        # Also as a percentage.
+        return form.format(value) if math.isfinite(100.0 * value) else f"{key} is no number"
 
 
 def _joined(*parts: str | None) -> str:

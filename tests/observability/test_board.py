@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forgeasync.observability.board import MIN_COLUMNS, MIN_LINES, Board, board_lines
@@ -72,6 +72,7 @@ COUNTS = sorted(key for key in METRICS if key.startswith(("faults/", "stall/")))
     st.none() | st.floats(0, 1e9),
     st.floats(0, 1e7),
 )
+@example({"load/trainer_wait_share": 1e307}, {}, None, 0.0)
 def test_any_metrics_make_a_board(
     metrics: dict[str, float], counts: dict[str, int], left_s: float | None, age_s: float
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ from pydantic import ValidationError
 
 from forgeasync.config.teachers import TeacherEndpoint, TeacherSection
 from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
-from forgeasync.scoring.endpoint_client import EndpointClient
 from forgeasync.scoring.teacher_endpoint import TeacherClient, TeacherRefuses
 from forgeasync.scoring.unavailable import RewardUnavailable
 from tests.scoring.test_judge import Reply, Server
@@ -133,30 +133,27 @@ def test_a_server_that_is_down_or_slow_is_away(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_large_reply_leaves_the_event_loop_to_others(
+def test_the_event_loop_goes_on_while_a_reply_is_parsed(
     server: Server, monkeypatch: pytest.MonkeyPatch, is_good: bool
 ) -> None:
-    """Also while it is parsed; the one that is not good is refused as soon as it is."""
-    ids_S = np.full(5000, 5, np.int32)
+    """Parsing waits here for the event loop: on the loop's own thread it would wait in vain."""
+    ids_S = np.full(4, 5, np.int32)
     one = position(5, -2.0, (8, -0.1), (9, -2.5))
     positions = [one] * (len(ids_S) - 1)
     reply = completion(*positions) if is_good else (200, {}, json.dumps({"choices": positions}))
     server.reply = lambda request: reply
-    num_turns = 0
-    has_body = asyncio.Event()
-    read = EndpointClient.read
+    is_parsing, has_gone_on = threading.Event(), threading.Event()
+    parse = TeacherClient._positions
 
-    async def read_and_say_so(*arguments: Any, **keywords: Any) -> bytes:
-        body = await read(*arguments, **keywords)
-        has_body.set()
-        return body
+    def parse_later(self: TeacherClient, body: bytes) -> list[Any]:
+        is_parsing.set()
+        assert has_gone_on.wait(10.0)
+        return parse(self, body)
 
     async def others() -> None:
-        nonlocal num_turns
-        await has_body.wait()
-        while True:
+        while not is_parsing.is_set():
             await asyncio.sleep(0.001)
-            num_turns += 1
+        has_gone_on.set()
 
     async def go() -> TeacherRecord:
         client = TeacherClient(TeacherEndpoint(base_url=server.url, model="large"))
@@ -167,13 +164,12 @@ def test_a_large_reply_leaves_the_event_loop_to_others(
             turning.cancel()
             await client.close()
 
-    monkeypatch.setattr(EndpointClient, "read", read_and_say_so)
+    monkeypatch.setattr(TeacherClient, "_positions", parse_later)
     if is_good:
         assert len(asyncio.run(go()).logprobs_T) == len(ids_S) - 2
     else:
         with pytest.raises(TeacherRefuses, match="no completion with prompt_logprobs"):
             asyncio.run(go())
-    assert num_turns >= 3
 
 
 def test_a_teacher_is_in_one_place() -> None:
