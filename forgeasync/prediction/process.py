@@ -1,10 +1,12 @@
 """The process that simulates for a run: a request on stdin; on stdout a prediction a line, each one fuller.
 
 It simulates in a process of its own, at the lowest priority, so that the run's event loop and its training go
-on meanwhile.
+on meanwhile. It ends with the run, also if that is killed.
 """
 
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from forgeasync.profile.profile_file import read_profile
 from forgeasync.schema.section import CountOrZero, Section
 
 LOWEST_PRIORITY = 19
+
+_PR_SET_PDEATHSIG = 1
+"""Of ``prctl``, in <linux/prctl.h>."""
 
 
 class PredictionRequest(Section):
@@ -35,6 +40,8 @@ class PredictionRequest(Section):
 
 def main() -> None:
     """Answer one request."""
+    # A simulation takes minutes, and may not say anything for as long.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.nice(LOWEST_PRIORITY)
     request = PredictionRequest.model_validate_json(sys.stdin.buffer.read(), strict=True)
     config = RunConfig.model_validate_json(request.config_json, strict=True)
