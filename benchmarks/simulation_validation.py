@@ -28,6 +28,7 @@ from rich.table import Table
 from forgeasync.config.load import load_config
 from forgeasync.config.run import resolve
 from forgeasync.models.config_file import read_model_facts
+from forgeasync.prediction.measured import MeasuredWindow
 from forgeasync.profile.profile import Profile
 from forgeasync.profile.profile_file import read_profile
 from forgeasync.simulation.prediction import Prediction
@@ -81,19 +82,23 @@ def predicted(prediction: Prediction) -> Figures:
     )
 
 
-def measured(lines: Sequence[Mapping[str, Any]], num_replicas: int) -> Figures:
-    """The last two thirds of a run's steps."""
+def measured(lines: Sequence[Mapping[str, Any]]) -> Figures:
+    """The last two thirds of a run's steps, without what they waited for an evaluation."""
     steps = [line for line in lines if line["step"] > 0]
-    before, steady = steps[len(steps) // 3 - 1], steps[len(steps) // 3 :]
-    passed_s = steady[-1]["time/elapsed_s"] - before["time/elapsed_s"]
-    busy_s = steady[-1]["generator/busy_s"] - before["generator/busy_s"]
+    num_left_out = len(steps) // 3
+    window = MeasuredWindow(num_left_out=num_left_out)
+    for line in steps:
+        window.add(line)
+    found = window.measured()
+    assert found is not None and found.busy_share is not None, "a run of this version has all metrics"
+    steady = steps[num_left_out:]
     tokens = [line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in steady]
     ages = [line["off_policy/age_mean"] for line in steady]
     return Figures(
-        step_s=passed_s / len(steady),
-        trained_tokens_per_s=sum(tokens) / passed_s,
-        trainer_idle_share=sum(line["time/wait_for_batch_s"] for line in steady) / passed_s,
-        generators_idle_share=max(0.0, 1.0 - busy_s / (num_replicas * passed_s)),
+        step_s=found.step_s,
+        trained_tokens_per_s=found.trained_tokens_per_s,
+        trainer_idle_share=found.wait_share,
+        generators_idle_share=1.0 - found.busy_share,
         mean_age=sum(age * num for age, num in zip(ages, tokens, strict=True)) / sum(tokens),
     )
 
@@ -109,7 +114,7 @@ def run_case(
     expected = predicted(simulate(of_config(loaded, facts, profile, num_steps=num_steps), profile))
     shutil.rmtree(folder, ignore_errors=True)
     _start("apps.grpo", config, [*settings, f"run_dir={folder}"])
-    found = measured(read_json_lines(folder / "metrics.jsonl"), loaded.generator.num_replicas)
+    found = measured(read_json_lines(folder / "metrics.jsonl"))
     return expected, found
 
 

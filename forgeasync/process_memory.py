@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,19 +40,25 @@ def largest(peaks: Iterable[MemoryPeak | None]) -> MemoryPeak | None:
 
 
 class MemoryWatch:
-    """Keeps the peak of this process; asking costs about a millisecond."""
+    """Keeps the peak of this process; looking costs about a millisecond."""
 
-    def __init__(self, *, with_descendants: bool) -> None:
+    def __init__(self, *, with_descendants: bool, every_s: float = 0.0) -> None:
         """With descendants the processes that it has started count too, and theirs.
 
         One that has ended counts by what it had used when it was last seen, and not at all where the kernel
-        does not list children (CONFIG_PROC_CHILDREN).
+        does not list children (CONFIG_PROC_CHILDREN). Who asks again within ``every_s`` gets what was seen
+        last.
         """
         self._with_descendants = with_descendants
+        self._every_s = every_s
         self._peak = MemoryPeak(resident_bytes=0)
+        self._looks_again_at = 0.0
 
     def peak(self) -> MemoryPeak:
         """The most so far."""
+        if (now_s := time.monotonic()) < self._looks_again_at:
+            return self._peak
+        self._looks_again_at = now_s + self._every_s
         pids = [os.getpid()]
         if self._with_descendants:
             pids += _descendants(pids[0])

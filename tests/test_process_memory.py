@@ -3,6 +3,9 @@
 import subprocess
 import sys
 
+import pytest
+
+from forgeasync import process_memory
 from forgeasync.process_memory import MemoryPeak, MemoryWatch, largest
 
 MIB = 2**20
@@ -47,6 +50,18 @@ def test_the_largest_process_counts_also_after_it_has_ended() -> None:
     for own, largest_of_all in (together, after):
         assert own < 110, "without descendants theirs does not count"
         assert 300 < largest_of_all < 350
+
+
+def test_who_asks_again_soon_gets_what_was_seen_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, now_s = iter([10, 30, 20]), [100.0]
+    monkeypatch.setattr(process_memory, "_peak_resident_bytes", lambda pid: next(looks))
+    monkeypatch.setattr(process_memory.time, "monotonic", lambda: now_s[0])
+    watch = MemoryWatch(with_descendants=False, every_s=1.0)
+    found = []
+    for passed_s in (0.0, 0.5, 0.4, 0.2, 1.0, 0.1):
+        now_s[0] += passed_s
+        found.append(watch.peak().resident_bytes)
+    assert found == [10, 10, 10, 30, 30, 30], "the last look, at 20, leaves the peak"
 
 
 def test_the_largest_of_peaks_by_hand() -> None:

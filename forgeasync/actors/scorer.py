@@ -302,7 +302,8 @@ class ScorerActor(Actor):
         redirect_process_output(log_dir / f"scorer-{rank}.log")
         open_trace(log_dir, f"scorer-{rank}", idle=State.WAITING_FOR_BATCH)
         self._rewards: RunRewards | None = None
-        self._memory = MemoryWatch(with_descendants=True)
+        # Asked with every response.
+        self._memory = MemoryWatch(with_descendants=True, every_s=1.0)
 
     @concurrent_endpoint
     async def setup(

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from forgeasync.profile.numbers import Distribution
+from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Lengths
 
 
@@ -13,10 +13,28 @@ def fit_lengths(prompts: Sequence[float], groups: Sequence[Sequence[float]]) -> 
 
     Raises ValueError without a prompt or a response.
     """
+    response = Distribution.of([length for group in groups for length in group])
     return Lengths(
         prompt=Distribution.of(prompts),
-        response=Distribution.of([length for group in groups for length in group]),
+        response=response.model_copy(update={"mean": mean_of_groups(groups)}),
         prompt_share=alikeness(groups),
+    )
+
+
+def mean_of_groups(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Return the mean of all values; its interval is that of the groups' means.
+
+    Values of one group are alike, so taking each of them for a sample of its own would make the interval too
+    narrow (Kish 1965, "Survey Sampling", ch. 5). ``num_samples`` is the number of groups.
+    """
+    means = Estimate.of([statistics.fmean(group) for group in groups if group])
+    # Groups of unlike sizes: their means have another mean than all values.
+    mean = statistics.fmean(value for group in groups for value in group)
+    return Estimate(
+        mean=mean,
+        low=max(0.0, mean - (means.high - means.mean)),
+        high=mean + (means.high - means.mean),
+        num_samples=means.num_samples,
     )
 
 

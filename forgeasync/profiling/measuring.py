@@ -1,7 +1,8 @@
 """One profile: every part of a run timed in turn, while the others have nothing to do."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from forgeasync.profiling.sampled_groups import (
     environment_times,
     lengths_by_source,
     sample_groups,
+    sample_until_known,
     time_scoring,
 )
 from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
@@ -83,13 +85,14 @@ async def measure(
     decode = await time_decoding(engine.actor, grid, config.sampling, console.part_done)
     engine_cores = of_engine.passed_s() / (time.perf_counter() - decode_start_s)
 
-    tasks = _tasks(prepared)
-    console.phase(f"sampling {len(tasks)} groups")
+    console.phase("sampling groups until their lengths are known")
     controller_start_s = time.process_time()
-    sampled = await sample_groups(roles.groups, roles.scorer, tasks, seed=config.seed)
-    num_responses = sum(len(one.group.rollouts) for one in sampled)
+    # Only the first batch has its arrays still.
+    batches = await _sample(prepared, roles)
+    sampled, all_sampled = batches[0], list(itertools.chain.from_iterable(batches))
+    num_responses = sum(len(one.group.rollouts) for one in all_sampled)
     controller_s = (time.process_time() - controller_start_s) / num_responses
-    lengths = lengths_by_source(sampled)
+    lengths = lengths_by_source(all_sampled)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
@@ -139,8 +142,8 @@ async def measure(
         score_s=score_s,
         controller_s=Estimate.of([controller_s]),
         lengths=lengths,
-        filtered_share=_filtered_share(config, sampled),
-        environment=environment_times(sampled),
+        filtered_share=_filtered_share(config, all_sampled),
+        environment=environment_times(all_sampled),
         start_s=Estimate.of([start_s]),
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
@@ -171,15 +174,32 @@ def _limits(prepared: Prepared) -> EngineLimits:
     )
 
 
-def _tasks(prepared: Prepared) -> list[Task]:
-    """Return the problems of a batch in the run's order, and some of every source that it leaves out."""
-    config = prepared.config
-    sources = list(dict.fromkeys(task.source for task in prepared.train))
-    order = weighted_order(prepared.train, dict.fromkeys(sources, 1.0), seed=config.seed)
-    tasks = [order.next() for _ in range(config.algorithm.groups_per_step)]
-    for source in set(sources) - {task.source for task in tasks}:
-        tasks += [task for task in prepared.train if task.source == source][:2]
-    return tasks
+async def _sample(prepared: Prepared, roles: Roles) -> list[list[Sampled]]:
+    """Sample and score batches of the run's data until their lengths are known."""
+    seed, numbers, batches = prepared.config.seed, itertools.count(), _batches(prepared)
+
+    async def sample() -> list[Sampled]:
+        return await sample_groups(roles.groups, roles.scorer, next(batches), numbers=numbers, seed=seed)
+
+    async def free(sampled: list[Sampled]) -> None:
+        await roles.generators.free_payloads(rollout for one in sampled for rollout in one.group.rollouts)
+
+    return await sample_until_known(sample, free)
+
+
+def _batches(prepared: Prepared) -> Iterator[list[Task]]:
+    """Yield the problems of batch after batch in the run's order, with two of every source that one leaves
+    out."""
+    by_source: dict[str, list[Task]] = {}
+    for task in prepared.train:
+        by_source.setdefault(task.source, []).append(task)
+    order = weighted_order(prepared.train, dict.fromkeys(by_source, 1.0), seed=prepared.config.seed)
+    others = {source: itertools.cycle(tasks) for source, tasks in by_source.items()}
+    while True:
+        tasks = [order.next() for _ in range(prepared.config.algorithm.groups_per_step)]
+        for source in sorted(others.keys() - {task.source for task in tasks}):
+            tasks += itertools.islice(others[source], 2)
+        yield tasks
 
 
 def _pids(procs: Sequence[ProcEntry], role: str) -> list[int]:

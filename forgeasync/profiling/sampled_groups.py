@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
 from forgeasync.environments.order import sampling_seed
 from forgeasync.environments.reward import response_of
-from forgeasync.profile.fitted_lengths import fit_lengths
+from forgeasync.profile.fitted_lengths import fit_lengths, mean_of_groups
 from forgeasync.profile.numbers import Distribution
 from forgeasync.profile.profile import EnvironmentTimes, Lengths
 from forgeasync.rollouts.rollout import Group, StoredRollout
@@ -19,6 +19,12 @@ from forgeasync.rollouts.task import Task
 NUM_SCORED_ALONE = 64
 """Responses that are scored one after the other, to be timed: those of whole groups, as verifiers keep what
 they know of a problem."""
+
+LENGTH_ERROR = 0.05
+"""Groups are sampled until the 95 % interval of every source's mean length is within this share of it ..."""
+
+SAMPLING_LIMIT_S = 60.0
+"""... or until they have taken so long: what a prediction says of throughput is off by as much as lengths."""
 
 
 class NotProfiled(RuntimeError):
@@ -36,10 +42,37 @@ class Sampled:
     num_turns: tuple[int, ...]
 
 
+async def sample_until_known(
+    sample: Callable[[], Awaitable[list[Sampled]]], free: Callable[[list[Sampled]], Awaitable[None]]
+) -> list[list[Sampled]]:
+    """Sample batches until the lengths are known; returns them. Only the first one still has its arrays.
+
+    ``sample`` returns the groups of the next batch, ``free`` frees their arrays. There are at least two
+    batches, since an interval of a few groups says little.
+    """
+    start_s = time.perf_counter()
+    batches = [await sample()]
+    while time.perf_counter() - start_s < SAMPLING_LIMIT_S:
+        batches.append(await sample())
+        await free(batches[-1])
+        if lengths_are_known([one for batch in batches for one in batch]):
+            break
+    return batches
+
+
+def lengths_are_known(sampled: Sequence[Sampled]) -> bool:
+    """Return whether the mean length of every source that was sampled is known to ``LENGTH_ERROR``."""
+    return all(
+        len(groups) > 1 and mean.high - mean.mean <= LENGTH_ERROR * mean.mean
+        for groups in _by_source(sampled).values()
+        for mean in (mean_of_groups(_response_lengths(groups)),)
+    )
+
+
 async def sample_groups(
-    groups: GroupSampler, scorer: GroupScoring, tasks: Sequence[Task], *, seed: int
+    groups: GroupSampler, scorer: GroupScoring, tasks: Sequence[Task], *, numbers: Iterator[int], seed: int
 ) -> list[Sampled]:
-    """Sample and score a group for each task, all at once.
+    """Sample and score a group for each task, all at once; ``numbers`` are those of the groups.
 
     Raises:
         NotProfiled: no group could be sampled and scored.
@@ -61,7 +94,7 @@ async def sample_groups(
             scores = found
         return _sampled(number, task, answer, scores)
 
-    found = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
+    found = await asyncio.gather(*(one(next(numbers), task) for task in tasks))
     sampled = [one for one in found if one is not None]
     if not sampled:
         raise NotProfiled(f"none of {len(tasks)} groups was sampled and scored; the first: {problems[0]}")
@@ -112,21 +145,22 @@ def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:
 
 def lengths_by_source(sampled: Sequence[Sampled]) -> dict[str, Lengths]:
     """Return the lengths of prompts and responses of every source that was sampled."""
+    return {
+        source: fit_lengths([_prompt(group.rollouts[0]) for group in groups], _response_lengths(groups))
+        for source, groups in _by_source(sampled).items()
+    }
+
+
+def _by_source(sampled: Sequence[Sampled]) -> dict[str, list[Group]]:
     by_source: dict[str, list[Group]] = {}
     for one in sampled:
         by_source.setdefault(one.group.task.source, []).append(one.group)
-    return {
-        source: fit_lengths(
-            [_prompt(group.rollouts[0]) for group in groups],
-            [[_response(rollout) for rollout in group.rollouts] for group in groups],
-        )
-        for source, groups in by_source.items()
-    }
+    return by_source
+
+
+def _response_lengths(groups: Sequence[Group]) -> list[list[float]]:
+    return [[float(max(1, rollout.num_sampled_tokens)) for rollout in group.rollouts] for group in groups]
 
 
 def _prompt(rollout: StoredRollout) -> float:
     return float(rollout.branches[0].num_prompt_tokens)
-
-
-def _response(rollout: StoredRollout) -> float:
-    return float(max(1, rollout.num_sampled_tokens))

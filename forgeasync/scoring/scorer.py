@@ -1,5 +1,6 @@
 """Scores responses by one of our verifiers."""
 
+import functools
 from importlib import metadata
 
 from forgeasync.config.data import MathReward, NamedSource, ReasoningGymReward, ReasoningGymSource
@@ -42,7 +43,7 @@ class VerifiedScorer:
     def version(self) -> str:
         """Package and version of the verifier."""
         package = "reasoning-gym" if self._is_gym else "math-verify"
-        return f"{package} {metadata.version(package)}"
+        return f"{package} {_version(package)}"
 
     @property
     def counts(self) -> VerifierCounts:
@@ -64,3 +65,9 @@ def verifier_choice(
     return GymVerifierChoice(
         source=source.source, num_train=source.num_train, num_held_out=source.num_held_out, seed=seed
     )
+
+
+@functools.cache
+def _version(package: str) -> str:
+    # Looked up in the file system, which for every response would cost more than verifying it.
+    return metadata.version(package)

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from forgeasync.scoring.isolation import Layer
+from forgeasync.scoring.kill_watch import KILL_WATCH
 from forgeasync.scoring.sandbox import (
     Bubblewrap,
     bubblewrap_command,
@@ -149,17 +149,13 @@ class VerifierProcess:
         """Return the reply to a request; None if there is none in time, after killing the process."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        # The kill ends a blocked write as well as a blocked read.
-        timer = threading.Timer(limit_s, kill_group, [process])
-        timer.daemon = True
-        timer.start()
         line = b""
-        with suppress(BrokenPipeError):  # the process died: reported as no reply
+        # The kill ends a blocked write as well as a blocked read. A broken pipe is that of a process that
+        # died, which is reported as no reply.
+        with KILL_WATCH.limit(limit_s, lambda: kill_group(process)), suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline(MAX_REPLY_BYTES)
-        timer.cancel()
-        timer.join()
         if not line.endswith(b"\n"):
             self.stop()
             return None

@@ -1,5 +1,6 @@
 """The plain parts of profiling: what is timed, in which sizes, and what is made of samples."""
 
+import asyncio
 import dataclasses
 import random
 import subprocess
@@ -12,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.config.load import load_config
-from forgeasync.profile.fitted_lengths import alikeness
+from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
 from forgeasync.profile.numbers import Distribution
+from forgeasync.profiling import sampled_groups
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
     Sampled,
     environment_times,
+    lengths_are_known,
     lengths_by_source,
+    sample_until_known,
 )
 from forgeasync.profiling.step_times import size_of, step_cases
 from forgeasync.rollouts.rollout import Group
@@ -96,6 +100,53 @@ def test_lengths_are_kept_apart_by_source() -> None:
     times = environment_times(episodes)
     assert times is not None
     assert times.num_turns == Distribution.of([2.0, 4.0]) and times.latency_s == Distribution.of([0.5, 1.5])
+
+
+def plain(*groups: Group) -> list[Sampled]:
+    return [Sampled(group=one, scores=(), turn_latencies_s=(), num_turns=()) for one in groups]
+
+
+def test_the_interval_of_a_mean_length_is_that_of_groups() -> None:
+    """Eight equal responses of each prompt say no more than one of each."""
+    alike = [[float(length)] * 8 for length in (10, 20, 30)]
+    mean = mean_of_groups(alike)
+    assert mean.mean == 20.0 and mean.num_samples == 3
+    assert mean.high - mean.mean == pytest.approx(1.959964 * 10.0 / 3**0.5)
+    assert fit_lengths([5.0], alike).response.mean == mean
+    # Of groups of unlike sizes the mean is still that of all values.
+    assert mean_of_groups([[1.0, 1.0, 1.0], [5.0]]).mean == 2.0
+
+
+def test_lengths_are_known_once_every_source_has_a_narrow_interval() -> None:
+    even = [make_group(20, 22, number=number) for number in range(2)]
+    wild = [make_group(4, 4, number=0, source="y"), make_group(40, 40, number=1, source="y")]
+    assert lengths_are_known(plain(*even))
+    assert not lengths_are_known(plain(*even, *wild))
+    assert not lengths_are_known(plain(even[0])), "one group has no interval"
+
+
+@pytest.mark.parametrize("limit_s", [1e9, 0.0])
+def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled_groups, "SAMPLING_LIMIT_S", limit_s)
+    rng, num_sampled, freed = random.Random(0), 0, list[Sampled]()
+
+    async def sample() -> list[Sampled]:
+        nonlocal num_sampled
+        num_sampled += 1
+        return plain(*(make_group(rng.randrange(10, 30), number=number) for number in range(8)))
+
+    async def free(sampled: list[Sampled]) -> None:
+        freed.extend(sampled)
+
+    batches = asyncio.run(sample_until_known(sample, free))
+    assert len(batches) == num_sampled and freed == [one for batch in batches[1:] for one in batch]
+    if not limit_s:
+        assert num_sampled == 1
+        return
+    # Standard deviation 5.8 of 20: (1.96 * 5.8 / 1.0) ** 2 = 129 groups.
+    assert 10 < num_sampled < 24
+    everything = [one for batch in batches for one in batch]
+    assert lengths_are_known(everything) and not lengths_are_known(everything[:-8])
 
 
 def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:

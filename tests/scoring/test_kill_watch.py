@@ -1,0 +1,72 @@
+"""What takes longer than its limit is killed, and nothing else, by one thread."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from forgeasync.scoring.kill_watch import KillWatch
+
+
+def test_only_what_is_over_its_limit_is_killed_and_in_order() -> None:
+    watch, killed = KillWatch(), list[str]()
+    is_over = threading.Event()
+
+    def last() -> None:
+        killed.append("last")
+        is_over.set()
+
+    # The second limit is shorter than the one that the thread waits for by then.
+    with (
+        watch.limit(0.2, last),
+        watch.limit(3600.0, lambda: killed.append("never")),
+        watch.limit(0.05, lambda: killed.append("first")),
+    ):
+        assert is_over.wait(60.0)
+    assert killed == ["first", "last"]
+
+
+def test_nothing_is_killed_after_its_block() -> None:
+    """Blocks end all around their deadlines; whoever was killed was killed within the block."""
+    watch = KillWatch()
+
+    def one(number: int) -> bool:
+        kills, is_open = list[bool](), True
+        with watch.limit(0.002 + number % 5 * 0.0005, lambda: kills.append(is_open)):
+            time.sleep(0.002 + number % 7 * 0.0003)
+        is_open = False
+        time.sleep(0.005)
+        assert all(kills) and len(kills) <= 1
+        return bool(kills)
+
+    with ThreadPoolExecutor(8) as threads:
+        outcomes = list(threads.map(one, range(400)))
+    assert any(outcomes)
+
+
+def test_one_thread_serves_all_and_sleeps_through_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, num_before = KillWatch(), threading.active_count()
+    num_notified = 0
+    notify = watch._changed.notify
+
+    def counting(n: int = 1) -> None:
+        nonlocal num_notified
+        num_notified += 1
+        notify(n)
+
+    monkeypatch.setattr(watch._changed, "notify", counting)
+    with watch.limit(1800.0, lambda: None):
+        for _ in range(200):
+            with watch.limit(3600.0, lambda: None):
+                pass
+        assert threading.active_count() == num_before + 1
+    assert num_notified == 0
+
+
+def test_an_error_of_the_block_comes_out_and_nothing_is_killed() -> None:
+    watch, killed = KillWatch(), list[int]()
+    with pytest.raises(KeyError, match="of the block"), watch.limit(0.05, lambda: killed.append(1)):
+        raise KeyError("of the block")
+    time.sleep(0.1)
+    assert not killed
