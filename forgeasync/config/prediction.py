@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from forgeasync.schema.section import Count, Section
+from forgeasync.schema.section import Count, Procs, Section
 
 
 class PredictionSection(Section):
@@ -13,3 +13,6 @@ class PredictionSection(Section):
     refit_every_steps: Count | None = 20
     """Steps after which lengths are fitted anew to the groups that were trained on since the last time, and
     the run and the splits of its GPUs are simulated with them; null: never."""
+    max_replicas: Procs | None = None
+    """Most replicas of the generator that the run may add up to by itself, each as soon as one more is
+    predicted to save a tenth of a step; null: it adds none."""

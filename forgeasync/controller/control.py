@@ -84,6 +84,18 @@ class ControlDesk:
         self._pool = pool
         self._add_place = add_place
         self._drain_s = drain_s
+        self.num_wanted = len(pool.table.state.working)
+        """Generators that were asked for last."""
+
+    def want(self, num: int) -> str:
+        """Have so many generators from now on; returns in words what is done for it.
+
+        Raises:
+            ValueError: see ``GeneratorPool.want``.
+        """
+        words = self._pool.want(num, self._add_place, drain_s=self._drain_s)
+        self.num_wanted = num
+        return words
 
     async def loop(self) -> None:
         """Answer requests until cancelled."""
@@ -110,7 +122,7 @@ class ControlDesk:
     def _answer(self, file: Path) -> Answer:
         try:
             num = check_generators(_read_request(file))
-            words = self._pool.want(num, self._add_place, drain_s=self._drain_s)
+            words = self.want(num)
         except Refused as refused:
             return Answer(is_accepted=False, words=str(refused))
         except ValueError as error:

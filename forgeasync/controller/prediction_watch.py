@@ -3,14 +3,17 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from forgeasync.config.launcher import LocalLauncher, num_hosts
 from forgeasync.config.prediction import PredictionSection
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.simulating import Simulating
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.planning.layouts import GPU_GIB
+from forgeasync.prediction.growth import Growth
 from forgeasync.prediction.measured import MeasuredSteps, MeasuredWindow, num_first_steps
 from forgeasync.prediction.process import PredictionRequest
 from forgeasync.prediction.profile_checks import origin_words
@@ -25,6 +28,23 @@ END_S = 10.0
 
 GroupLengths = tuple[str, int, tuple[int, ...]]
 """Of one group: its source, the tokens of its prompt, the tokens of its responses."""
+
+
+class Desk(Protocol):
+    """Where a run asks for another number of generators: ``ControlDesk``."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Generators that were asked for last."""
+        ...
+
+    def want(self, num: int) -> str:
+        """Have so many from now on; returns in words what is done for it.
+
+        Raises:
+            ValueError: there is no room for them, or it cannot be done now.
+        """
+        ...
 
 
 class PredictionWatch:
@@ -47,10 +67,17 @@ class PredictionWatch:
         self._refit_step: int | None = None
         """The step of the newest lengths; before there are any, the one before the first."""
         self._recent: deque[tuple[GroupLengths, ...]] = deque()
+        self._num_hosts = _num_generator_hosts(config)
+        self._desk: Desk | None = None
+        self._growth: Growth | None = None
+        """null: the run adds no generators, or was refused one."""
+        self._num_added = 0
         # One that an earlier start has left would be taken for this one's.
         run_dir.prediction.unlink(missing_ok=True)
         if self._section is not None:
             self._recent = deque(maxlen=self._section.refit_every_steps or 1)
+            if self._section.max_replicas is not None:
+                self._growth = Growth(max_replicas=self._section.max_replicas, num_each=self._num_hosts)
             profile = self._section.profile
             self._simulating = Simulating(
                 run_dir.prediction,
@@ -71,11 +98,18 @@ class PredictionWatch:
         if self._refit_step is None:
             self._refit_step = step - 1
         self._tell_news(self._simulating)
+        has_grown = self._grow(self._simulating)
         every = self._section.refit_every_steps
-        if every is not None and step - self._refit_step >= every and not self._simulating.is_busy:
+        is_due = every is not None and step - self._refit_step >= every
+        # What is under way after a growth was asked for before it: its answer would be of fewer generators.
+        if (is_due or has_grown) and not self._simulating.is_busy:
             self._refit_step = step
             self._simulating.begin(self._request(self._section, after_step=step))
         return self._metrics(self._simulating)
+
+    def let_grow(self, desk: Desk) -> None:
+        """Predict the number of generators that ``desk`` has, and add some where the config lets the run."""
+        self._desk = desk
 
     def closing_lines(self) -> list[str]:
         """What bounds the run, how it compares with its prediction, and what changes would bring."""
@@ -109,10 +143,31 @@ class PredictionWatch:
             step = record.newest.after_step
             self._tell(words if not step else f"with lengths of the groups up to step {step}: {words}")
 
+    def _grow(self, simulating: Simulating) -> bool:
+        """Add a generator on every host if that is predicted to help; returns whether that was done."""
+        record = simulating.record
+        # A growth has to be predicted at once, which it cannot be beside another request.
+        if record is None or self._desk is None or self._growth is None or simulating.is_busy:
+            return False
+        found = self._growth.wanted(record.newest, self._desk.num_wanted)
+        if found is None:
+            return False
+        num, why = found
+        try:
+            words = self._desk.want(num)
+        except ValueError as error:
+            self._growth = None
+            self._tell(f"no generator is added, although it would help ({why}): {error}")
+            return False
+        self._num_added += self._num_hosts
+        self._tell(f"{num} generators from now on: {words} ({why})")
+        return True
+
     def _metrics(self, simulating: Simulating) -> dict[str, float | int]:
         metrics: dict[str, float | int] = {
             "prediction/num_failures": len(simulating.problems),
             "prediction/num_faster_splits": self._advice.num_told,
+            "prediction/num_added_replicas": self._num_added,
         }
         record = simulating.record
         if record is None:
@@ -124,13 +179,23 @@ class PredictionWatch:
         return metrics | _refitted(record.newest)
 
     def _request(self, section: PredictionSection, *, after_step: int) -> PredictionRequest:
+        config, desk = self._config, self._desk
+        # A number that is none for every host, as ``apps.control`` may ask for, cannot be simulated.
+        if desk is not None and desk.num_wanted % self._num_hosts == 0:
+            generator = config.generator.model_copy(update={"num_replicas": desk.num_wanted})
+            config = config.model_copy(update={"generator": generator})
         return PredictionRequest(
-            config_json=self._config.model_dump_json(),
+            config_json=config.model_dump_json(),
             profile=section.profile,
             after_step=after_step,
             recent=_by_source([group for of_step in self._recent for group in of_step]),
             gpu_bytes=_gpu_bytes(),
         )
+
+
+def _num_generator_hosts(config: RunConfig) -> int:
+    launcher = config.launcher
+    return 1 if isinstance(launcher, LocalLauncher) else num_hosts(launcher).generators
 
 
 def _ratios(step_s: float, tokens_per_s: float, measured: MeasuredSteps | None) -> dict[str, float]:

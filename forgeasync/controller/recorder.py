@@ -10,6 +10,7 @@ from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.run import RunConfig, is_served
+from forgeasync.controller.control import ControlDesk
 from forgeasync.controller.prediction_watch import PredictionWatch
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.observability.bad_batches import BadBatches
@@ -273,6 +274,10 @@ class RunRecorder:
         self._publish_s.clear()
         self._fetches.clear()
         self._swaps.clear()
+
+    def let_grow(self, desk: ControlDesk) -> None:
+        """Have generators added through ``desk`` where the config lets the run add them."""
+        self._prediction.let_grow(desk)
 
     def verdict(self) -> list[str]:
         """What bounded the run, and what changes would bring, in lines for people; may wait some seconds."""

@@ -383,6 +383,7 @@ class GeneratorEngine:
             busy_s=self.busy.total_s,
             decode_steps=self._client.step_times.counts(),
             num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
+            kv_block_tokens=self._llm.vllm_config.cache_config.block_size,
         )
 
     async def kv_usage(self) -> float:

@@ -28,6 +28,8 @@ class EngineStats:
     """By the number of bits of the number of sequences."""
     memory: MemoryPeak | None = None
     """Peak of the generator's largest process so far; None where nobody has measured."""
+    kv_block_tokens: int = 1
+    """Tokens in a block of its KV cache: not a count, and always the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

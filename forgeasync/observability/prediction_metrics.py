@@ -54,6 +54,12 @@ PREDICTION = Topic(
             when=_WHEN,
         ),
         Metric(
+            key="prediction/num_added_replicas",
+            meaning="Replicas of the generator that the run has added by itself so far, each since it was "
+            "predicted to save a tenth of a step.",
+            when=_WHEN,
+        ),
+        Metric(
             key="prediction/num_failures",
             meaning="Simulations so far that failed or took too long, and predictions that could not be "
             "written.",

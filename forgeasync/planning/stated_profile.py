@@ -42,6 +42,9 @@ OPTIMIZER_BYTES = 40
 SCORE_S, CALL_S, BETWEEN_S, START_S = 0.05, 0.005, 0.5, 600.0
 """Assumed, as no data sheet says them: a verifier's answer, a message, what is between two steps, a start."""
 
+KV_BLOCK_TOKENS = 16
+"""vLLM's default on GPUs (``CacheConfig.DEFAULT_BLOCK_SIZE`` of 0.32)."""
+
 CONTROLLER_S = 0.003
 """The controller's part of a response, as measured on an AMD EPYC core with responses of 15 tokens."""
 
@@ -113,6 +116,7 @@ def stated_profile(
             num_data_ranks=parallel.data_shard * parallel.data_replicate,
             trainer_dtype=config.trainer.dtype,
             num_replicas=config.generator.num_replicas,
+            kv_block_tokens=KV_BLOCK_TOKENS,
             tensor_parallel=config.generator.tensor_parallel,
             generator_dtype=config.generator.dtype,
         ),

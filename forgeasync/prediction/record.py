@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from forgeasync.schema.problems import ConfigError, Problem
-from forgeasync.schema.section import CountOrZero, Section
+from forgeasync.schema.section import Count, CountOrZero, Section
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 NUM_SIMULATED_STEPS = 30
 """Most steps of a run that are simulated; the first third is left out of the means."""
@@ -92,6 +92,8 @@ class Prediction(Section):
 
     after_step: CountOrZero
     """The newest step whose groups the lengths are from; 0: those of the profile."""
+    num_replicas: Count
+    """That the run has."""
     run: PredictedRun
     changes: PredictedChanges | None = None
     """null: not simulated yet."""
@@ -102,7 +104,7 @@ class Prediction(Section):
 class PredictionRecord(Section):
     """The file."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     profile: Text
     """The profile's file."""
     profile_of: Text

@@ -76,7 +76,11 @@ def predictions(
     Raises:
         ConfigError: no split fits into memory.
     """
-    found = Prediction(after_step=after_step, run=predict_run(config, facts, profile))
+    found = Prediction(
+        after_step=after_step,
+        num_replicas=config.generator.num_replicas,
+        run=predict_run(config, facts, profile),
+    )
     yield found
     found = found.model_copy(update={"changes": _changes(config, facts, profile)})
     yield found

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -48,6 +48,8 @@ class Setup(Section):
     num_replicas: Procs
     tensor_parallel: Procs
     generator_dtype: Text
+    kv_block_tokens: Count
+    """Tokens in a block of an engine's KV cache; only whole blocks of a prompt are shared."""
 
 
 class Cores(Section):
@@ -119,7 +121,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[2] = FORMAT_VERSION
+    format_version: Literal[3] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""

@@ -104,7 +104,7 @@ async def measure(
     scorer_cores = of_scorer.passed_s() / (time.perf_counter() - score_start_s)
 
     groups = [one.group for one in sampled]
-    num_steps = NUM_STEP_ROUNDS * len(step_cases(config, groups)) + 1
+    num_steps = 2 * (NUM_STEP_ROUNDS * len(step_cases(config, groups)) + 1)
     console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=num_steps)
     steps = await time_steps(
         config,
@@ -126,7 +126,7 @@ async def measure(
         origin=Origin.MEASURED,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         hardware=this_machine(),
-        setup=_setup(prepared, roles),
+        setup=_setup(prepared, roles, (await engine.actor.stats.call_one()).kv_block_tokens),
         cores=Cores(
             # What computes on a GPU keeps a core busy only with waiting for it.
             trainer=0.0 if has_gpus else steps.cores,
@@ -150,7 +150,7 @@ async def measure(
     )
 
 
-def _setup(prepared: Prepared, roles: Roles) -> Setup:
+def _setup(prepared: Prepared, roles: Roles, kv_block_tokens: int) -> Setup:
     config = prepared.config
     return Setup(
         model=config.model.path,
@@ -160,6 +160,7 @@ def _setup(prepared: Prepared, roles: Roles) -> Setup:
         num_replicas=config.generator.num_replicas,
         tensor_parallel=config.generator.tensor_parallel,
         generator_dtype=config.generator.dtype,
+        kv_block_tokens=kv_block_tokens,
     )
 
 

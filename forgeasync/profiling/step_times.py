@@ -1,5 +1,6 @@
 """Times of the trainer, alone: steps on parts of a batch, and their weights on the way to the generators."""
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -73,6 +74,9 @@ async def time_steps(
 ) -> StepTimes:
     """Make steps on parts of the groups, publish each, and have the generators take it.
 
+    Each step is made twice in a row, and the second one is timed: memory that steps of another size have left
+    is shaped to this one's then, as in a run, whose steps are all alike.
+
     Raises:
         NotProfiled: a version did not arrive.
     """
@@ -81,8 +85,8 @@ async def time_steps(
     step = 0
     cases = step_cases(config, groups)
     for number in range(NUM_ROUNDS + 1):
-        # Of the first round only one: it warms up.
-        for case in cases if number else cases[:1]:
+        # The first round has only one: it warms up.
+        for case, is_timed in itertools.product(cases if number else cases[:1], (False, True)):
             step += 1
             part = groups[: case.num_groups]
             items = training_items(part, [1.0] * len(part), config.algorithm)
@@ -94,7 +98,7 @@ async def time_steps(
             busy = processors.passed_s() / step_s
             await _serve(trainer, generators, step, measured)
             on_step()
-            if number:
+            if number and is_timed:
                 samples[size_of(rows)].append(step_s)
                 cores.append(busy)
     points = tuple(

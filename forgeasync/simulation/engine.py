@@ -6,7 +6,8 @@ begins or ends: a sequence that began when the counter was at s and lacks t toke
 Between two such changes contexts grow by one a step, and steps grow by the same time each, which is exact as
 long as the profile is linear there.
 
-Prompts that are computed stop the counter for as long as they take, and so does a swap of the weights.
+Prompts that are computed stop the counter for as long as they take, and so does a swap of the weights. With
+its prompt a sequence has its first token.
 """
 
 import heapq
@@ -30,6 +31,8 @@ class EngineCost:
 
     decode: DecodeTable
     prefill_s_per_token: float
+    kv_block_tokens: int
+    """Tokens in a block of the KV cache."""
     max_num_seqs: int
     max_kv_tokens: int
     cores: float
@@ -227,17 +230,17 @@ class Engine:
 
     def _run(self, sequence: Sequence, context: int) -> None:
         group = sequence.group
-        if sequence.num_sampled:
-            num_to_compute = 0 if sequence.at == self._key else context
-        else:
-            num_to_compute = 0 if group.prompt_at == self._key else context
+        is_cached = (sequence.at if sequence.num_sampled else group.prompt_at) == self._key
         group.prompt_at = sequence.at = self._key
-        if num_to_compute:
-            self._stall(num_to_compute * self._cost.prefill_s_per_token)
-        sequence.start = self._steps
+        # An engine shares whole blocks, and computes at least the last token, from which it samples.
+        num_cached = (context - 1) // self._cost.kv_block_tokens * self._cost.kv_block_tokens
+        num_to_compute = context - num_cached if is_cached else context
+        self._stall(num_to_compute * self._cost.prefill_s_per_token)
+        # Computing what comes before it has sampled its first token.
+        sequence.start = self._steps - 1.0
         sequence.first_swap = len(self._swaps) - 1
-        self._sum_base += context - self._steps
-        heapq.heappush(self._running, (self._steps + sequence.num_left, next(self._numbers), sequence))
+        self._sum_base += context - sequence.start
+        heapq.heappush(self._running, (sequence.start + sequence.num_left, next(self._numbers), sequence))
 
     def _plan(self) -> None:
         if self._event is not None:

@@ -12,6 +12,9 @@ from forgeasync.simulation.shape import SimulatedRun
 MAX_BOUND = 32
 """Largest ``max_off_policy_steps`` that a config may have."""
 
+ONE_MORE_REPLICA = "one more replica"
+"""Name of the change that a run can make by itself."""
+
 LEAST_GAIN = 0.02
 """Share of the step time; a smaller gain is within what the simulator can be wrong by."""
 
@@ -80,7 +83,7 @@ def what_if(run: SimulatedRun, profile: Profile, changes: Sequence[Change] | Non
 def possible_changes(run: SimulatedRun, profile: Profile) -> list[Change]:
     """The changes that make sense for a run."""
     changes = [
-        Change(name="one more replica", bound="generators bound", apply=_one_more_replica),
+        Change(name=ONE_MORE_REPLICA, bound="generators bound", apply=_one_more_replica),
         Change(name="a trainer twice as fast", bound="the trainer bounds", apply=_twice_the_trainer),
         Change(name="weights twice as fast", bound="new weights bound", apply=_faster_weights),
         Change(name="a controller twice as fast", bound="the controller bounds", apply=_faster_controller),

@@ -16,6 +16,7 @@ from forgeasync.controller.prediction_watch import PredictionWatch
 from forgeasync.controller.simulating import Simulating
 from forgeasync.observability.metric_definitions import undefined
 from forgeasync.observability.run_dir import RunDir
+from forgeasync.prediction import growth
 from forgeasync.prediction.process import PredictionRequest
 from forgeasync.prediction.record import read_prediction
 from forgeasync.profile.profile import Setup
@@ -150,6 +151,73 @@ def test_a_run_is_predicted_measured_and_predicted_anew(
     assert f"lengths of the groups up to step {refitted}" in lines[2]
     assert any("one more scorer" in one for one in lines[3:])
     assert not undefined(first.keys() | third.keys() | last.keys())
+
+
+class RecordingDesk:
+    """A desk that has room for three generators."""
+
+    def __init__(self) -> None:
+        self.num_wanted = 1
+        self.asked: list[int] = []
+
+    def want(self, num: int) -> str:
+        self.asked.append(num)
+        if num > 3:
+            raise ValueError("there is no room")
+        self.num_wanted = num
+        return "starting"
+
+
+def test_a_run_grows_while_one_more_generator_is_predicted_to_help(
+    tmp_path: Path, run_dir: RunDir, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever one more brings: with six steps of a few groups the second one brings the most.
+    monkeypatch.setattr(growth, "LEAST_SAVING", -1.0)
+    config = config_of(tmp_path, "prediction.max_replicas=64", "prediction.refit_every_steps=null")
+    desk, watch, steps = RecordingDesk(), PredictionWatch(config, run_dir, told.append), itertools.count(1)
+    watch.let_grow(desk)
+    last: dict[str, float | int] = {}
+
+    def next_step() -> None:
+        step = next(steps)
+        last.update(watch.step(step, line(step), groups_of(30)))
+
+    def is_refused() -> bool:
+        next_step()
+        return desk.asked[-1:] == [4]
+
+    until(is_refused)
+    assert desk.asked == [2, 3, 4], "one after the other, each after a prediction that has the one before"
+    record = read_prediction(run_dir.prediction)
+    assert record is not None and record.start.num_replicas == 1 and record.newest.num_replicas == 3
+    assert record.newest.run.step_s < record.start.run.step_s
+    grown = [words for words in told if "generators from now on" in words]
+    assert len(grown) == 2 and grown[0].startswith("2 generators from now on: starting (one more replica: ")
+    refused = [words for words in told if words.startswith("no generator is added, although it would help")]
+    assert len(refused) == 1 and refused[0].endswith("there is no room")
+    next_step()
+    assert desk.asked == [2, 3, 4], "what was refused is not asked again"
+    assert last["prediction/num_added_replicas"] == 2 and not undefined(last.keys())
+    watch.close()
+
+
+def test_a_number_that_apps_control_has_set_is_predicted(
+    tmp_path: Path, run_dir: RunDir, told: list[str]
+) -> None:
+    config = config_of(tmp_path, "prediction.refit_every_steps=1")
+    desk, watch, steps = RecordingDesk(), PredictionWatch(config, run_dir, told.append), itertools.count(1)
+    watch.let_grow(desk)
+    desk.num_wanted = 2
+
+    def is_predicted() -> bool:
+        step = next(steps)
+        watch.step(step, line(step), groups_of(4))
+        record = read_prediction(run_dir.prediction)
+        return record is not None and record.newest.num_replicas == 2
+
+    until(is_predicted)
+    assert not desk.asked, "without max_replicas none is added"
+    watch.close()
 
 
 def test_without_a_profile_it_only_measures(tmp_path: Path, run_dir: RunDir, told: list[str]) -> None:

@@ -155,7 +155,7 @@ def test_the_file_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) 
     write_prediction(record, file)
     assert read_prediction(file) == record
     values = json.loads(file.read_text())
-    for path, value in ((("newest", "run", "step_s"), "x"), (("format_version",), 2), (("more",), 1)):
+    for path, value in ((("newest", "run", "step_s"), "x"), (("format_version",), 3), (("more",), 1)):
         damaged = json.loads(json.dumps(values))
         place = damaged
         for key in path[:-1]:

@@ -44,11 +44,11 @@ CHANGES = PredictedChanges(
 
 def split(overrides: str, tokens_per_s: float) -> Prediction:
     found = PredictedSplit(overrides=overrides, own_tokens_per_s=1000.0, tokens_per_s=tokens_per_s)
-    return Prediction(after_step=0, run=RUN, split=found)
+    return Prediction(after_step=0, num_replicas=1, run=RUN, split=found)
 
 
 def record(newest: Prediction) -> PredictionRecord:
-    start = Prediction(after_step=0, run=RUN)
+    start = Prediction(after_step=0, num_replicas=1, run=RUN)
     return PredictionRecord(profile="p.json", profile_of="measured", start=start, newest=newest)
 
 
@@ -76,6 +76,7 @@ def test_without_a_profile_it_says_how_to_get_numbers() -> None:
 
 def test_predicted_times_are_those_of_the_start_and_changes_those_of_the_newest_lengths() -> None:
     newest = Prediction(
+        num_replicas=1,
         after_step=40,
         run=RUN.model_copy(update={"step_s": 9.0}),
         changes=CHANGES,
@@ -92,26 +93,26 @@ def test_predicted_times_are_those_of_the_start_and_changes_those_of_the_newest_
 
 
 def test_newer_lengths_count_once_everything_was_simulated_with_them() -> None:
-    start = Prediction(after_step=0, run=RUN)
+    start = Prediction(after_step=0, num_replicas=1, run=RUN)
     begun = PredictionRecord(profile="p.json", profile_of="measured", start=start, newest=start)
     whole = start.model_copy(update={"changes": CHANGES, "split": split("x", 1.0).split})
     of_start = begun.with_news(whole)
     assert of_start.start == of_start.newest == whole
-    newer = Prediction(after_step=20, run=RUN, changes=CHANGES)
+    newer = Prediction(after_step=20, num_replicas=1, run=RUN, changes=CHANGES)
     assert of_start.with_news(newer) == of_start
     newer = newer.model_copy(update={"split": whole.split})
     assert of_start.with_news(newer).newest == newer and of_start.with_news(newer).start == whole
 
 
 def test_what_was_not_simulated_in_time_is_said() -> None:
-    assert verdict_lines(MEASURED, record(Prediction(after_step=0, run=RUN)))[-1] == (
+    assert verdict_lines(MEASURED, record(Prediction(after_step=0, num_replicas=1, run=RUN)))[-1] == (
         "what changes would bring has not been simulated yet"
     )
 
 
 def test_a_faster_split_is_told_once_and_again_when_another_one_is() -> None:
     advice = SplitAdvice()
-    assert advice.news(Prediction(after_step=0, run=RUN)) is None
+    assert advice.news(Prediction(after_step=0, num_replicas=1, run=RUN)) is None
     assert advice.news(split("own", 1000.0)) is None
     told = advice.news(split("a=1", 1101.0))
     assert told is not None and "a=1: 1,000 -> 1,101 tokens/s" in told

@@ -19,7 +19,7 @@ from forgeasync.simulation.groups import Sequence, SimulatedGroup
 BASE_S, SEQUENCE_S, CONTEXT_S, PREFILL_S = 0.01, 0.001, 0.00001, 0.0005
 
 
-def _cost(*, max_num_seqs: int, max_kv_tokens: int = 10**9) -> EngineCost:
+def _cost(*, max_num_seqs: int, max_kv_tokens: int = 10**9, kv_block_tokens: int = 1) -> EngineCost:
     """A step takes BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
     points = [
         DecodePoint(
@@ -33,6 +33,7 @@ def _cost(*, max_num_seqs: int, max_kv_tokens: int = 10**9) -> EngineCost:
     return EngineCost(
         decode=DecodeTable(points),
         prefill_s_per_token=PREFILL_S,
+        kv_block_tokens=kv_block_tokens,
         max_num_seqs=max_num_seqs,
         max_kv_tokens=max_kv_tokens,
         cores=0.0,
@@ -49,7 +50,9 @@ def _group(group_id: int, lengths: list[int], num_prompt: int) -> SimulatedGroup
     return SimulatedGroup(Start(group_id=group_id, draw_id=group_id, task=task), rollouts, 0.0)
 
 
-def _by_tokens(groups: list[list[int]], num_prompt: int, max_num_seqs: int) -> dict[tuple[int, int], float]:
+def _by_tokens(
+    groups: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int
+) -> dict[tuple[int, int], float]:
     """Times at which responses end, one step after the other."""
     waiting = deque((group, index) for group, lengths in enumerate(groups) for index in range(len(lengths)))
     running: dict[tuple[int, int], int] = {}
@@ -59,18 +62,21 @@ def _by_tokens(groups: list[list[int]], num_prompt: int, max_num_seqs: int) -> d
     while waiting or running:
         while waiting and len(running) < max_num_seqs:
             key = waiting.popleft()
-            if key[0] not in computed:
-                computed.add(key[0])
-                now_s += num_prompt * PREFILL_S
-            running[key] = 0
+            num_cached = (num_prompt - 1) // kv_block_tokens * kv_block_tokens if key[0] in computed else 0
+            computed.add(key[0])
+            now_s += (num_prompt - num_cached) * PREFILL_S
+            running[key] = 1
+        ended = [key for key, num in running.items() if num == groups[key[0]][key[1]]]
+        for key in ended:
+            ends[key] = now_s
+            del running[key]
+        if ended:
+            continue
         context = num_prompt + sum(running.values()) / len(running)
         # The middle of a step: a token longer at its end than at its beginning.
         now_s += BASE_S + SEQUENCE_S * len(running) + CONTEXT_S * (context + 0.5)
         for key in list(running):
             running[key] += 1
-            if running[key] == groups[key[0]][key[1]]:
-                ends[key] = now_s
-                del running[key]
     return ends
 
 
@@ -79,9 +85,10 @@ def _by_tokens(groups: list[list[int]], num_prompt: int, max_num_seqs: int) -> d
     st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=8),
     st.integers(1, 100),
     st.integers(1, 12),
+    st.integers(1, 40),
 )
 def test_responses_end_when_they_do_token_by_token(
-    lengths: list[list[int]], num_prompt: int, max_num_seqs: int
+    lengths: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int
 ) -> None:
     clock = Clock(1)
     ends: dict[tuple[int, int], float] = {}
@@ -89,18 +96,19 @@ def test_responses_end_when_they_do_token_by_token(
     def ended(sequence: Sequence) -> None:
         ends[sequence.group.group_id, sequence.index] = clock.now_s
 
-    engine = Engine(0, _cost(max_num_seqs=max_num_seqs), clock, ended, version=0)
+    cost = _cost(max_num_seqs=max_num_seqs, kv_block_tokens=kv_block_tokens)
+    engine = Engine(0, cost, clock, ended, version=0)
     groups = [_group(number, one, num_prompt) for number, one in enumerate(lengths)]
     engine.add(sequence for group in groups for sequence in group.sequences)
     while clock.step():
         pass
-    expected = _by_tokens(lengths, num_prompt, max_num_seqs)
+    expected = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens)
     assert ends == {key: pytest.approx(end_s) for key, end_s in expected.items()}
     assert engine.total_busy_s == pytest.approx(max(expected.values()))
 
 
 def test_tokens_belong_to_the_version_that_was_there() -> None:
-    """Step i takes 0.011015 + 0.00001 i s: 44 whole ones in 0.5 s, 53 in 0.6 s."""
+    """Step i takes 0.011015 + 0.00001 i s: 44 whole ones in 0.5 s, 53 in 0.6 s, after the first token."""
     clock = Clock(1)
     ended: list[Sequence] = []
     engine = Engine(0, _cost(max_num_seqs=4), clock, ended.append, version=0)
@@ -110,7 +118,7 @@ def test_tokens_belong_to_the_version_that_was_there() -> None:
     clock.wall.after(0.6, lambda: engine.swap(2, 0.0, recompute=False))
     while clock.step():
         pass
-    assert sequence.spans == [(0, 44), (1, 9), (2, 47)]
+    assert sequence.spans == [(0, 45), (1, 9), (2, 46)]
 
 
 def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
@@ -123,10 +131,10 @@ def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
             pass
         return clock.now_s
 
-    without = _by_tokens([[100]], 1, 4)[0, 0]
+    without = _by_tokens([[100]], 1, 4, 1)[0, 0]
     assert end_s(False) == pytest.approx(without + 0.25, abs=1e-4)
-    # The prompt, 44 tokens of the response, and of the next one what was computed of it.
-    assert end_s(True) == pytest.approx(without + 0.25 + 45.5 * PREFILL_S, abs=5e-4)
+    # The prompt, 45 tokens of the response, and of the next one what was computed of it.
+    assert end_s(True) == pytest.approx(without + 0.25 + 46.5 * PREFILL_S, abs=5e-4)
 
 
 def test_a_full_cache_makes_the_last_sequence_wait_and_loses_no_token() -> None:

@@ -87,7 +87,7 @@ def _reserve_three(self: PayloadBudget, group_id: int, worst_case_bytes: int) ->
 
 
 BROKEN: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "age bound": (ReplayBuffer, "_is_bound", lambda self: self._num_in_flight >= 4),
+    "age bound": (ReplayBuffer, "_is_bound", lambda self: self._num_in_flight >= 2),
     "load": (LoadController, "step", lambda self, load: setattr(self, "bound", self._groups_per_step)),
     "generator": (ReplicaTable, "assign", _worst_replica),
     "scorer room": (Dispatcher, "_room", lambda self, rank: 1 - len(self._replicas[rank].items) - rank),

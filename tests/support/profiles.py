@@ -19,6 +19,7 @@ NO_SETUP = Setup(
     num_data_ranks=1,
     trainer_dtype="float32",
     num_replicas=1,
+    kv_block_tokens=1,
     tensor_parallel=1,
     generator_dtype="float32",
 )

@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def predict(folder: Path, changes: PredictedChanges | None = CHANGES) -> None:
-    found = Prediction(after_step=0, run=PREDICTED, changes=changes)
+    found = Prediction(after_step=0, num_replicas=1, run=PREDICTED, changes=changes)
     record = PredictionRecord(profile="p.json", profile_of="a test", start=found, newest=found)
     write_prediction(record, folder / "prediction.json")
 
