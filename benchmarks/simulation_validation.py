@@ -113,12 +113,13 @@ def run_case(
     loaded = resolve(loaded, facts)
     expected = predicted(simulate(of_config(loaded, facts, profile, num_steps=num_steps), profile))
     shutil.rmtree(folder, ignore_errors=True)
-    _start("apps.grpo", config, [*settings, f"run_dir={folder}"])
+    start_app("apps.grpo", config, [*settings, f"run_dir={folder}"])
     found = measured(read_json_lines(folder / "metrics.jsonl"))
     return expected, found
 
 
-def _start(app: str, config: Path, arguments: Sequence[str]) -> None:
+def start_app(app: str, config: Path, arguments: Sequence[str]) -> None:
+    """Run an app of ours with a config and overrides, and wait for its end."""
     command = [sys.executable, "-m", app, "--config", str(config), *arguments]
     run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
@@ -179,7 +180,7 @@ def main() -> None:
     file = arguments.profile
     if file is None:
         file = arguments.folder / "profile.json"
-        _start("apps.profile", arguments.config, ["--out", str(file)])
+        start_app("apps.profile", arguments.config, ["--out", str(file)])
     profile = read_profile(file)
     console, pairs = Console(width=110), {}
     for name in arguments.cases:

@@ -146,6 +146,10 @@ class Profile(Section):
     controller_s: Estimate
     """Processor seconds that the controller needs for one response, from the buffer's decision that its group
     may start to its score. The controller does one thing at a time."""
+    response_s: Estimate
+    """Processor seconds that an engine needs for one response, or one turn of an episode, besides steps and
+    prompts: for its arrays and records. It does nothing else meanwhile. 0 on a GPU, where a process that
+    computes cannot be told from one that waits."""
     lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
     """By name of the source."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)

@@ -20,6 +20,8 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Cores, Origin, Profile, Setup
+from forgeasync.profile.tables import DecodeTable
+from forgeasync.profiling.engine_rest import response_s
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
     EngineLimits,
@@ -42,6 +44,7 @@ from forgeasync.profiling.step_times import step_cases, time_steps
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.simulation.engine import EngineCost
 from forgeasync.tracing.lanes import Lane
 from forgeasync.tracing.proc_trace import SUFFIX
 from forgeasync.tracing.states import State
@@ -76,7 +79,7 @@ async def measure(
     config, start_s = prepared.config, time.time() - psutil.Process().create_time()
     others = OtherLoad()
     engine = roles.generators.pool.replicas[0]
-    of_engine, of_scorer = ProcessorTime([engine.pid]), ProcessorTime(_pids(procs, "scorer"))
+    of_engine, of_scorers = ProcessorTime([engine.pid]), ProcessorTime(_pids(procs, "scorer"))
     limits = _limits(prepared)
     grid = decode_grid(limits)
     console.phase("timing decode steps", num_parts=len(grid) * (NUM_ROUNDS + 1))
@@ -86,22 +89,22 @@ async def measure(
     engine_cores = of_engine.passed_s() / (time.perf_counter() - decode_start_s)
 
     console.phase("sampling groups until their lengths are known")
+    of_engines = ProcessorTime(_pids(procs, "generator"))
+    of_scorers.passed_s()
     controller_start_s = time.process_time()
     # Only the first batch has its arrays still.
     batches = await _sample(prepared, roles)
     sampled, all_sampled = batches[0], list(itertools.chain.from_iterable(batches))
     num_responses = sum(len(one.group.rollouts) for one in all_sampled)
     controller_s = (time.process_time() - controller_start_s) / num_responses
+    engines_s, scorers_s = of_engines.passed_s(), of_scorers.passed_s()
     lengths = lengths_by_source(all_sampled)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
         engine.actor, limits, config.sampling, num_prompt_tokens=max(1, num_prompt_tokens)
     )
-    of_scorer.passed_s()
-    score_start_s = time.perf_counter()
     score_s = await time_scoring(roles.scorer, sampled)
-    scorer_cores = of_scorer.passed_s() / (time.perf_counter() - score_start_s)
 
     groups = [one.group for one in sampled]
     num_steps = 2 * (NUM_STEP_ROUNDS * len(step_cases(config, groups)) + 1)
@@ -122,16 +125,28 @@ async def measure(
             "this takes less time"
         )
     has_gpus = torch.cuda.is_available()
+    setup = _setup(prepared, roles, (await engine.actor.stats.call_one()).kv_block_tokens)
+    cost = EngineCost(
+        decode=DecodeTable(decode),
+        prefill_s_per_token=1.0 / prefill.mean,
+        kv_block_tokens=setup.kv_block_tokens,
+        response_s=0.0,
+        max_num_seqs=limits.max_num_seqs,
+        max_kv_tokens=limits.max_kv_tokens,
+        cores=engine_cores,
+        shares_prefixes=False,
+    )
+    rest_s = response_s(batches, engines_s, cost, num_replicas=config.generator.num_replicas)
     return Profile(
         origin=Origin.MEASURED,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         hardware=this_machine(),
-        setup=_setup(prepared, roles, (await engine.actor.stats.call_one()).kv_block_tokens),
+        setup=setup,
         cores=Cores(
             # What computes on a GPU keeps a core busy only with waiting for it.
             trainer=0.0 if has_gpus else steps.cores,
             generator=0.0 if has_gpus else engine_cores,
-            scorer=scorer_cores,
+            scorer=scorers_s / (num_responses * score_s.mean.mean),
         ),
         decode=decode,
         prefill_tokens_per_s=prefill,
@@ -141,6 +156,7 @@ async def measure(
         weights=steps.weights,
         score_s=score_s,
         controller_s=Estimate.of([controller_s]),
+        response_s=Estimate.of([0.0 if has_gpus else rest_s]),
         lengths=lengths,
         filtered_share=_filtered_share(config, all_sampled),
         environment=environment_times(all_sampled),

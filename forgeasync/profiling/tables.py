@@ -72,6 +72,7 @@ def _facts(profile: Profile) -> Iterator[str]:
         f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
         f"scorer {cores.scorer:.2f}"
     )
+    yield f"an engine's process besides steps and prompts: {1e3 * profile.response_s.mean:.2f} ms a response"
     yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"
     for source, lengths in profile.lengths.items():
         response = lengths.response

@@ -6,7 +6,8 @@ begins or ends: a sequence that began when the counter was at s and lacks t toke
 Between two such changes contexts grow by one a step, and steps grow by the same time each, which is exact as
 long as the profile is linear there.
 
-Prompts that are computed stop the counter for as long as they take, and so does a swap of the weights. With
+Prompts that are computed stop the counter for as long as they take, and so do responses that end and a swap
+of the weights. With
 its prompt a sequence has its first token.
 """
 
@@ -33,6 +34,8 @@ class EngineCost:
     prefill_s_per_token: float
     kv_block_tokens: int
     """Tokens in a block of the KV cache."""
+    response_s: float
+    """Of a turn that ends, besides its steps and its prompt."""
     max_num_seqs: int
     max_kv_tokens: int
     cores: float
@@ -188,6 +191,7 @@ class Engine:
             sequence = heapq.heappop(self._running)[2]
             self._leave(sequence)
             ended.append(sequence)
+        self._stall(len(ended) * self._cost.response_s)
         self._refill()
         self._plan()
         for sequence in ended:

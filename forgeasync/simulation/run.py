@@ -134,6 +134,7 @@ class RunSimulation:
             decode=self._decode,
             prefill_s_per_token=1.0 / self._profile.prefill_tokens_per_s.mean,
             kv_block_tokens=self._profile.setup.kv_block_tokens,
+            response_s=self._profile.response_s.mean,
             max_num_seqs=self._run.max_num_seqs,
             max_kv_tokens=self._run.max_kv_tokens,
             cores=self._profile.cores.generator,

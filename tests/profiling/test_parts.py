@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from forgeasync.config.load import load_config
 from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
-from forgeasync.profile.numbers import Distribution
+from forgeasync.profile.numbers import Distribution, Estimate
+from forgeasync.profile.profile import DecodePoint
+from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling import sampled_groups
+from forgeasync.profiling.engine_rest import response_s
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
@@ -27,6 +30,7 @@ from forgeasync.profiling.sampled_groups import (
 )
 from forgeasync.profiling.step_times import size_of, step_cases
 from forgeasync.rollouts.rollout import Group
+from forgeasync.simulation.engine import EngineCost
 from forgeasync.trainer.batch import assign_rows, training_items
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
@@ -147,6 +151,32 @@ def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch
     assert 10 < num_sampled < 24
     everything = [one for batch in batches for one in batch]
     assert lengths_are_known(everything) and not lengths_are_known(everything[:-8])
+
+
+def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> None:
+    """Two groups on one engine: 6 prompt tokens for each response, then as many steps as the longest has."""
+    cost = EngineCost(
+        decode=DecodeTable([DecodePoint(num_running=1, num_context_tokens=0, step_s=Estimate.stated(0.01))]),
+        prefill_s_per_token=0.001,
+        kv_block_tokens=128,
+        response_s=9.0,
+        max_num_seqs=64,
+        max_kv_tokens=10**6,
+        cores=0.5,
+        shares_prefixes=False,
+    )
+    batches = [plain(make_group(3, 5), make_group(4, 9, number=1)), plain(make_group(21))]
+    known_s = (4 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
+    for rest_s in (0.0, 0.25):
+        computed_s = 0.5 * known_s + 5 * rest_s
+        assert response_s(batches, computed_s, cost, num_replicas=1) == pytest.approx(rest_s, abs=1e-9)
+    assert response_s(batches, 0.0, cost, num_replicas=1) == 0.0, "never negative"
+    # On two engines every group is decoded alone.
+    known_s = (2 * 0.006 + 4 * 0.01) + (2 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
+    assert response_s(batches, 0.5 * known_s + 1.0, cost, num_replicas=2) == pytest.approx(0.2)
+    episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in batches[0]]
+    known_s = 4 * 0.006 + 8 * 0.01
+    assert response_s([episodes], 0.5 * known_s + 1.0, cost, num_replicas=1) == pytest.approx(1 / 20)
 
 
 def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:

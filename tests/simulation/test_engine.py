@@ -19,7 +19,9 @@ from forgeasync.simulation.groups import Sequence, SimulatedGroup
 BASE_S, SEQUENCE_S, CONTEXT_S, PREFILL_S = 0.01, 0.001, 0.00001, 0.0005
 
 
-def _cost(*, max_num_seqs: int, max_kv_tokens: int = 10**9, kv_block_tokens: int = 1) -> EngineCost:
+def _cost(
+    *, max_num_seqs: int, max_kv_tokens: int = 10**9, kv_block_tokens: int = 1, response_s: float = 0.0
+) -> EngineCost:
     """A step takes BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
     points = [
         DecodePoint(
@@ -34,6 +36,7 @@ def _cost(*, max_num_seqs: int, max_kv_tokens: int = 10**9, kv_block_tokens: int
         decode=DecodeTable(points),
         prefill_s_per_token=PREFILL_S,
         kv_block_tokens=kv_block_tokens,
+        response_s=response_s,
         max_num_seqs=max_num_seqs,
         max_kv_tokens=max_kv_tokens,
         cores=0.0,
@@ -51,7 +54,11 @@ def _group(group_id: int, lengths: list[int], num_prompt: int) -> SimulatedGroup
 
 
 def _by_tokens(
-    groups: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int
+    groups: list[list[int]],
+    num_prompt: int,
+    max_num_seqs: int,
+    kv_block_tokens: int,
+    response_s: float = 0.0,
 ) -> dict[tuple[int, int], float]:
     """Times at which responses end, one step after the other."""
     waiting = deque((group, index) for group, lengths in enumerate(groups) for index in range(len(lengths)))
@@ -70,6 +77,7 @@ def _by_tokens(
         for key in ended:
             ends[key] = now_s
             del running[key]
+        now_s += len(ended) * response_s
         if ended:
             continue
         context = num_prompt + sum(running.values()) / len(running)
@@ -86,9 +94,10 @@ def _by_tokens(
     st.integers(1, 100),
     st.integers(1, 12),
     st.integers(1, 40),
+    st.sampled_from([0.0, 0.003]),
 )
 def test_responses_end_when_they_do_token_by_token(
-    lengths: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int
+    lengths: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int, response_s: float
 ) -> None:
     clock = Clock(1)
     ends: dict[tuple[int, int], float] = {}
@@ -96,13 +105,13 @@ def test_responses_end_when_they_do_token_by_token(
     def ended(sequence: Sequence) -> None:
         ends[sequence.group.group_id, sequence.index] = clock.now_s
 
-    cost = _cost(max_num_seqs=max_num_seqs, kv_block_tokens=kv_block_tokens)
+    cost = _cost(max_num_seqs=max_num_seqs, kv_block_tokens=kv_block_tokens, response_s=response_s)
     engine = Engine(0, cost, clock, ended, version=0)
     groups = [_group(number, one, num_prompt) for number, one in enumerate(lengths)]
     engine.add(sequence for group in groups for sequence in group.sequences)
     while clock.step():
         pass
-    expected = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens)
+    expected = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens, response_s)
     assert ends == {key: pytest.approx(end_s) for key, end_s in expected.items()}
     assert engine.total_busy_s == pytest.approx(max(expected.values()))
 
