@@ -37,6 +37,8 @@ def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
     (lengths,) = profile.lengths.values()
     assert 1 <= lengths.response.quantiles[0] and lengths.response.quantiles[-1] <= 24
     assert profile.setup.num_data_ranks == 2 and profile.hardware.packages["torch"]
+    # Of vLLM's CPU attention; what an engine does not say would be 1.
+    assert profile.setup.kv_block_tokens % 16 == 0 and profile.response_s.mean < 1.0
     assert profile.environment is None and profile.cores.trainer > 0 and profile.cores.generator > 0
     assert profile.weights.swap_s.mean.mean < profile.start_s.mean
     prediction = simulate(of_config(config, read_model_facts(config.model.path), profile), profile)

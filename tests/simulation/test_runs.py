@@ -171,6 +171,14 @@ def test_scorers_bound_a_run_by_their_workers() -> None:
     assert prediction.step_s == pytest.approx(8.0, rel=0.02)
 
 
+def test_responses_hold_up_their_engine() -> None:
+    """16 responses a step, 0.1 s each on the only engine, after the 49 steps of all of them."""
+    profile = simple_profile(lengths=FIXED, token_s=1e-6, response_s=0.1)
+    run = small_run(num_steps=30, max_off_policy_steps=0)
+    assert simulate(run, profile).step_s == pytest.approx(0.49 + 1.6, rel=0.02)
+    assert simulate(run, simple_profile(lengths=FIXED, token_s=1e-6)).step_s == pytest.approx(0.49, rel=0.02)
+
+
 def test_the_controller_bounds_a_run_by_its_one_thread() -> None:
     """16 responses a step, 1 s each, however many scorers there are."""
     profile = simple_profile(lengths=FIXED, token_s=1e-6, controller_s=1.0)
