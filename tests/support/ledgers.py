@@ -26,12 +26,20 @@ def plain(events: Sequence[AnyEvent]) -> list[dict]:
 
 
 def is_intact(text: bytes) -> bool:
-    """Whether all lines have their numbers and checksums, as docs/ledger.md says."""
+    """Whether all lines are JSON and have their numbers and checksums, as docs/ledger.md says.
+
+    Checksums run on from line to line, so two lines of which the first has lost just its own have that of the
+    second; they are no JSON.
+    """
     checksum = 0
     for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         said, _, rest = line.rpartition(b',"crc":')
         checksum = zlib.crc32(said, checksum)
         if rest != b'"%08x"}' % checksum or not said.startswith(b'{"n":%d,"event":' % number):
+            return False
+        try:
+            json.loads(line)
+        except ValueError:
             return False
     return True
 
