@@ -101,7 +101,6 @@ class PredictionWatch:
         has_grown = self._grow(self._simulating)
         every = self._section.refit_every_steps
         is_due = every is not None and step - self._refit_step >= every
-        # What is under way after a growth was asked for before it: its answer would be of fewer generators.
         if (is_due or has_grown) and not self._simulating.is_busy:
             self._refit_step = step
             self._simulating.begin(self._request(self._section, after_step=step))

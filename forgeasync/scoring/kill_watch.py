@@ -4,10 +4,13 @@ A thread for each answer, as ``threading.Timer`` has it, costs more than verifyi
 """
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 
 class KillWatch:
@@ -49,7 +52,11 @@ class KillWatch:
                 for number in due:
                     # With the lock held: a block that ends now waits for it, and nothing is killed after it.
                     _, kill = self._deadlines.pop(number)
-                    kill()
+                    try:
+                        kill()
+                    except Exception:
+                        # The others still have to be watched.
+                        logger.exception("what has taken too long cannot be killed")
                 first = min((deadline for deadline, _ in self._deadlines.values()), default=None)
                 self._wakes_at = float("inf") if first is None else first
                 self._changed.wait(None if first is None else max(0.0, first - now))

@@ -7,8 +7,7 @@ Between two such changes contexts grow by one a step, and steps grow by the same
 long as the profile is linear there.
 
 Prompts that are computed stop the counter for as long as they take, and so do responses that end and a swap
-of the weights. With
-its prompt a sequence has its first token.
+of the weights. With its prompt a sequence has its first token.
 """
 
 import heapq

@@ -70,3 +70,14 @@ def test_an_error_of_the_block_comes_out_and_nothing_is_killed() -> None:
         raise KeyError("of the block")
     time.sleep(0.1)
     assert not killed
+
+
+def test_a_kill_that_fails_is_told_and_the_others_are_watched(caplog: pytest.LogCaptureFixture) -> None:
+    watch, is_killed = KillWatch(), threading.Event()
+
+    def fails() -> None:
+        raise PermissionError("not ours")
+
+    with watch.limit(0.01, fails), watch.limit(0.1, is_killed.set):
+        assert is_killed.wait(30.0)
+    assert "cannot be killed" in caplog.text and "not ours" in caplog.text
