@@ -1,11 +1,13 @@
 """Settings of all tests: what they are marked with, and in which order they run."""
 
+import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
+from forgeasync.faults.run_mark import RUN_MARK
 from tests.support import tiers
 
 # On a busy machine any example may take long: tests judge behaviour, not time.
@@ -31,6 +33,17 @@ def pytest_collection_finish() -> None:
 
         if not hasattr(HostMesh.spawn_procs, "starts"):
             HostMesh.spawn_procs = tiers.starts(tiers.Starts.PROCS)(HostMesh.spawn_procs)
+
+
+@pytest.fixture(autouse=True)
+def mark_of_a_run_ends_with_its_test() -> Iterator[None]:
+    """Who makes a run's folder marks its process: programs that later tests start must not inherit that."""
+    before = os.environ.get(RUN_MARK)
+    yield
+    if before is None:
+        os.environ.pop(RUN_MARK, None)
+    else:
+        os.environ[RUN_MARK] = before
 
 
 @pytest.hookimpl(wrapper=True)

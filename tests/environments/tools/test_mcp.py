@@ -20,6 +20,7 @@ from forgeasync.environments.mcp_servers import connection, http, stdio
 from forgeasync.environments.mcp_servers.tools import McpTools
 from forgeasync.environments.messages import ToolCall
 from forgeasync.environments.tools.toolbox import Toolbox, ToolResult
+from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.rollouts.outcome import ToolStatus
 
 pytestmark = pytest.mark.procs
@@ -84,6 +85,7 @@ def http_server() -> Iterator[tuple[HttpServer, subprocess.Popen[bytes]]]:
 
 def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv(RUN_MARK, "0" * 32)
 
     async def conversation(call: Call) -> None:
         added = await call("add", a=2, b=3)
@@ -94,7 +96,8 @@ def test_calls_of_a_server_over_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert failed.status is ToolStatus.FAILED and "Traceback" not in failed.content
         assert (await call("none")).status is ToolStatus.UNKNOWN_TOOL
         names = (await call("environment")).content.split()
-        assert set(names) == {"FORGEASYNC_MCP_SERVER", "HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR"}
+        expected = {"FORGEASYNC_MCP_SERVER", RUN_MARK, "HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR"}
+        assert set(names) == expected
         # The state of a server lasts.
         assert (await call("remember", word="a")).content == "a"
         cut = await call("flood", num=5000)
