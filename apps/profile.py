@@ -4,11 +4,12 @@
     python -m apps.profile --plan --gpus N (--profile FILE | --response-tokens MEAN)
         --config FILE [--config FILE ...] [key.path=value ...]
 
-The first form starts the run's own procs, times each part while the others have nothing to do, and writes a
-profile (docs/profiling.md). The second one starts nothing: it simulates the run (docs/simulation.md), prints
-the splits that no other beats in throughput, age of the data and GPUs at once, and recommends one.
-``--profile`` is the file of a measured profile. ``--response-tokens`` plans for H100s that are not here, by
-arithmetic on what their maker states, for responses of that mean length.
+The first form starts the run's own procs, has the loops of apps/grpo.py make a few steps, then times each
+part while the others have nothing to do, and writes a profile (docs/profiling.md). The second one starts
+nothing: it simulates the run (docs/simulation.md), prints the splits that no other beats in throughput, age
+of the data and GPUs at once, and recommends one. ``--profile`` is the file of a measured profile.
+``--response-tokens`` plans for H100s that are not here, by arithmetic on what their maker states, for
+responses of that mean length.
 
 Exit code: 0; 2 with the reason if the config, the profile or the number of GPUs is refused; 1 if a part could
 not be measured.
@@ -75,11 +76,12 @@ def _positive(text: str) -> int:
 
 def _measure(arguments: argparse.Namespace) -> int:
     # They import torch and Monarch, which a plan can do without.
+    from apps.grpo import GrpoRun
     from forgeasync.controller.cli import exit_code
     from forgeasync.profiling.command import profile_config
 
     return exit_code(
-        lambda: profile_config(load_config(arguments.config, arguments.overrides), arguments.out)
+        lambda: profile_config(load_config(arguments.config, arguments.overrides), arguments.out, GrpoRun)
     )
 
 

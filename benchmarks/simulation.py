@@ -69,6 +69,7 @@ PROFILE = Profile(
     ),
     score_s=Distribution.point(0.05),
     controller_s=Estimate.stated(0.0),
+    loops_s=Estimate.stated(0.0),
     lengths={
         "math": Lengths(
             prompt=Distribution.point(256.0),

@@ -134,6 +134,7 @@ def stated_profile(
         ),
         score_s=Distribution.point(SCORE_S),
         controller_s=Estimate.stated(CONTROLLER_S),
+        loops_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths={
             source.name: Lengths(prompt=prompt, response=lengths, prompt_share=0.5)

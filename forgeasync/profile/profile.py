@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -121,7 +121,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[3] = FORMAT_VERSION
+    format_version: Literal[4] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""
@@ -146,6 +146,9 @@ class Profile(Section):
     controller_s: Estimate
     """Processor seconds that the controller needs for one response, from the buffer's decision that its group
     may start to its score. The controller does one thing at a time."""
+    loops_s: Estimate
+    """Processor seconds that controller and buffer need for one response besides ``controller_s``: for
+    batches, records, metrics. No response waits for this, but others may for the cores."""
     response_s: Estimate
     """Processor seconds that an engine needs for one response, or one turn of an episode, besides steps and
     prompts: for its arrays and records. It does nothing else meanwhile. 0 on a GPU, where a process that

@@ -1,11 +1,13 @@
 """Starts a run's procs to be timed, and writes their profile."""
 
+import time
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
-from forgeasync.config.run import RunConfig
+from forgeasync.config.run import RunConfig, resolve
 from forgeasync.controller.cli import REPORT_COLUMNS
 from forgeasync.controller.host_checks import open_hosts
 from forgeasync.controller.leftovers import take_over
@@ -17,6 +19,7 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_dir import RUNS_FOLDER
 from forgeasync.profile.profile_file import write_profile
+from forgeasync.profiling.loop_times import MakeLoops, short_run_of, time_loops
 from forgeasync.profiling.measuring import check_profiled, measure
 from forgeasync.profiling.tables import profile_table, what_if_table
 from forgeasync.schema.problems import Problem, raise_if_any
@@ -27,10 +30,11 @@ NUM_STEPS = 30
 """Most steps that are simulated for what changes would bring."""
 
 
-def profile_config(config: RunConfig, out: Path | None) -> None:
+def profile_config(config: RunConfig, out: Path | None, make_loops: MakeLoops) -> None:
     """Measure a profile of the config on this machine and write it; null: into a folder in runs/.
 
-    Prints it, and what the simulator says of the run with single changes.
+    Prints it, and what the simulator says of the run with single changes. ``make_loops`` makes the loops of
+    the run, which make a few steps first.
 
     Raises:
         ConfigError: the config cannot be profiled, or ``out`` not written.
@@ -45,23 +49,38 @@ def profile_config(config: RunConfig, out: Path | None) -> None:
     check_profiled(config)
     for line in take_over(config):
         print(line)
-    run_main(_profile(prepare(config), folder / "profile.json" if out is None else out))
+    prepared = prepare(short_run_of(config))
+    run_main(_profile(prepared, config, folder / "profile.json" if out is None else out, make_loops))
 
 
-async def _profile(prepared: Prepared, out: Path) -> None:
-    """Start every proc, time the parts, stop every proc, write the profile."""
+async def _profile(prepared: Prepared, wanted: RunConfig, out: Path, make_loops: MakeLoops) -> None:
+    """Start every proc, make a few steps, time the parts, stop every proc, write the profile.
+
+    ``wanted`` is the config of the run that the profile is for.
+    """
     config = prepared.config
-    run_dir = open_files(config, None).run_dir
+    files = open_files(config, None)
+    run_dir = files.run_dir
     separate_native_output(run_dir.log("controller"))
     configure_controller_logging(run_dir.log("controller"))
-    with StepConsole(1) as console:
+    with StepConsole(config.max_steps) as console:
         console.message(f"logs are in {run_dir.path}")
         fleet = open_procs(config, run_dir, console)
         try:
             async with fleet.naming_deaths():
                 await open_hosts(config, prepared.facts, fleet, tell=console.message)
                 roles = await start_roles(config, prepared, fleet, console, run_dir)
-                measured = await measure(prepared, roles, fleet.listing.entries, run_dir.logs, console)
+                start_s = time.time() - psutil.Process().create_time()
+                loops = await time_loops(prepared, roles, fleet, files, console, make_loops)
+                measured = await measure(
+                    prepared,
+                    roles,
+                    fleet.listing.entries,
+                    run_dir.logs,
+                    console,
+                    loops=loops,
+                    start_s=start_s,
+                )
         finally:
             console.phase("ending all procs")
             await fleet.close()
@@ -69,7 +88,8 @@ async def _profile(prepared: Prepared, out: Path) -> None:
     write_profile(measured, out)
     tables = Console(width=REPORT_COLUMNS)
     tables.print(profile_table(measured))
-    run = of_config(config, prepared.facts, measured, num_steps=min(config.max_steps, NUM_STEPS))
+    wanted = resolve(wanted, prepared.facts)
+    run = of_config(wanted, prepared.facts, measured, num_steps=min(wanted.max_steps, NUM_STEPS))
     found = what_if(run, measured)
     tables.print(what_if_table(found))
     print(found.verdict)

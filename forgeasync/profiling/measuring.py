@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
 import torch
 
 from forgeasync.actors.generator import GeneratorActor
@@ -30,6 +29,7 @@ from forgeasync.profiling.engine_times import (
     time_prompts,
 )
 from forgeasync.profiling.hardware import this_machine
+from forgeasync.profiling.loop_times import LoopTimes
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
     Sampled,
@@ -50,7 +50,10 @@ from forgeasync.tracing.proc_trace import SUFFIX
 from forgeasync.tracing.states import State
 
 NUM_CALLS = 20
-"""Calls that are timed for the time between two steps, and until a group begins."""
+"""Calls that are timed until a group begins."""
+
+FIRST_GROUP = 1_000_000
+"""Number of the first group that is sampled here."""
 
 MAX_OTHER_LOAD = 0.1
 """Share of the machine's cores that others may take without a word."""
@@ -69,14 +72,22 @@ def check_profiled(config: RunConfig) -> None:
 
 
 async def measure(
-    prepared: Prepared, roles: Roles, procs: Sequence[ProcEntry], logs: Path, console: StepConsole
+    prepared: Prepared,
+    roles: Roles,
+    procs: Sequence[ProcEntry],
+    logs: Path,
+    console: StepConsole,
+    *,
+    loops: LoopTimes,
+    start_s: float,
 ) -> Profile:
-    """Time everything; the roles have been started for this, in ``procs``, and have done nothing yet.
+    """Time everything but the loops; the roles have been started for this, in ``procs``, and have made the
+    loops' steps. ``start_s`` is how long starting has taken.
 
     Raises:
         NotProfiled: something that has to be timed did not work.
     """
-    config, start_s = prepared.config, time.time() - psutil.Process().create_time()
+    config = prepared.config
     others = OtherLoad()
     engine = roles.generators.pool.replicas[0]
     of_engine, of_scorers = ProcessorTime([engine.pid]), ProcessorTime(_pids(procs, "scorer"))
@@ -116,8 +127,9 @@ async def measure(
         groups,
         ProcessorTime(_pids(procs, "trainer")),
         console.part_done,
+        first_step=config.max_steps + 1,
     )
-    between_s, call_s = await _time_calls(roles, engine.actor)
+    call_s = await _time_calls(roles, engine.actor)
     console.end_phase()
     if (share := others.share()) > MAX_OTHER_LOAD:
         console.message(
@@ -151,11 +163,12 @@ async def measure(
         decode=decode,
         prefill_tokens_per_s=prefill,
         train=steps.points,
-        between_steps_s=between_s,
+        between_steps_s=loops.between_s,
         call_s=call_s,
         weights=steps.weights,
         score_s=score_s,
         controller_s=Estimate.of([controller_s]),
+        loops_s=Estimate.of([max(0.0, loops.response_s - controller_s)]),
         response_s=Estimate.of([0.0 if has_gpus else rest_s]),
         lengths=lengths,
         filtered_share=_filtered_share(config, all_sampled),
@@ -193,7 +206,9 @@ def _limits(prepared: Prepared) -> EngineLimits:
 
 async def _sample(prepared: Prepared, roles: Roles) -> list[list[Sampled]]:
     """Sample and score batches of the run's data until their lengths are known."""
-    seed, numbers, batches = prepared.config.seed, itertools.count(), _batches(prepared)
+    seed, batches = prepared.config.seed, _batches(prepared)
+    # No group of the loops had such a number.
+    numbers = itertools.count(FIRST_GROUP)
 
     async def sample() -> list[Sampled]:
         return await sample_groups(roles.groups, roles.scorer, next(batches), numbers=numbers, seed=seed)
@@ -232,19 +247,15 @@ def _filtered_share(config: RunConfig, sampled: Sequence[Sampled]) -> float:
     return min(num_filtered / len(sampled), 1.0 - 1.0 / (len(sampled) + 1))
 
 
-async def _time_calls(roles: Roles, engine: GeneratorActor) -> tuple[Distribution, Distribution]:
-    """Return the time of what the loop asks between two steps, and of the calls until a group begins."""
-    between, begin = [], []
+async def _time_calls(roles: Roles, engine: GeneratorActor) -> Distribution:
+    """Return the time of calls like those until a group begins."""
+    took_s = []
     for _ in range(NUM_CALLS):
         start_s = time.perf_counter()
-        await roles.generators.stats()
-        await roles.buffer.report.call_one()
-        middle_s = time.perf_counter()
         await roles.buffer.refusal.call_one()
         await engine.kv_usage.call_one()
-        between.append(middle_s - start_s)
-        begin.append(time.perf_counter() - middle_s)
-    return Distribution.of(between), Distribution.of(begin)
+        took_s.append(time.perf_counter() - start_s)
+    return Distribution.of(took_s)
 
 
 def _starting_s(logs: Path, name: str) -> float:

@@ -71,8 +71,12 @@ async def time_steps(
     groups: Sequence[Group],
     processors: ProcessorTime,
     on_step: Callable[[], None],
+    *,
+    first_step: int,
 ) -> StepTimes:
     """Make steps on parts of the groups, publish each, and have the generators take it.
+
+    ``first_step`` is the number of the first one, behind those that were made before.
 
     Each step is made twice in a row, and the second one is timed: memory that steps of another size have left
     is shaped to this one's then, as in a run, whose steps are all alike.
@@ -82,12 +86,12 @@ async def time_steps(
     """
     samples: dict[tuple[int, int], list[float]] = defaultdict(list)
     measured, cores = _Measured(), list[float]()
-    step = 0
+    numbers = itertools.count(first_step)
     cases = step_cases(config, groups)
     for number in range(NUM_ROUNDS + 1):
         # The first round has only one: it warms up.
         for case, is_timed in itertools.product(cases if number else cases[:1], (False, True)):
-            step += 1
+            step = next(numbers)
             part = groups[: case.num_groups]
             items = training_items(part, [1.0] * len(part), config.algorithm)
             rows = assign_rows(items, tokens_per_row=case.tokens_per_row, num_ranks=trainer.num_data_ranks)

@@ -74,6 +74,7 @@ def _facts(profile: Profile) -> Iterator[str]:
     )
     yield f"an engine's process besides steps and prompts: {1e3 * profile.response_s.mean:.2f} ms a response"
     yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"
+    yield f"controller and buffer besides: {1e3 * profile.loops_s.mean:.2f} ms a response"
     for source, lengths in profile.lengths.items():
         response = lengths.response
         yield (

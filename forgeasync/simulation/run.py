@@ -75,6 +75,8 @@ class RunSimulation:
             on_response=self._response_ended,
         )
         self._controller = Controller(self.clock, profile.controller_s.mean)
+        self._loops = Controller(self.clock, profile.loops_s.mean)
+        """What controller and buffer do meanwhile."""
         self._scorers = Scorers(run.scorer, profile.cores.scorer, self.clock, self._scored)
         self._serving = Serving(
             run.weights,
@@ -182,6 +184,7 @@ class RunSimulation:
         if group.is_ended:
             # It was given up before the controller came to it.
             return
+        self._loops.handle(lambda: None)
         if not self._run.has_environment:
             self._scorers.response_ended(group, index)
         if is_whole:

@@ -160,7 +160,8 @@ def _faster_weights(run: SimulatedRun, profile: Profile) -> tuple[SimulatedRun, 
 
 
 def _faster_controller(run: SimulatedRun, profile: Profile) -> tuple[SimulatedRun, Profile]:
-    return run, profile.model_copy(update={"controller_s": _halved(profile.controller_s)})
+    halved = {"controller_s": _halved(profile.controller_s), "loops_s": _halved(profile.loops_s)}
+    return run, profile.model_copy(update=halved)
 
 
 def _faster(times: Distribution) -> Distribution:

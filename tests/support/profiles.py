@@ -35,6 +35,7 @@ def simple_profile(
     prompt_share: float = 0.0,
     score_s: float = 0.0,
     controller_s: float = 0.0,
+    loops_s: float = 0.0,
     response_s: float = 0.0,
     swap_s: float = 0.0,
     fetch_s: float = 0.0,
@@ -75,6 +76,7 @@ def simple_profile(
         ),
         score_s=Distribution.point(score_s),
         controller_s=Estimate.stated(controller_s),
+        loops_s=Estimate.stated(loops_s),
         response_s=Estimate.stated(response_s),
         lengths={
             "chain_sum": Lengths(
