@@ -87,6 +87,7 @@ async def _start_teacher(
         host_id=host.id,
         capacity_bytes=int(config.payload.capacity_gib * 2**30),
         num_ids=config.algorithm.num_teacher_ids,
+        asks_student_ids=config.algorithm.asks_student_ids,
         vocab_size=facts.vocab_size,
     )
     if section.endpoint is not None:
@@ -126,7 +127,8 @@ async def _start_pool(
         weights=weights_of_teacher(config.weights),
         lora=config.lora if section.moves else None,
         payload_capacity_bytes=groups.capacity_bytes,
-        num_scored_ids=groups.num_ids,
+        # Given ids have the sampled one among them.
+        num_scored_ids=groups.num_ids + groups.asks_student_ids,
     )
 
     async def spawn(rank: int, number: int) -> SpawnedReplica:

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from forgeasync.rollouts.group_payload import Arrays
+from forgeasync.rollouts.group_payload import Arrays, decode_rollout
 from forgeasync.rollouts.payload_store import PayloadReader, PayloadStoreFull, PayloadWriter
 from forgeasync.rollouts.rollout import StoredRollout
+from forgeasync.rollouts.student_ids import student_ids
 from forgeasync.rollouts.teacher_prompt import Instead, TeacherReads
 from forgeasync.rollouts.teacher_record import TeacherRecord, check_teacher_record, not_asked
 
-ScoreTokens = Callable[[np.ndarray, int], Awaitable[TeacherRecord]]
-"""What a teacher says of token ids [S] behind the first so many; raises ValueError where it cannot."""
+ScoreTokens = Callable[[np.ndarray, int, np.ndarray | None], Awaitable[TeacherRecord]]
+"""What a teacher says of token ids [S] behind the first so many, and of given ids [T, K] at their places, or
+of its likeliest ones (None); raises ValueError where it cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class TaughtGroups:
     capacity_bytes: int
     num_ids: int
     """Ids that the teacher is asked for at each token."""
+    asks_student_ids: bool
+    """Whether these are ids that the policy could have drawn, and not the teacher's likeliest."""
     vocab_size: int
     """Size of the policy's vocabulary."""
 
@@ -58,9 +62,7 @@ class TaughtGroups:
                 prompts[branch.prompt.payload_id] = (len(prompts), reader.read(branch.prompt))
         responses = [reader.read(branch.response) for branch in branches]
         asked = [
-            asyncio.ensure_future(
-                self._record(read, prompts[branch.prompt.payload_id][1]["ids"], response["ids"], score)
-            )
+            asyncio.ensure_future(self._record(read, prompts[branch.prompt.payload_id][1], response, score))
             for branch, read, response in zip(branches, reads_of_branches, responses, strict=True)
         ]
         try:
@@ -100,19 +102,30 @@ class TaughtGroups:
     async def _record(
         self,
         read: TeacherReads,
-        policys_ids_P: np.ndarray,
-        response_ids_T: np.ndarray,
+        prompt: Arrays,
+        response: Arrays,
         score: ScoreTokens,
     ) -> TeacherRecord:
+        response_ids_T = response["ids"]
         if read is Instead.NOTHING:
             return not_asked(len(response_ids_T), self.num_ids)
-        prompt_ids_P = policys_ids_P if isinstance(read, Instead) else read
-        record = await score(np.concatenate([prompt_ids_P, response_ids_T]), len(prompt_ids_P))
+        prompt_ids_P = prompt["ids"] if isinstance(read, Instead) else read
+        given_TK = self._given(prompt, response) if self.asks_student_ids else None
+        record = await score(np.concatenate([prompt_ids_P, response_ids_T]), len(prompt_ids_P), given_TK)
         check_teacher_record(
             record,
             num_tokens=len(response_ids_T),
             num_ids=self.num_ids,
             vocab_size=self.vocab_size,
             teacher=self.teacher,
+            given_TK=given_TK,
         )
         return record
+
+    def _given(self, prompt: Arrays, response: Arrays) -> np.ndarray:
+        trace = decode_rollout(prompt, response)
+        assert trace.kept_tokens is not None, "the config's rules want kept sets for this"
+        ids_T, is_sampled_T = trace.response_ids_T, trace.is_sampled_T
+        if is_sampled_T is None:
+            is_sampled_T = np.ones(len(ids_T), bool)
+        return student_ids(trace.kept_tokens, ids_T, is_sampled_T, num_ids=self.num_ids)

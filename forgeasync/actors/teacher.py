@@ -36,8 +36,11 @@ class TeacherActor(GeneratorActor):
 
     @concurrent_endpoint
     async def open(self, groups: TaughtGroups) -> None:
-        """Know where groups are and what is asked of them. Follows ``setup``."""
+        """Know where groups are and what is asked of them, and find out if the engine can. Follows
+        ``setup``."""
         self._groups = groups
+        if groups.asks_student_ids:
+            await self._score(np.zeros(2, np.int32), 1, np.zeros((1, groups.num_ids), np.int32))
 
     @concurrent_endpoint
     async def teach(
@@ -46,9 +49,11 @@ class TeacherActor(GeneratorActor):
         """See ``TaughtGroups.teach``."""
         return await self._groups.teach(rollouts, reads, self._score)
 
-    async def _score(self, ids_S: np.ndarray, num_prompt: int) -> TeacherRecord:
+    async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
         # vLLM takes 10 s to import, so only the procs that have an engine import it.
-        from forgeasync.generator.token_scores import score_tokens
+        from forgeasync.generator.token_scores import score_given_ids, score_tokens
 
         assert self._engine is not None
+        if given_TK is not None:
+            return await score_given_ids(self._engine, ids_S, given_TK, num_prompt=num_prompt)
         return await score_tokens(self._engine, ids_S, num_prompt=num_prompt, num_ids=self._groups.num_ids)

@@ -93,7 +93,8 @@ class EndpointTeacher:
     ) -> tuple[StoredRollout, ...] | Untaught:
         return await self.groups.teach(rollouts, reads, self._score)
 
-    async def _score(self, ids_S: np.ndarray, num_prompt: int) -> TeacherRecord:
+    async def _score(self, ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
+        assert given_TK is None, "no server gives log-probabilities of given ids, which the rules say"
         async with self.room:
             return await self.client.score(ids_S, num_prompt=num_prompt, num_ids=self.groups.num_ids)
 

@@ -81,6 +81,11 @@ class Loss(Section):
         """Ids that a teacher is asked for at each token, besides the sampled one."""
         return max((term.num_ids for term in self.terms), default=0)
 
+    @property
+    def asks_student_ids(self) -> bool:
+        """Whether these are ids that the policy could have drawn, and not the teacher's likeliest."""
+        return any(term.asks_student_ids for term in self.terms)
+
     def count(
         self, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor, sample_weights_T: torch.Tensor
     ) -> torch.Tensor:

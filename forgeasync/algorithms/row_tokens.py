@@ -43,9 +43,10 @@ class TeacherTokens:
     logprobs_T: torch.Tensor
     """The teacher's, of the sampled tokens."""
     topk_TK: torch.Tensor
-    """The teacher's, of its K most likely ids, the likeliest first."""
+    """The teacher's, of its K most likely ids, the likeliest first; or of those that the policy could have
+    drawn, then -inf where these are fewer than K."""
     student_topk_TK: torch.Tensor
-    """The student's, of these ids, with gradients."""
+    """The student's, of these ids, with gradients; -inf where there is no id."""
     versions_T: torch.Tensor
     """Which version of the teacher's weights has seen the token."""
     is_asked_T: torch.Tensor

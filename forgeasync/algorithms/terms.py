@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -34,6 +35,15 @@ MAX_TOPK = 1024
 """Most ids that a teacher can be asked for at each token."""
 
 
+class IdsOf(StrEnum):
+    """Whose likely ids a divergence looks at."""
+
+    TEACHER = "teacher"
+    """The teacher's likeliest."""
+    STUDENT = "student"
+    """Those that the policy could have drawn: the token's kept set."""
+
+
 class Term(Section):
     """A loss for every token that is added to that of the objective."""
 
@@ -49,6 +59,11 @@ class Term(Section):
     def num_ids(self) -> int:
         """Ids that the teacher is asked for at each token, besides the sampled one."""
         return 0
+
+    @property
+    def asks_student_ids(self) -> bool:
+        """Whether these are the policy's and not the teacher's."""
+        return False
 
     @abstractmethod
     def __call__(
@@ -96,7 +111,7 @@ class SampledReverseKl(Term):
 
 
 class TopkKl(Term):
-    """The divergence from the teacher over its most likely tokens, with all others as one further event.
+    """The divergence from the teacher over some likely tokens, with all others as one further event.
 
     Sources: ``forward``, Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; ``reverse`` and
     ``jsd``, Agarwal et al., "On-Policy Distillation", 2024, equation 1 (beta 1/2).
@@ -104,8 +119,11 @@ class TopkKl(Term):
 
     kind: Literal["topk_kl"] = "topk_kl"
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    ids: IdsOf = IdsOf.TEACHER
+    """Whose likely tokens are looked at. ``student``: those of each token's kept set, so that
+    ``sampling.top_k`` has to be set and to be ``top_k``; not with an ``endpoint``."""
     top_k: int = Field(default=16, gt=0, le=MAX_TOPK)
-    """Number of the teacher's most likely tokens that are looked at."""
+    """Number of the most likely tokens that are looked at."""
     tail: bool = True
     """Count the probability of all other tokens as one further event."""
 
@@ -113,17 +131,20 @@ class TopkKl(Term):
     def num_ids(self) -> int:
         return self.top_k
 
+    @property
+    def asks_student_ids(self) -> bool:
+        return self.ids is IdsOf.STUDENT
+
     def __call__(
         self, row: RowTokens, weights_T: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         teacher = _teacher(row)
-        losses_T = topk_kl(
-            teacher.student_topk_TK[:, : self.top_k],
-            teacher.topk_TK[:, : self.top_k],
-            kind=self.divergence,
-            tail=self.tail,
-        )
-        return losses_T, {f"teacher/{self.divergence}_kl": row.masked(losses_T.detach()).sum()}
+        student_TK = teacher.student_topk_TK[:, : self.top_k]
+        losses_T = topk_kl(student_TK, teacher.topk_TK[:, : self.top_k], kind=self.divergence, tail=self.tail)
+        return losses_T, {
+            f"teacher/{self.divergence}_kl": row.masked(losses_T.detach()).sum(),
+            "teacher/student_mass": row.masked(student_TK.detach().exp().sum(-1)).sum(),
+        }
 
 
 class CrossEntropy(Term):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from forgeasync.algorithms.objectives import NoObjective
+from forgeasync.algorithms.terms import IdsOf, TopkKl
 from forgeasync.config.data import named_sources
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.process_reward_model import ProcessRewardModel
@@ -47,7 +48,32 @@ def check_teachers(config: RunConfig) -> Iterator[Problem]:
         found = " and ".join(map(repr, showing)) or "none"
         remedy = f"must be 0, or one prompt of a teacher must have $sibling and no $feedback; found {found}"
         yield Problem(field="warmup.shown_per_step", value=config.warmup.shown_per_step, remedy=remedy)
+    yield from _check_student_ids(config)
     yield from _check_sources(config)
+
+
+def _check_student_ids(config: RunConfig) -> Iterator[Problem]:
+    """Find what keeps the policy's own likely ids from being known, or from being asked about."""
+    field, sampling = "algorithm.terms", config.sampling
+    terms = [term for term in config.algorithm.terms if isinstance(term, TopkKl)]
+    if all(term.ids is IdsOf.TEACHER for term in terms):
+        return
+    if len({term.ids for term in terms}) > 1:
+        remedy = "every topk_kl must have the same: a teacher is asked about one list of ids at each token"
+        yield Problem(field=f"{field}: ids", value=[term.ids.value for term in terms], remedy=remedy)
+    if sampling.top_k is None:
+        remedy = "must be set for ids: student, which are those that top_k keeps"
+        yield Problem(field="sampling.top_k", value=None, remedy=remedy)
+    elif wrong := [term.top_k for term in terms if term.top_k != sampling.top_k]:
+        remedy = f"must be sampling.top_k = {sampling.top_k} with ids: student: kept sets have no order"
+        yield Problem(field=f"{field}: top_k", value=wrong[0], remedy=remedy)
+    if not config.trainer.keep_sampling_mask:
+        remedy = "must be true for ids: student, which are recorded with the kept sets"
+        yield Problem(field="trainer.keep_sampling_mask", value=False, remedy=remedy)
+    for name, teacher in config.teachers.items():
+        if teacher.endpoint is not None:
+            remedy = "must be null with ids: student: vLLM's server gives no log-probabilities of given ids"
+            yield Problem(field=f"teachers.{name}.endpoint", value=teacher.endpoint.base_url, remedy=remedy)
 
 
 def _check_words(config: RunConfig, name: str) -> Iterator[Problem]:

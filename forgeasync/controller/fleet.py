@@ -72,12 +72,13 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
 def _check_loss(loss: Loss, config: RunConfig) -> None:
     """Raise ValueError where a loss of one's own does not ask teachers for what they were started for."""
     found, asked = (
-        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0)
+        (one.needs_teacher, one.num_teacher_ids if one.needs_teacher else 0, one.asks_student_ids)
         for one in (loss, config.algorithm)
     )
     if found != asked:
-        needs, num_ids = asked
-        words = f"a teacher's {num_ids} likeliest ids a token" if needs else "no teacher"
+        needs, num_ids, are_students = asked
+        ids = "ids of the policy's" if are_students else "likeliest ids"
+        words = f"a teacher's {num_ids} {ids} a token" if needs else "no teacher"
         raise ValueError(
             f"loss: its terms must need {words}, as algorithm.terms of the config does: teachers of the run "
             "are asked for that"

@@ -148,6 +148,10 @@ class GeneratorEngine:
             recorder = InFlightRecorder(in_flight, records=records, vocab_size=vocab_size)
         with in_process_core(salt_with_version=not weights.prefix_cache_across_versions, observer=recorder):
             llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        if is_cpu and num_scored_ids:
+            from forgeasync.generator.workarounds.cpu_given_ids import accept_given_ids
+
+            accept_given_ids(llm)
         engine = cls(llm, llm.engine_core, records, weights=weights, recorder=recorder)
         await engine._client.between_steps(lambda core: core.set_weight_version("0"))
         if adapters is not None:

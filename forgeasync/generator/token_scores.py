@@ -9,7 +9,7 @@ fills in all positions anew, and no score mixes two versions.
 Shape suffixes: S tokens of prompt and response, T response tokens, K ids of each token.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm import SamplingParams
@@ -18,7 +18,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from forgeasync.generator.interruption import EPISODE_ARGUMENT, GROUP_ARGUMENT, NO_GROUP, SAMPLE_ARGUMENT
-from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
+from forgeasync.rollouts.student_ids import NO_ID
+from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord, not_asked
 from forgeasync.tracing.proc_trace import doing
 from forgeasync.tracing.states import State
 
@@ -40,18 +41,65 @@ async def score_tokens(
     return read_scores(output, ids_S, num_prompt=num_prompt, num_ids=num_ids)
 
 
+async def score_given_ids(
+    engine: "GeneratorEngine", ids_S: np.ndarray, given_TK: np.ndarray, *, num_prompt: int
+) -> TeacherRecord:
+    """What an engine's model says of tokens that were sampled elsewhere, behind the first ``num_prompt``, and
+    of given ids (int32 [T, K]) in their places; of ``NO_ID`` nothing, which is nan.
+
+    Raises:
+        WrongTeacherRecord: the engine's answer is not about these ids.
+    """
+    asked_TK = np.concatenate([ids_S[num_prompt:, None], given_TK], axis=1, dtype=np.int32)
+    if not len(asked_TK):
+        return not_asked(0, given_TK.shape[1])
+    params = given_params(asked_TK, num_prompt=num_prompt, episode=engine.new_episode(0).number)
+    with engine.busy.running(), doing(State.COMPUTING):
+        output = await engine.run_request(ids_S.tolist(), params)
+    return read_given_scores(output, asked_TK)
+
+
+def read_given_scores(output: RequestOutput, asked_TK: np.ndarray) -> TeacherRecord:
+    """The record of tokens, which are the first of the ids that were asked for at their places.
+
+    Raises:
+        WrongTeacherRecord: the engine has not answered about all of them.
+    """
+    found_TK = output.prompt_token_id_logprobs
+    if found_TK is None or found_TK.shape != asked_TK.shape:
+        shape = None if found_TK is None else list(found_TK.shape)
+        raise WrongTeacherRecord(f"the engine scored ids {shape}; must be {list(asked_TK.shape)}")
+    return TeacherRecord(
+        logprobs_T=found_TK[:, 0].astype(np.float32),
+        ids_TK=asked_TK[:, 1:],
+        topk_TK=np.where(asked_TK == NO_ID, np.nan, found_TK)[:, 1:].astype(np.float32),
+        versions_T=np.full(len(asked_TK), _version(output), np.int32),
+    )
+
+
 def scoring_params(num_ids: int, *, episode: int) -> SamplingParams:
     """Ask for the log-probability of every token and of the ``num_ids`` likeliest ids at its place."""
+    return SamplingParams(**_once(episode), prompt_logprobs=num_ids, flat_logprobs=True)
+
+
+def given_params(asked_TK: np.ndarray, *, num_prompt: int, episode: int) -> SamplingParams:
+    """Ask for the log-probabilities of ids at the places of the tokens behind the first ``num_prompt``."""
+    # Row i scores its ids as predictions of token start + i + 1.
     return SamplingParams(
-        # vLLM samples at least one token.
-        max_tokens=1,
-        temperature=1.0,
-        prompt_logprobs=num_ids,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={GROUP_ARGUMENT: NO_GROUP, SAMPLE_ARGUMENT: 0, EPISODE_ARGUMENT: episode},
+        **_once(episode), prompt_logprob_token_ids=asked_TK, prompt_logprob_start=num_prompt - 1
     )
+
+
+def _once(episode: int) -> dict[str, Any]:
+    """What every request that scores has in common."""
+    return {
+        # vLLM samples at least one token.
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "extra_args": {GROUP_ARGUMENT: NO_GROUP, SAMPLE_ARGUMENT: 0, EPISODE_ARGUMENT: episode},
+    }
 
 
 def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, num_ids: int) -> TeacherRecord:
@@ -82,11 +130,15 @@ def read_scores(output: RequestOutput, ids_S: np.ndarray, *, num_prompt: int, nu
             f"the engine scored token {token_ids_TK[place, 0]} at position {num_prompt + place}; must be "
             f"token {ids_S[num_prompt + place]}"
         )
-    spans = output.outputs[0].weight_versions
-    assert spans is not None and len(spans) == 1, "one token was sampled"
     return TeacherRecord(
         logprobs_T=logprobs_TK[:, 0],
         ids_TK=token_ids_TK[:, 1:],
         topk_TK=logprobs_TK[:, 1:],
-        versions_T=np.full(len(logprobs_TK), int(spans[0].version), np.int32),
+        versions_T=np.full(len(logprobs_TK), _version(output), np.int32),
     )
+
+
+def _version(output: RequestOutput) -> int:
+    spans = output.outputs[0].weight_versions
+    assert spans is not None and len(spans) == 1, "one token was sampled"
+    return int(spans[0].version)

@@ -28,8 +28,13 @@ TEACHERS = Topic(
         ),
         Metric(
             key="teacher/<divergence>_kl",
-            meaning="Mean divergence from the teacher over its most likely tokens, such as "
+            meaning="Mean divergence from the teacher over some likely tokens, such as "
             "`teacher/forward_kl`, in nats.",
+            when="losses with the term `topk_kl`",
+        ),
+        Metric(
+            key="teacher/student_mass",
+            meaning="Mean probability that the policy gives to the ids that `topk_kl` looks at.",
             when="losses with the term `topk_kl`",
         ),
         Metric(

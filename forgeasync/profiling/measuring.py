@@ -11,6 +11,7 @@ import torch
 from forgeasync.actors.generator import GeneratorActor
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.run import RunConfig
+from forgeasync.config.serving import ServedSource
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.starting import Roles
 from forgeasync.environments.order import weighted_order
@@ -68,6 +69,9 @@ def check_profiled(config: RunConfig) -> None:
     if config.teachers:
         remedy = "must be left out: a profile does not have teachers"
         problems.append(Problem(field="teachers", value=sorted(config.teachers), remedy=remedy))
+    if isinstance(config.data.source, ServedSource):
+        remedy = "must be another one: nobody brings a profile its requests"
+        problems.append(Problem(field="data.source.kind", value=config.data.source.kind, remedy=remedy))
     raise_if_any(problems)
 
 

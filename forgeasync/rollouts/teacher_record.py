@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forgeasync.rollouts.student_ids import NO_ID
+
 NOT_ASKED = -1
 """Version of the tokens of a response that the teacher was not asked about."""
 
@@ -26,9 +28,10 @@ class TeacherRecord:
     logprobs_T: np.ndarray
     """float32, of the tokens themselves."""
     ids_TK: np.ndarray
-    """int32: the teacher's K most likely ids, the likeliest first; K may be 0."""
+    """int32: the teacher's K most likely ids, the likeliest first; or those that the policy could have drawn,
+    with ``NO_ID`` behind them (``forgeasync.rollouts.student_ids``). K may be 0."""
     topk_TK: np.ndarray
-    """float32, of these ids."""
+    """float32, of these ids; nan where there is none."""
     versions_T: np.ndarray
     """int32: which version of the teacher's weights has computed it; one for all tokens of a response."""
 
@@ -104,9 +107,17 @@ def concatenate(records: Sequence[TeacherRecord]) -> TeacherRecord:
 
 
 def check_teacher_record(
-    record: TeacherRecord, *, num_tokens: int, num_ids: int, vocab_size: int, teacher: str
+    record: TeacherRecord,
+    *,
+    num_tokens: int,
+    num_ids: int,
+    vocab_size: int,
+    teacher: str,
+    given_TK: np.ndarray | None = None,
 ) -> None:
     """Check what a teacher has answered about a response of ``num_tokens`` tokens.
+
+    ``given_TK`` are the ids that it was asked about; None: it was asked for its likeliest ones.
 
     Raises:
         WrongTeacherRecord: a number is missing or not finite, an id is not of the vocabulary, or not all
@@ -122,7 +133,12 @@ def check_teacher_record(
             raise WrongTeacherRecord(
                 f"{where} gave {name} {list(array.shape)}; must be {[num_tokens, num_ids]}"
             )
-    for name, values in (("a token", record.logprobs_T), ("a likely id", record.topk_TK)):
+    topk_TK = record.topk_TK
+    if given_TK is not None:
+        if not np.array_equal(record.ids_TK, given_TK):
+            raise WrongTeacherRecord(f"{where} gave log-probabilities of other ids than it was asked about")
+        topk_TK = topk_TK[given_TK != NO_ID]
+    for name, values in (("a token", record.logprobs_T), ("a likely id", topk_TK)):
         # Rounding can take a log-probability a little above 0.
         is_wrong = ~np.isfinite(values) | (values > 1e-3)
         if is_wrong.any():
@@ -132,7 +148,8 @@ def check_teacher_record(
                 "must be finite and at most 0"
             )
     _check_versions(record, num_tokens=num_tokens, where=where, lowest=0)
-    if num_tokens and num_ids and not 0 <= record.ids_TK.min() <= record.ids_TK.max() < vocab_size:
+    lowest = 0 if given_TK is None else NO_ID
+    if num_tokens and num_ids and not lowest <= record.ids_TK.min() <= record.ids_TK.max() < vocab_size:
         raise WrongTeacherRecord(f"{where} gave an id outside of the vocabulary of {vocab_size}")
 
 

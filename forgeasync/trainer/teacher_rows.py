@@ -3,19 +3,23 @@
 Shape suffixes: T targets of a row, K ids of each token.
 """
 
+import math
+
 import numpy as np
 import torch
 
 from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.row_tokens import TeacherTokens
 from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
+from forgeasync.rollouts.student_ids import NO_ID
 from forgeasync.rollouts.teacher_record import TeacherRecord, not_asked
 from forgeasync.trainer.logprobs import Predictions
 from forgeasync.trainer.packing import PackedRow
 
 
 def asked_ids(row: PackedRow, loss: Loss) -> np.ndarray | None:
-    """The ids to ask the model for, int64 [T, 1 + K]: each target itself, then its teacher's likeliest ids.
+    """The ids to ask the model for, int64 [T, 1 + K]: each target itself, then those that its
+    teacher was asked about.
 
     None if the loss has no terms.
     """
@@ -24,7 +28,9 @@ def asked_ids(row: PackedRow, loss: Loss) -> np.ndarray | None:
     targets_T1 = row.target_ids_L[row.mask_L][:, None]
     if not loss.needs_teacher:
         return targets_T1
-    return np.concatenate([targets_T1, record_of(row, loss).ids_TK.astype(np.int64)], axis=1)
+    # In place of no id any other one is asked for, and what is said of it is left out.
+    ids_TK = record_of(row, loss).ids_TK.clip(min=0).astype(np.int64)
+    return np.concatenate([targets_T1, ids_TK], axis=1)
 
 
 def full_logprobs(predictions: Predictions) -> torch.Tensor | None:
@@ -42,10 +48,12 @@ def teacher_tokens(row: PackedRow, predictions: Predictions, loss: Loss) -> Teac
     # Where the teacher was not asked its record is nan, and 0 times nan in a gradient is nan. The student's
     # own values are finite there; they are masked out.
     own_TK = predictions.asked_TK.detach()
+    is_id_TK = torch.from_numpy(record.ids_TK != NO_ID).to(DEVICE_TYPE)
+    topk_TK = torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(is_asked_T[:, None], own_TK[:, 1:])
     return TeacherTokens(
         logprobs_T=torch.from_numpy(record.logprobs_T).to(DEVICE_TYPE).where(is_asked_T, own_TK[:, 0]),
-        topk_TK=torch.from_numpy(record.topk_TK).to(DEVICE_TYPE).where(is_asked_T[:, None], own_TK[:, 1:]),
-        student_topk_TK=predictions.asked_TK[:, 1:],
+        topk_TK=topk_TK.where(is_id_TK, -math.inf),
+        student_topk_TK=predictions.asked_TK[:, 1:].where(is_id_TK, -math.inf),
         versions_T=torch.from_numpy(record.versions_T).to(DEVICE_TYPE, torch.float32),
         is_asked_T=is_asked_T,
     )

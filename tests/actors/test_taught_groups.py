@@ -13,6 +13,7 @@ from forgeasync.rollouts.group_payload import TokenTrace, decode_rollout
 from forgeasync.rollouts.payload_store import PayloadReader, PayloadWriter
 from forgeasync.rollouts.rollout import FinishReason, Rollout, StoredRollout
 from forgeasync.rollouts.run_folder import create_run_folder, remove_run_folder
+from forgeasync.rollouts.student_ids import NO_ID
 from forgeasync.rollouts.teacher_prompt import Instead
 from forgeasync.rollouts.teacher_record import TeacherRecord
 from tests.support.payloads import HOST, MIB
@@ -47,7 +48,8 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
     rollouts = [make_rollout(seed, 4, 5 + seed) for seed in range(3)]
     asked: list[tuple[list[int], int]] = []
 
-    async def score(ids_S: np.ndarray, num_prompt: int) -> TeacherRecord:
+    async def score(ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
+        assert given_TK is None
         asked.append((ids_S.tolist(), num_prompt))
         num = len(ids_S) - num_prompt
         return TeacherRecord(
@@ -63,6 +65,7 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
         host_id=HOST,
         capacity_bytes=MIB,
         num_ids=NUM_IDS,
+        asks_student_ids=False,
         vocab_size=FACTS.vocab_size,
     )
     shown = np.array([1, 0, 1, 1, 0, 2], np.int32)
@@ -82,3 +85,39 @@ def test_each_response_follows_what_the_teacher_reads_token_by_token(folder: Pat
         assert trace.teacher is not None
         assert trace.teacher.is_asked_T.tolist() == [is_asked] * rollout.num_response_tokens
         assert np.isfinite(trace.teacher.topk_TK).all() == is_asked
+
+
+def test_the_teacher_is_asked_about_what_the_policy_could_have_drawn(folder: Path) -> None:
+    rollout = make_rollout(1, 4, 6)
+    asked: list[np.ndarray | None] = []
+
+    async def score(ids_S: np.ndarray, num_prompt: int, given_TK: np.ndarray | None) -> TeacherRecord:
+        asked.append(given_TK)
+        assert given_TK is not None
+        return TeacherRecord(
+            logprobs_T=np.full(len(given_TK), -1.0, np.float32),
+            ids_TK=given_TK,
+            topk_TK=np.where(given_TK == NO_ID, np.nan, -2.0).astype(np.float32),
+            versions_T=np.zeros(len(given_TK), np.int32),
+        )
+
+    groups = TaughtGroups(
+        teacher="t",
+        folder=folder,
+        host_id=HOST,
+        capacity_bytes=MIB,
+        num_ids=FACTS.vocab_size - 1,
+        asks_student_ids=True,
+        vocab_size=FACTS.vocab_size,
+    )
+    taught = asyncio.run(groups.teach(stored(folder, [rollout]), (Instead.POLICYS,), score))
+    kept = rollout.kept_tokens
+    assert kept is not None and not isinstance(taught, Untaught)
+    (given_TK,) = asked
+    assert given_TK is not None
+    for token, row in enumerate(given_TK.tolist()):
+        assert [one for one in row if one != NO_ID] == kept.row(token).tolist()
+    record = trace_of(taught[0]).teacher
+    assert record is not None
+    np.testing.assert_array_equal(record.ids_TK, given_TK)
+    np.testing.assert_array_equal(np.isnan(record.topk_TK), given_TK == NO_ID)

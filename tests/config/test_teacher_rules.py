@@ -22,6 +22,8 @@ SHOWN = WarmupSection(
     shape=dict.fromkeys(ShapeSection.model_fields, 2),
 )
 TOPK = {"kind": "topk_kl", "top_k": 5}
+STUDENTS = TOPK | {"ids": "student"}
+POOL = TeacherSection(model_path="t")
 
 
 def config_of(
@@ -30,6 +32,15 @@ def config_of(
     config = tiny_config(Path("x"))
     algorithm = type(config.algorithm).model_validate(config.algorithm.model_dump() | {"terms": terms} | more)
     return config.model_copy(update={"algorithm": algorithm, "teachers": teachers})
+
+
+def cut_sampling(config: RunConfig, *, top_k: int | None, keeps: bool = True) -> RunConfig:
+    return config.model_copy(
+        update={
+            "sampling": config.sampling.model_copy(update={"top_k": top_k}),
+            "trainer": config.trainer.model_copy(update={"keep_sampling_mask": keeps}),
+        }
+    )
 
 
 def scored_by_steps(config: RunConfig) -> RunConfig:
@@ -53,6 +64,8 @@ def test_a_teacher_for_every_source_is_no_problem() -> None:
     assert not said(config_of((TOPK,), {"a": teacher}))
     assert not said(config_of((TOPK,), {"a": TeacherSection(model_path="t", sources=("chain_sum",))}))
     assert not said(config_of(({"kind": "cross_entropy"},), {}))
+    assert not said(cut_sampling(config_of((STUDENTS,), {"a": teacher}), top_k=5))
+    assert not said(cut_sampling(config_of((TOPK,), {"a": teacher}), top_k=None, keeps=False))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +131,39 @@ def test_a_teacher_for_every_source_is_no_problem() -> None:
             ),
             "launcher.kind: must be 'local' with teachers",
         ),
+        *(
+            (
+                cut_sampling(config_of(terms, {"a": teacher}), **cuts),
+                expected,
+            )
+            for terms, teacher, cuts, expected in (
+                ((STUDENTS,), POOL, {"top_k": None}, "sampling.top_k: must be set for ids: student"),
+                (
+                    (STUDENTS | {"top_k": 4},),
+                    POOL,
+                    {"top_k": 5},
+                    "algorithm.terms: top_k: must be sampling.top_k = 5",
+                ),
+                (
+                    (STUDENTS, TOPK),
+                    POOL,
+                    {"top_k": 5},
+                    "algorithm.terms: ids: every topk_kl must have the same",
+                ),
+                (
+                    (STUDENTS,),
+                    POOL,
+                    {"top_k": 5, "keeps": False},
+                    "trainer.keep_sampling_mask: must be true for ids: student",
+                ),
+                (
+                    (STUDENTS,),
+                    TeacherSection(endpoint={"base_url": "http://t/v1", "model": "t"}),
+                    {"top_k": 5},
+                    "teachers.a.endpoint: must be null with ids: student",
+                ),
+            )
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(config: RunConfig, expected: str) -> None:
@@ -131,3 +177,4 @@ def test_the_teacher_is_asked_for_what_the_widest_term_needs() -> None:
     assert loss.num_teacher_ids == 9 and loss.needs_teacher
     assert Loss.model_validate({"terms": [{"kind": "sampled_reverse_kl"}]}).num_teacher_ids == 0
     assert not Loss.model_validate({"terms": [{"kind": "cross_entropy"}]}).needs_teacher
+    assert not loss.asks_student_ids and Loss.model_validate({"terms": [STUDENTS]}).asks_student_ids

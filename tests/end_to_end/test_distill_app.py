@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from forgeasync.config.load import dump_config
 from forgeasync.config.teachers import TeacherSection
@@ -46,21 +47,54 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ids", ["teacher", "student"])
+def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: Path, ids: str) -> None:
     """At temperature 0.7 with kept sets: the first step is made under the teacher's very weights."""
     run_dir = tmp_path / "run"
-    process = start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, app="apps.distill")
+    topk = f"{{kind: topk_kl, divergence: reverse, top_k: 12, ids: {ids}}}"
+    terms = f"algorithm.terms=[{{kind: sampled_reverse_kl}}, {topk}]"
+    process = start(config_file, f"run_dir={run_dir}", "max_steps=2", *SAMPLING, terms, app="apps.distill")
     code, _, err = finish(process)
     assert code == 0, err
     _, first, second = read_lines(run_dir / "metrics.jsonl")
     assert first["teacher/gap_abs_mean"] < 1e-4 and abs(first["loss"]) < 1e-4
     assert first["teacher/reverse_kl"] < 1e-4
     assert second["teacher/gap_abs_mean"] > 1e-3, "the policy has moved"
+    assert second["teacher/reverse_kl"] > 10 * abs(first["teacher/reverse_kl"])
+    assert 0.1 < first["teacher/student_mass"] < 1.0
     for line in (first, second):
         assert line["teacher/num_failed"] == line["teacher/num_retried"] == line["teacher/version"] == 0
         assert line["dropped/unscored"] == 0 and line["teacher/num_tokens"] > 0
     assert second["payload/num_bytes_held"] == 0, "every payload was freed with its step"
     check_ledger(run_dir)
+
+
+@pytest.mark.exhaustive
+def test_a_reference_in_the_pool_says_what_the_trainers_own_does(config_file: Path, tmp_path: Path) -> None:
+    """A penalty towards the first weights, by ``algorithm.kl`` and by ``ref_kl``, in synchronous steps."""
+    same = (
+        *("max_steps=3", "max_off_policy_steps=0", "algorithm.objective={kind: reinforce}"),
+        "data.reward={kind: python, factory: tests.support.own_rewards.odd_length}",
+    )
+    ways = {
+        "trainer": ("algorithm.kl={estimator: k3, coefficient: 0.5}", "algorithm.terms=[]"),
+        "pool": ("algorithm.terms=[{kind: ref_kl, weight: 0.5}]",),
+    }
+    without = tmp_path / "run.yaml"
+    without.write_text(yaml.safe_dump(yaml.safe_load(config_file.read_text()) | {"teachers": {}}))
+    found = {}
+    for name, way in ways.items():
+        run_dir, file = tmp_path / name, without if name == "trainer" else config_file
+        code, _, err = finish(start(file, f"run_dir={run_dir}", *same, *way, app="apps.grpo"))
+        assert code == 0, err
+        found[name] = read_lines(run_dir / "metrics.jsonl")[1:]
+    for step, (own, pooled) in enumerate(zip(found["trainer"], found["pool"], strict=True)):
+        assert own["reward/mean"] == pooled["reward/mean"]
+        assert own["response/length_mean"] == pooled["response/length_mean"]
+        assert pooled["teacher/k3"] == pytest.approx(own["kl/k3"], abs=1e-4)
+        assert pooled["loss"] == pytest.approx(own["loss"], abs=1e-4)
+        assert pooled["grad_norm"] == pytest.approx(own["grad_norm"], rel=1e-3)
+        assert own["kl/k3"] > 1e-3 or not step, "the policy moves"
 
 
 @pytest.mark.exhaustive

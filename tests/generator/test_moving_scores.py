@@ -5,7 +5,7 @@ version's. So each position of a score reveals which weights have computed it.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +56,7 @@ class Seen:
 def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
     """Scores without end beside updates, each of which waits only until some score has come."""
     from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.token_scores import score_tokens
+    from forgeasync.generator.token_scores import score_given_ids, score_tokens
 
     rng = np.random.default_rng(0)
     ids_S = rng.integers(0, num_tokens, 150).astype(np.int32)
@@ -70,15 +70,29 @@ def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
             seed=0,
             records=Records(routing=False, kept_tokens=False),
             weights=weights_of_teacher(WeightsSection()),
-            num_scored_ids=1,
+            num_scored_ids=1 + num_tokens,
         )
         scores: list[tuple[int, TeacherRecord, int]] = []
         version, came, num_cut = 0, asyncio.Event(), 0
 
-        async def load() -> None:
+        async def of_all_ids() -> TeacherRecord:
+            """The likeliest of all ids, which were given."""
+            every_TV = np.tile(np.arange(num_tokens, dtype=np.int32), (len(ids_S) - NUM_PROMPT, 1))
+            found = await score_given_ids(engine, ids_S, every_TV, num_prompt=NUM_PROMPT)
+            likeliest_T1 = found.topk_TK.argmax(-1)[:, None]
+            return replace(
+                found,
+                ids_TK=likeliest_T1.astype(np.int32),
+                topk_TK=np.take_along_axis(found.topk_TK, likeliest_T1, 1),
+            )
+
+        async def load(number: int) -> None:
             while version < NUM_UPDATES:
                 before = version
-                record = await score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=1)
+                if number % 2:
+                    record = await of_all_ids()
+                else:
+                    record = await score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=1)
                 scores.append((before, record, version))
                 came.set()
 
@@ -91,7 +105,7 @@ def _score_under_updates(folder: Path, num_tokens: int) -> Seen:
                 came.clear()
                 await came.wait()
 
-        await asyncio.gather(move(), *(load() for _ in range(NUM_AT_ONCE)))
+        await asyncio.gather(move(), *(load(number) for number in range(NUM_AT_ONCE)))
 
         async def torn() -> None:
             raise ConnectionError("the trainer is gone")

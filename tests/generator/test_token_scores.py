@@ -12,9 +12,10 @@ from vllm.logprobs import FlatLogprobs
 
 from forgeasync.config.generator import GeneratorSection
 from forgeasync.config.weights import WeightsSection
-from forgeasync.generator.token_scores import read_scores
+from forgeasync.generator.token_scores import read_given_scores, read_scores
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.records import Records
+from forgeasync.rollouts.student_ids import NO_ID
 from forgeasync.rollouts.teacher_record import TeacherRecord, WrongTeacherRecord
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
@@ -22,10 +23,18 @@ from tests.support.processes import run_alone
 NUM_IDS, NUM_PROMPT = 6, 3
 
 
+def given_ids(num_tokens: int, vocab_size: int) -> np.ndarray:
+    """Up to ``NUM_IDS`` ids for every token, none for some."""
+    rng = np.random.default_rng(num_tokens)
+    ids_TK = np.sort(rng.permuted(np.tile(np.arange(vocab_size), (num_tokens, 1)), axis=1)[:, :NUM_IDS])
+    ids_TK[np.arange(NUM_IDS) >= rng.integers(0, NUM_IDS + 1, (num_tokens, 1))] = NO_ID
+    return ids_TK.astype(np.int32)
+
+
 def _score(folder: Path, sequences: list[np.ndarray]) -> list[TeacherRecord]:
-    """All at once, twice each, in an engine that computes 48 tokens a step."""
+    """All at once, twice each and by all ways, in an engine that computes 48 tokens a step."""
     from forgeasync.generator.engine import GeneratorEngine
-    from forgeasync.generator.token_scores import score_tokens
+    from forgeasync.generator.token_scores import score_given_ids, score_tokens
 
     async def run() -> list[TeacherRecord]:
         engine = await GeneratorEngine.start(
@@ -35,13 +44,22 @@ def _score(folder: Path, sequences: list[np.ndarray]) -> list[TeacherRecord]:
             seed=0,
             records=Records(routing=False, kept_tokens=False),
             weights=WeightsSection(),
-            num_scored_ids=NUM_IDS,
+            num_scored_ids=NUM_IDS + 1,
         )
         found = await asyncio.gather(
             *(
-                score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=num_ids)
+                score
                 for ids_S in (*sequences, *sequences)
-                for num_ids in (NUM_IDS, 0)
+                for score in (
+                    score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=NUM_IDS),
+                    score_tokens(engine, ids_S, num_prompt=NUM_PROMPT, num_ids=0),
+                    score_given_ids(
+                        engine,
+                        ids_S,
+                        given_ids(len(ids_S) - NUM_PROMPT, engine.vocab_size),
+                        num_prompt=NUM_PROMPT,
+                    ),
+                )
             )
         )
         engine.shutdown()
@@ -59,18 +77,23 @@ def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
     found = run_alone(_score, folder, sequences)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     for number, ids_S in enumerate((*sequences, *sequences)):
-        wide, narrow = found[2 * number : 2 * number + 2]
+        wide, narrow, given = found[3 * number : 3 * number + 3]
         ids = torch.from_numpy(ids_S.astype(np.int64))
         with torch.no_grad():
             logprobs_TV = model(ids[None]).logits[0, NUM_PROMPT - 1 : -1].log_softmax(-1)
         expected_T = logprobs_TV.gather(1, ids[NUM_PROMPT:, None])[:, 0]
-        for one in (wide, narrow):
+        for one in (wide, narrow, given):
             np.testing.assert_allclose(one.logprobs_T, expected_T, atol=5e-5)
         assert narrow.ids_TK.shape == (len(ids_S) - NUM_PROMPT, 0)
         likeliest = logprobs_TV.topk(NUM_IDS)
         np.testing.assert_allclose(wide.topk_TK, likeliest.values, atol=5e-5)
         of_ids_TK = logprobs_TV.gather(1, torch.from_numpy(wide.ids_TK.astype(np.int64)))
         np.testing.assert_allclose(wide.topk_TK, of_ids_TK, atol=5e-5)
+        asked_TK = given_ids(len(ids_S) - NUM_PROMPT, vocab_size)
+        np.testing.assert_array_equal(given.ids_TK, asked_TK)
+        expected_TK = logprobs_TV.gather(1, torch.from_numpy(asked_TK.clip(min=0).astype(np.int64))).numpy()
+        np.testing.assert_allclose(given.topk_TK, np.where(asked_TK == NO_ID, np.nan, expected_TK), atol=5e-5)
+        assert (given.versions_T == 0).all()
 
 
 def answer(ids: list[int], *, others: list[int], skip: int | None = None) -> SimpleNamespace:
@@ -98,3 +121,10 @@ def test_an_answer_about_other_tokens_is_refused() -> None:
     ):
         with pytest.raises(WrongTeacherRecord, match=said):
             read_scores(wrong, ids_S, num_prompt=2, num_ids=2)
+
+
+@pytest.mark.parametrize("found", [None, np.zeros((3, 2)), np.zeros((4, 1))])
+def test_an_answer_about_fewer_ids_is_refused(found: np.ndarray | None) -> None:
+    output = SimpleNamespace(prompt_token_id_logprobs=found)
+    with pytest.raises(WrongTeacherRecord, match=r"must be \[4, 2\]"):
+        read_given_scores(output, np.zeros((4, 2), np.int32))

@@ -224,3 +224,5 @@ def test_what_a_profile_would_leave_out_is_refused(tmp_path: Path) -> None:
         config = load_config(["configs/distill_cpu.yaml"], ["launcher={kind: process}"])
         check_profiled(config)
     assert "teachers = " in str(refused.value)
+    with pytest.raises(ConfigError, match=r"data\.source\.kind = 'served': .*nobody brings"):
+        check_profiled(load_config(["configs/serve_cpu.yaml"], []))

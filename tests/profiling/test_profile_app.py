@@ -39,8 +39,10 @@ def test_a_config_is_profiled_and_simulated(tmp_path: Path) -> None:
     assert profile.setup.num_data_ranks == 2 and profile.hardware.packages["torch"]
     # Of vLLM's CPU attention; what an engine does not say would be 1.
     assert profile.setup.kv_block_tokens % 16 == 0 and profile.response_s.mean < 1.0
+    # Responses of whole steps cost more than those that are sampled and scored and nothing else.
+    assert profile.loops_s.mean > 0 and profile.between_steps_s.mean.mean > 0
     assert profile.environment is None and profile.cores.trainer > 0 and profile.cores.generator > 0
     assert profile.weights.swap_s.mean.mean < profile.start_s.mean
     prediction = simulate(of_config(config, read_model_facts(config.model.path), profile), profile)
     assert len(prediction.steps) == config.max_steps
-    assert json.loads(out.read_text())["format_version"] == 3
+    assert json.loads(out.read_text())["format_version"] == 4

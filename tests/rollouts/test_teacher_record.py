@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from forgeasync.rollouts.student_ids import NO_ID
 from forgeasync.rollouts.teacher_record import (
     NOT_ASKED,
     TeacherRecord,
@@ -84,6 +85,23 @@ def test_what_is_missing_or_no_log_probability_is_refused(wrong: TeacherRecord, 
     check(not_asked(0, 2), num_tokens=0)
     with pytest.raises(WrongTeacherRecord, match=f"teacher t gave .*{said}"):
         check(wrong)
+
+
+def test_a_record_about_given_ids_says_nothing_where_there_is_none() -> None:
+    given_TK = np.array([[0, 5], [3, NO_ID], [2, 6], [1, NO_ID]], np.int32)
+    topk_TK = np.where(given_TK == NO_ID, np.nan, -1.5).astype(np.float32)
+    right = changed(ids_TK=given_TK, topk_TK=topk_TK)
+    asked = {"num_tokens": 4, "num_ids": 2, "vocab_size": 7, "teacher": "t"}
+    check_teacher_record(right, **asked, given_TK=given_TK)
+    with pytest.raises(WrongTeacherRecord, match="nan of a likely id"):
+        check_teacher_record(right, **asked)
+    missing = changed(ids_TK=given_TK, topk_TK=spoiled(topk_TK, np.nan))
+    with pytest.raises(WrongTeacherRecord, match="nan of a likely id"):
+        check_teacher_record(missing, **asked, given_TK=given_TK)
+    with pytest.raises(WrongTeacherRecord, match="of other ids than it was asked about"):
+        check_teacher_record(right, **asked, given_TK=given_TK[:, ::-1])
+    with pytest.raises(WrongTeacherRecord, match="an id outside of the vocabulary of 6"):
+        check_teacher_record(right, **asked | {"vocab_size": 6}, given_TK=given_TK)
 
 
 def test_a_stored_record_that_mixes_versions_is_refused() -> None:

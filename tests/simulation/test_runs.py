@@ -47,6 +47,7 @@ profiles = st.builds(
     token_s=st.sampled_from([1e-5, 1e-3]),
     score_s=st.sampled_from([0.0, 0.5]),
     controller_s=st.sampled_from([0.0, 0.02]),
+    loops_s=st.sampled_from([0.0, 0.03]),
     swap_s=st.sampled_from([0.0, 0.05]),
     fetch_s=st.sampled_from([0.0, 0.7]),
     publish_s=st.sampled_from([0.0, 0.2]),
@@ -199,6 +200,18 @@ def test_a_controller_that_wants_a_core_slows_the_others() -> None:
     prediction = simulate(small_run(num_steps=30), profile)
     # 3 cores are wanted: at two thirds of the speed both take 12 s.
     assert prediction.step_s == pytest.approx(12.0, rel=0.05)
+
+
+def test_the_loops_take_cores_and_let_no_response_wait() -> None:
+    """8 s of the loops for 16 responses, beside a trainer that takes 8 s on two cores."""
+    values = {"lengths": FIXED, "token_s": 0.0, "fixed_s": 8.0, "loops_s": 0.5}
+    run = small_run(num_steps=30)
+    cores = Cores(trainer=2.0, generator=0.0, scorer=0.0)
+    of_two = simulate(run, simple_profile(**values, cores=cores, num_cores=2))
+    # 3 cores are wanted: at two thirds of the speed both take 12 s.
+    assert of_two.step_s == pytest.approx(12.0, rel=0.05)
+    of_three = simulate(run, simple_profile(**values, cores=cores, num_cores=3))
+    assert of_three.step_s == pytest.approx(8.0, rel=0.01)
 
 
 def test_procs_that_share_cores_take_longer() -> None:

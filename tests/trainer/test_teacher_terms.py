@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from forgeasync.algorithms.loss import Loss
 from forgeasync.config.trainer import ParallelSection
 from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.student_ids import NO_ID
 from forgeasync.rollouts.teacher_record import TeacherRecord, not_asked
 from forgeasync.trainer.packing import TrainingSequence, pack_row, pack_rows
 from tests.support.models import write_random_model
@@ -258,6 +259,53 @@ def test_sequences_that_the_teacher_was_not_asked_about_train_no_term_that_needs
     metrics, gradients = unasked["together"]
     assert all(bool(one.isfinite().all()) for one in gradients.values())
     assert metrics["loss"] != pytest.approx(others["together"][0]["loss"]), "the objective counts all"
+
+
+def with_no_id_behind(record: TeacherRecord, num_none: int) -> TeacherRecord:
+    num_tokens = len(record.ids_TK)
+    none_TK = np.full((num_tokens, num_none), NO_ID, np.int32)
+    return dataclasses.replace(
+        record,
+        ids_TK=np.concatenate([record.ids_TK[:, : K - num_none], none_TK], axis=1),
+        topk_TK=np.concatenate(
+            [record.topk_TK[:, : K - num_none], np.full((num_tokens, num_none), np.nan, np.float32)], axis=1
+        ),
+    )
+
+
+def steps_of_fewer_ids(folder: Path, sequences: list[TrainingSequence]) -> list[Step]:
+    """Every divergence over two ids, then over four of which two are none."""
+    trainer = make_trainer(folder, TERMS["forward"])
+    found = []
+    for kind in ("forward", "reverse", "jsd"):
+        for num_none, num_ids in ((0, 2), (2, K)):
+            term = {"kind": "topk_kl", "divergence": kind, "top_k": num_ids}
+            trainer._loss = section(objective={"kind": "none"}, terms=[term])
+            (row,) = pack_rows(
+                [
+                    dataclasses.replace(one, teacher=with_no_id_behind(one.teacher, num_none))
+                    if num_none
+                    else dataclasses.replace(one, teacher=first_ids(one.teacher, num_ids))
+                    for one in sequences
+                    if one.teacher is not None
+                ],
+                tokens_per_row=1024,
+                num_ranks=1,
+            )[0]
+            found.append(step_gradients(trainer, [row]))
+    return found
+
+
+def first_ids(record: TeacherRecord, num_ids: int) -> TeacherRecord:
+    return dataclasses.replace(record, ids_TK=record.ids_TK[:, :num_ids], topk_TK=record.topk_TK[:, :num_ids])
+
+
+def test_where_there_is_no_id_nothing_is_added(folder: Path, sequences: list[TrainingSequence]) -> None:
+    """Their log-probabilities are nan in the record."""
+    (found,) = run_ranks(1, steps_of_fewer_ids, folder, sequences)
+    for few, padded in zip(found[::2], found[1::2], strict=True):
+        assert_alike(padded, few, "no id")
+        assert 0.0 < few[0]["teacher/student_mass"] < 1.0
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(folder: Path) -> None:

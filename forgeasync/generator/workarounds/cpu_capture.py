@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 
-from forgeasync.generator.workarounds.cpu_seeds import SeededCPUModelRunner
+from forgeasync.generator.workarounds.cpu_given_ids import ScoringCPUModelRunner
 from forgeasync.rollouts.kept_tokens import NO_DISTRIBUTION
 
 
@@ -41,7 +41,7 @@ class _Batch:
     num_computed_tokens_np: np.ndarray
 
 
-class RecordingCPUModelRunner(SeededCPUModelRunner):
+class RecordingCPUModelRunner(ScoringCPUModelRunner):
     """A CPU model runner whose outputs carry routed experts and sampling masks, where asked for."""
 
     _connector: AuxOutputWorkerConnector | None = None
