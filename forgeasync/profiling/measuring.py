@@ -20,7 +20,6 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Cores, Origin, Profile, Setup
-from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling.engine_rest import response_s
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
@@ -45,7 +44,7 @@ from forgeasync.profiling.step_times import step_cases, time_steps
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.simulation.engine import EngineCost
+from forgeasync.simulation.engine import engine_cost
 from forgeasync.tracing.lanes import Lane
 from forgeasync.tracing.proc_trace import SUFFIX
 from forgeasync.tracing.states import State
@@ -142,18 +141,7 @@ async def measure(
         )
     has_gpus = torch.cuda.is_available()
     setup = _setup(prepared, roles, (await engine.actor.stats.call_one()).kv_block_tokens)
-    cost = EngineCost(
-        decode=DecodeTable(decode),
-        prefill_s_per_token=1.0 / prefill.mean,
-        kv_block_tokens=setup.kv_block_tokens,
-        response_s=0.0,
-        max_num_seqs=limits.max_num_seqs,
-        max_kv_tokens=limits.max_kv_tokens,
-        cores=engine_cores,
-        shares_prefixes=False,
-    )
-    rest_s = response_s(batches, engines_s, cost, num_replicas=config.generator.num_replicas)
-    return Profile(
+    profile = Profile(
         origin=Origin.MEASURED,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         hardware=this_machine(),
@@ -173,7 +161,7 @@ async def measure(
         score_s=score_s,
         controller_s=Estimate.of([controller_s]),
         loops_s=Estimate.of([max(0.0, loops.response_s - controller_s)]),
-        response_s=Estimate.of([0.0 if has_gpus else rest_s]),
+        response_s=Estimate.stated(0.0),
         lengths=lengths,
         filtered_share=_filtered_share(config, all_sampled),
         environment=environment_times(all_sampled),
@@ -181,6 +169,16 @@ async def measure(
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
+    if has_gpus:
+        return profile
+    cost = engine_cost(
+        profile,
+        max_num_seqs=limits.max_num_seqs,
+        max_kv_tokens=limits.max_kv_tokens,
+        shares_prefixes=False,
+    )
+    rest_s = response_s(batches, engines_s, cost, num_replicas=config.generator.num_replicas)
+    return profile.model_copy(update={"response_s": Estimate.of([rest_s])})
 
 
 def _setup(prepared: Prepared, roles: Roles, kv_block_tokens: int) -> Setup:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from forgeasync.profile.profile import Profile
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.simulation.clock import Clock, Event
 from forgeasync.simulation.groups import Sequence
@@ -40,6 +41,22 @@ class EngineCost:
     cores: float
     shares_prefixes: bool
     """Whether keys and values of older versions may be used for new requests."""
+
+
+def engine_cost(
+    profile: Profile, *, max_num_seqs: int, max_kv_tokens: int, shares_prefixes: bool
+) -> EngineCost:
+    """What a profile says of an engine with these limits."""
+    return EngineCost(
+        decode=DecodeTable(profile.decode),
+        prefill_s_per_token=1.0 / profile.prefill_tokens_per_s.mean,
+        kv_block_tokens=profile.setup.kv_block_tokens,
+        response_s=profile.response_s.mean,
+        max_num_seqs=max_num_seqs,
+        max_kv_tokens=max_kv_tokens,
+        cores=profile.cores.generator,
+        shares_prefixes=shares_prefixes,
+    )
 
 
 class Engine:

@@ -12,13 +12,13 @@ from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.replay_buffer import ReplayBuffer
 from forgeasync.config.weights import Interruption
 from forgeasync.profile.profile import Profile
-from forgeasync.profile.tables import DecodeTable, TrainTable
+from forgeasync.profile.tables import TrainTable
 from forgeasync.rollouts.payload_budget import PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.controller import Controller
 from forgeasync.simulation.draws import Draws
-from forgeasync.simulation.engine import EngineCost
+from forgeasync.simulation.engine import engine_cost
 from forgeasync.simulation.generators import Generators
 from forgeasync.simulation.groups import SimulatedGroup
 from forgeasync.simulation.prediction import GroupCounts, Prediction
@@ -49,7 +49,13 @@ class RunSimulation:
         self._profile = profile
         self.clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
         self._draws = Draws(run, profile)
-        self._decode = DecodeTable(profile.decode)
+        cost = engine_cost(
+            profile,
+            max_num_seqs=run.max_num_seqs,
+            max_kv_tokens=run.max_kv_tokens,
+            shares_prefixes=run.weights.prefix_cache_across_versions,
+        )
+        self._decode = cost.decode
         self.buffer = ReplayBuffer(
             groups_per_step=run.groups_per_step,
             group_size=run.group_size,
@@ -67,7 +73,7 @@ class RunSimulation:
         self._payloads = PayloadBudget(run.payload_capacity_bytes, excess_bytes=excess)
         self.generators = Generators(
             run,
-            self._engine_cost(),
+            cost,
             self.clock,
             self._draws,
             call_s=profile.call_s,
@@ -129,18 +135,6 @@ class RunSimulation:
             trainer_lost_s=self._training.lost_s,
             num_beyond_decode=self._decode.num_beyond,
             largest_train_error=TrainTable(self._profile.train).largest_error,
-        )
-
-    def _engine_cost(self) -> EngineCost:
-        return EngineCost(
-            decode=self._decode,
-            prefill_s_per_token=1.0 / self._profile.prefill_tokens_per_s.mean,
-            kv_block_tokens=self._profile.setup.kv_block_tokens,
-            response_s=self._profile.response_s.mean,
-            max_num_seqs=self._run.max_num_seqs,
-            max_kv_tokens=self._run.max_kv_tokens,
-            cores=self._profile.cores.generator,
-            shares_prefixes=self._run.weights.prefix_cache_across_versions,
         )
 
     def _go_on(self) -> None:
