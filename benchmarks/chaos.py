@@ -31,7 +31,7 @@ from typing import Any
 
 import chaos_witness
 from chaos_effective import Lost, effective_share, lost_times, share_with, step_median_s
-from chaos_faults import HOST, KINDS, SUPERVISED, Kind, Moment, Planned, plan
+from chaos_faults import HOST, KINDS, SUPERVISED, TEACHER, Kind, Moment, Planned, plan
 from chaos_injector import Injector, read_lines
 from chaos_lengths import RunLengths, compare
 from chaos_match import match
@@ -146,6 +146,7 @@ def roles_of(config: RunConfig) -> list[str]:
     """Return the roles that a run of this config has."""
     missing = {
         *([] if config.environment is not None else ["environment"]),
+        *([] if config.teachers else [TEACHER]),
         # Without others, every process is on the controller's own host, which has no agent.
         *([HOST] if isinstance(config.launcher, LocalLauncher) else []),
     }

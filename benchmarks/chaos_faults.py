@@ -75,6 +75,7 @@ UNNOTICED = (Kind.DELAYED_MESSAGES, Kind.SLOW_LINK, Kind.SHORT_PARTITION)
 """Kinds of which the run has to take no notice."""
 
 CONTROLLER = "controller"
+TEACHER = "teacher"
 STORAGE = "storage"
 HOST = "host"
 SUPERVISED = frozenset({CONTROLLER, "buffer", HOST})
@@ -86,6 +87,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "generator": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
     "trainer": (*DEADLY, Kind.SIGSTOP, *MESSAGES, *COLLECTIVES),
     "buffer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
+    TEACHER: (*DEADLY, Kind.SIGSTOP, *MESSAGES),
     CONTROLLER: (*DEADLY, Kind.EVERYTHING),
     STORAGE: DISKS,
     HOST: (Kind.SIGKILL,),

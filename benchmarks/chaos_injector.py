@@ -76,7 +76,8 @@ def processes_of(run_dir: Path, role: str) -> list[tuple[int, int]]:
         return [(0, listed["controller"])]
     if role == HOST:
         return list(enumerate(sorted(_hosts_of(listed["controller"]))))
-    return sorted((one["rank"], one["pid"]) for one in listed["procs"] if one["role"] == role)
+    # A teacher's name follows its role.
+    return sorted((one["rank"], one["pid"]) for one in listed["procs"] if one["role"].split()[0] == role)
 
 
 def _hosts_of(controller: int) -> Iterator[int]:
