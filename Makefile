@@ -67,6 +67,13 @@ models/tiny_self: | setup
 demo-self-distill: setup models/tiny_self
 	$(BIN)/python -m apps.distill --config configs/self_distill_cpu.yaml
 
+# The model of configs/process_reward_cpu.yaml: it works everything out, and every third step is wrong.
+models/tiny_steps: | setup
+	$(BIN)/python -m apps.warmup --config configs/process_reward_cpu.yaml
+
+demo-process: setup models/tiny_steps
+	$(BIN)/python -m apps.grpo --config configs/process_reward_cpu.yaml
+
 demo-agent: setup models/tiny_tool_moe
 	$(BIN)/python -m apps.grpo --config configs/agent_tool_cpu.yaml
 

@@ -333,6 +333,12 @@ def _check_warmup(config: RunConfig) -> Iterator[Problem]:
             remedy=f"must divide warmup.shape.num_heads = {shape.num_heads}",
         )
     yield from _check_guesses(config.warmup)
+    share, error = config.warmup.wrong_step_share, config.warmup.guess_error
+    if share and (not error or config.environment is not None):
+        remedy = f"must be 0 with warmup.guess_error = {error}: a wrong step is off by 1 to so many"
+        if error:
+            remedy = "must be 0 with an environment, whose tool makes no errors"
+        yield Problem(field="warmup.wrong_step_share", value=share, remedy=remedy)
 
 
 def _check_guesses(warmup: WarmupSection) -> Iterator[Problem]:

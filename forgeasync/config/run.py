@@ -162,7 +162,10 @@ class WarmupSection(Section):
     """Number of examples of a step that guess. Each is weighted so that together they count as direct_share
     of the step: a few teach as much as many and take less time. null: direct_share of the examples."""
     guess_error: CountOrZero = 0
-    """Largest error of a guess; errors are uniform."""
+    """Largest error of a guess, and of a wrong step; errors are uniform."""
+    wrong_step_share: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the steps of worked examples whose result is off; what follows goes on from it. RL then has to
+    find the right result at every step. Not with a tool, which makes no errors."""
     shown_per_step: CountOrZero = 0
     """Number of examples of a step that are worked out behind the prompt of the run's teacher with
     ``$sibling``, which shows a right response: without such a past a small model makes nothing of what it is

@@ -7,7 +7,7 @@ With the tool of ``kind: python_tool`` each step is a call, whose result the too
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forgeasync.config.environments import PlainCalls
@@ -82,7 +82,8 @@ def mixed_examples(
         yield _shown_example(task, shown, rng)
     for task in tasks[num_guesses:num_plain]:
         if calls is None:
-            pieces: tuple[Piece, ...] = (Piece(text=worked_example(task)),)
+            worked = worked_example(task, slip=lambda: _slip(warmup, rng))
+            pieces: tuple[Piece, ...] = (Piece(text=worked),)
         else:
             pieces = tool_example(task, calls)
         yield Example(task=task, pieces=pieces, weight=1.0)
@@ -96,14 +97,22 @@ def _shown_example(task: Task, template: str, rng: random.Random) -> Example:
     return Example(task=replace(task, prompt=prompt), pieces=(Piece(text=worked),), weight=1.0)
 
 
-def worked_example(task: Task) -> str:
-    """Write the response that works out a ``chain_sum`` problem.
+def _slip(warmup: WarmupSection, rng: random.Random) -> int:
+    """The error of a step: none in most of them."""
+    if not warmup.wrong_step_share or rng.random() >= warmup.wrong_step_share:
+        return 0
+    return rng.choice((-1, 1)) * rng.randint(1, warmup.guess_error)
+
+
+def worked_example(task: Task, *, slip: Callable[[], int] = lambda: 0) -> str:
+    """Write the response that works out a ``chain_sum`` problem; ``slip`` is the error of each step.
 
     Raises:
         ValueError: the task is not a ``chain_sum`` problem.
     """
-    steps = ";".join(f"{step.expression}={step.result}" for step in _steps(task))
-    return steps + guess(task, error=0)
+    steps = _steps(task, slip)
+    worked = ";".join(f"{step.expression}={step.result}" for step in steps)
+    return f"{worked}{ANSWER_PREFIX}{steps[-1].result if steps else task.answer}"
 
 
 def tool_example(task: Task, calls: PlainCalls) -> tuple[Piece, ...]:
@@ -126,7 +135,7 @@ def guess(task: Task, *, error: int) -> str:
     return f"{ANSWER_PREFIX}{int(task.answer) + error}"
 
 
-def _steps(task: Task) -> list[_Step]:
+def _steps(task: Task, slip: Callable[[], int] = lambda: 0) -> list[_Step]:
     match = _EXPRESSION.search(task.prompt)
     if match is None:
         raise ValueError(f"task {task.task_id!r} is no chain_sum problem: {task.prompt!r}")
@@ -135,6 +144,6 @@ def _steps(task: Task) -> list[_Step]:
     steps = []
     for operator, operand in zip(rest[::2], rest[1::2], strict=True):
         expression = f"{total}{operator}{operand}"
-        total = total + int(operand) if operator == "+" else total - int(operand)
+        total += (int(operand) if operator == "+" else -int(operand)) + slip()
         steps.append(_Step(expression=expression, result=total))
     return steps

@@ -211,6 +211,10 @@ def test_minimal_config_has_no_problems(config_file: Path) -> None:
             ["lora.rank = 3", "multiple of 4", "32 ranks share", "8 experts"],
         ),
         ([WARMUP, "warmup.shape.top_k=5"], ["warmup.shape.top_k = 5", "warmup.shape.num_experts = 4"]),
+        (
+            [WARMUP, "warmup.wrong_step_share=0.3"],
+            ["warmup.wrong_step_share = 0.3", "must be 0 with warmup.guess_error = 0"],
+        ),
         ([WARMUP, "warmup.guesses_per_step=1"], ["guesses_per_step = 1", "left out", "direct_share = 0"]),
         (
             [WARMUP, "warmup.examples_per_step=8", "warmup.direct_share=0.5", "warmup.guesses_per_step=8"],

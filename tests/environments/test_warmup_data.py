@@ -112,6 +112,25 @@ def test_guesses_are_off_by_every_error_alike(tasks: list[Task]) -> None:
     assert counts.keys() == {-1, 0, 1} and all(abs(count - 393) < 65 for count in counts.values())
 
 
+def test_wrong_steps_are_a_share_of_the_steps_and_go_on_from_what_they_say(tasks: list[Task]) -> None:
+    warmup = make_warmup(examples_per_step=60, wrong_step_share=0.3, guess_error=2)
+    rng, errors = Random(0), Counter[int]()
+    for _ in range(20):
+        for example in mixed_examples(tasks, warmup, rng):
+            worked, _, answer = example.response.partition("#")
+            before = None
+            for step in worked.split(";"):
+                left, operator, right, result = re.fullmatch(r"(-?\d+)([+-])(\d+)=(-?\d+)", step).groups()
+                assert before in (None, left), "the next step begins with the result"
+                exact = int(left) + int(right) if operator == "+" else int(left) - int(right)
+                errors[int(result) - exact] += 1
+                before = result
+            assert answer == before
+    assert errors.keys() == {-2, -1, 0, 1, 2}
+    # Several thousand steps, with a standard deviation of less than 0.01.
+    assert 1.0 - errors[0] / errors.total() == pytest.approx(0.3, abs=0.04)
+
+
 def test_shown_examples_are_worked_out_behind_a_right_response(tasks: list[Task]) -> None:
     """Beside the shares of the others, in the words of the teacher's prompt, which the tokenizer knows."""
     mix = {"examples_per_step": 60, "shown_per_step": 40, "direct_share": 0.7}
