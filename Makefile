@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 # Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent demo-distill demo-self-distill test test-fast test-all setup setup-gpu model lint mutants docs
+.PHONY: demo demo-agent demo-distill demo-process demo-self-distill test test-fast test-all setup setup-gpu model lint mutants docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/installed

@@ -1,7 +1,6 @@
 """A process reward: every step of a worked sum is looked at, not only its answer.
 
-    make model
-    python -m apps.grpo --config configs/process_reward_cpu.yaml
+    make demo-process
 
 The model works "7 + 8 - 3 =" out as "7+8=15;15-3=12#12". What is right at every step follows from the
 problem. Each step that has ended (with ``;``, or with ``#`` before the answer) gets 1 if its text is right,
