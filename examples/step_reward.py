@@ -1,12 +1,16 @@
-"""A process reward: every step of a worked sum is looked at, not only its answer.
+"""A process reward: every step of a worked sum is looked at by itself, not only its answer.
 
     make demo-process
 
-The model works "7 + 8 - 3 =" out as "7+8=15;15-3=12#12". What is right at every step follows from the
-problem. Each step that has ended (with ``;``, or with ``#`` before the answer) gets 1 if its text is right,
-else 0; so does the answer. A last step that was cut off gets nothing: its tokens have advantage 0. Nothing
-that the model wrote is evaluated.
+The model works "7 + 8 - 3 =" out as "7+8=15;15-3=12#12". Every step that has ended (with ``;``, or with
+``#`` before the answer) gets 1 if it takes the problem's next number to the result before it, and gets that
+right; else 0. So a step that is right behind a wrong one is rewarded, and the wrong one is not. The answer
+gets 1 if it is the last result. A last step that was cut off gets nothing: its tokens have advantage 0. The
+outcome is that of the whole problem, as ever. Nothing that the model wrote is evaluated: numbers of up to
+nine digits are read from it.
 """
+
+import re
 
 import forgeasync as fa
 from forgeasync.environments.worked_examples import ANSWER_PREFIX, worked_example
@@ -14,23 +18,32 @@ from forgeasync.environments.worked_examples import ANSWER_PREFIX, worked_exampl
 MAX_STEPS = 64
 """More than any problem has; steps behind them have no reward of their own."""
 
+_RIGHT_STEP = re.compile(r"(?P<before>-?\d+)(?P<operator>[+-])(?P<operand>\d+)=(?P<result>-?\d+)")
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
+
 
 def running_sum(task: fa.Task, response: fa.Response) -> fa.Score:
     """1 for a right answer, with the reward of every step beside it; ``right_steps`` is their share."""
-    *right, right_answer = worked_example(task).replace(ANSWER_PREFIX, ";").split(";")
+    right, _, right_answer = worked_example(task).partition(ANSWER_PREFIX)
+    operations = [_RIGHT_STEP.fullmatch(step) for step in right.split(";")]
     worked, has_answer, answer = response.text.partition(ANSWER_PREFIX)
     is_right = bool(has_answer) and answer == right_answer
     steps: list[fa.Step] = []
-    end = 0
+    end, before = 0, operations[0]["before"] if operations[0] else ""
     for place, text in enumerate(worked.split(";")[:MAX_STEPS]):
-        if end + len(text) < len(response.text):
-            end += len(text) + 1
-            steps.append(fa.Step(end=end, value=float(place < len(right) and text == right[place])))
+        if end + len(text) >= len(response.text):
+            break
+        end += len(text) + 1
+        operation = operations[place] if place < len(operations) else None
+        is_sound = operation is not None and text == _sound_step(before, operation)
+        steps.append(fa.Step(end=end, value=float(is_sound)))
+        before = text.rpartition("=")[2]
     is_cut = response.finish_reason is fa.FinishReason.LENGTH
     # Every response with a text needs a step, also one that was cut in its first.
     if end < len(response.text) and not (is_cut and steps):
-        steps.append(fa.Step(end=len(response.text), value=float(is_right)))
-    share = sum(step.value for step in steps) / max(len(right) + 1, len(steps))
+        is_whole = len(steps) == len(operations)
+        steps.append(fa.Step(end=len(response.text), value=float(is_whole and answer == before)))
+    share = sum(step.value for step in steps) / max(len(operations) + 1, len(steps))
     return fa.Score(
         float(is_right),
         is_right,
@@ -38,3 +51,12 @@ def running_sum(task: fa.Task, response: fa.Response) -> fa.Score:
         steps=tuple(steps),
         has_answer=bool(has_answer),
     )
+
+
+def _sound_step(before: str, operation: re.Match[str]) -> str | None:
+    """Write the step that applies an operation to a result; None where that is no number."""
+    if _NUMBER.fullmatch(before) is None:
+        return None
+    operand = int(operation["operand"])
+    result = int(before) + (operand if operation["operator"] == "+" else -operand)
+    return f"{before}{operation['operator']}{operation['operand']}={result}"
