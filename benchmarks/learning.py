@@ -95,6 +95,7 @@ DISTILLATION = (
 )
 """Both from models/tiny_moe; ``make models/tiny_moe models/tiny_teacher`` first."""
 OF_STEPS = CONFIGS / "process_reward_cpu.yaml"
+"""``make models/tiny_steps`` first."""
 STEPS = (
     Variant(name="outcome alone", overrides=("data.reward=null",), config=OF_STEPS),
     Variant(name="sum to go", overrides=(), config=OF_STEPS),
