@@ -12,6 +12,7 @@ from apps.warmup import calls_of, supervised_sequence, texts_of
 from forgeasync.config.data import DataSection, ReasoningGymReward, ReasoningGymSource, named_sources
 from forgeasync.config.environments import PlainCalls, PythonTool
 from forgeasync.config.load import load_config
+from forgeasync.config.rules import _check_warmup
 from forgeasync.config.run import ScorerSection, ShapeSection, WarmupSection
 from forgeasync.environments.environment import Turn
 from forgeasync.environments.sources import build_source
@@ -129,6 +130,13 @@ def test_wrong_steps_are_a_share_of_the_steps_and_go_on_from_what_they_say(tasks
     assert errors.keys() == {-2, -1, 0, 1, 2}
     # Several thousand steps, with a standard deviation of less than 0.01.
     assert 1.0 - errors[0] / errors.total() == pytest.approx(0.3, abs=0.04)
+
+
+def test_wrong_steps_are_refused_where_a_tool_works_them_out() -> None:
+    overrides = ["warmup.wrong_step_share=0.2", "warmup.guess_error=2"]
+    config = load_config([str(REPOSITORY / "configs/agent_tool_cpu.yaml")], overrides)
+    problems = [one for one in _check_warmup(config) if one.field == "warmup.wrong_step_share"]
+    assert [one.remedy for one in problems] == ["must be 0 with an environment, whose tool makes no errors"]
 
 
 def test_shown_examples_are_worked_out_behind_a_right_response(tasks: list[Task]) -> None:
