@@ -45,7 +45,8 @@ class ScoringCPUModelRunner(SeededCPUModelRunner):
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, LogprobsTensors | None]:
         self._whole: dict[str, torch.Tensor] = {}
-        for request_id, num_tokens in num_scheduled_tokens.items():
+        # Engines that only sample accept no such requests.
+        for request_id, num_tokens in num_scheduled_tokens.items() if self.model_config.max_logprobs else ():
             params = self.requests[request_id].sampling_params
             if params is not None and params.prompt_logprob_token_ids is not None:
                 self._score(request_id, params.prompt_logprob_token_ids, hidden_states, num_tokens)
