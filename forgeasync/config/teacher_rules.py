@@ -72,7 +72,7 @@ def _check_student_ids(config: RunConfig) -> Iterator[Problem]:
         yield Problem(field="trainer.keep_sampling_mask", value=False, remedy=remedy)
     for name, teacher in config.teachers.items():
         if teacher.endpoint is not None:
-            remedy = "must be null with ids: student: vLLM's server gives no log-probabilities of given ids"
+            remedy = "must be null with ids: student: /v1/completions has no field for given ids"
             yield Problem(field=f"teachers.{name}.endpoint", value=teacher.endpoint.base_url, remedy=remedy)
 
 
