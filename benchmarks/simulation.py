@@ -68,6 +68,7 @@ PROFILE = Profile(
         swap_s=Distribution.point(0.5),
     ),
     score_s=Distribution.point(0.05),
+    score_places=64,
     controller_s=Estimate.stated(0.0),
     loops_s=Estimate.stated(0.0),
     lengths={

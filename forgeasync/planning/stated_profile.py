@@ -133,6 +133,7 @@ def stated_profile(
             swap_s=Distribution.point(seconds.pause_s),
         ),
         score_s=Distribution.point(SCORE_S),
+        score_places=config.scorer.num_workers,
         controller_s=Estimate.stated(CONTROLLER_S),
         loops_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),

@@ -143,6 +143,8 @@ class Profile(Section):
     weights: WeightTimes
     score_s: Distribution
     """Seconds for scoring one response, from when a scorer begins with it."""
+    score_places: Procs
+    """Responses that one scorer scores at once: its workers, or more where rewards wait for servers."""
     controller_s: Estimate
     """Processor seconds that the controller needs for one response, from the buffer's decision that its group
     may start to its score. The controller does one thing at a time."""

@@ -33,6 +33,7 @@ from forgeasync.profiling.loop_times import LoopTimes
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
     Sampled,
+    count_places,
     environment_times,
     lengths_by_source,
     sample_groups,
@@ -119,6 +120,7 @@ async def measure(
         engine.actor, limits, config.sampling, num_prompt_tokens=max(1, num_prompt_tokens)
     )
     score_s = await time_scoring(roles.scorer, sampled)
+    num_places = await count_places(roles.scorer, sampled, alone_s=score_s.mean.mean)
 
     groups = [one.group for one in sampled]
     num_steps = 2 * (NUM_STEP_ROUNDS * len(step_cases(config, groups)) + 1)
@@ -159,6 +161,7 @@ async def measure(
         call_s=call_s,
         weights=steps.weights,
         score_s=score_s,
+        score_places=max(config.scorer.num_workers, num_places // config.scorer.num_replicas),
         controller_s=Estimate.of([controller_s]),
         loops_s=Estimate.of([max(0.0, loops.response_s - controller_s)]),
         response_s=Estimate.stated(0.0),

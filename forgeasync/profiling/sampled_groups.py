@@ -16,6 +16,9 @@ from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score, steps_of
 from forgeasync.rollouts.task import Task
 
+NUM_SCORED_TOGETHER = 256
+"""Most responses that are scored all at once."""
+
 NUM_SCORED_ALONE = 64
 """Responses that are scored one after the other, to be timed: those of whole groups, as verifiers keep what
 they know of a problem."""
@@ -132,6 +135,24 @@ async def time_scoring(scorer: GroupScoring, sampled: Sequence[Sampled]) -> Dist
         await scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
         times_s.append(time.perf_counter() - start_s)
     return Distribution.of(times_s)
+
+
+async def count_places(scorer: GroupScoring, sampled: Sequence[Sampled], *, alone_s: float) -> int:
+    """Return how many responses are scored at once when many come together, of which each takes so long
+    alone.
+
+    Scores that are computed get no more of it than there are cores; those that wait for a server do.
+    """
+    pairs = [(one.group.task, rollout) for one in sampled for rollout in one.group.rollouts]
+    pairs = pairs[:NUM_SCORED_TOGETHER]
+    start_s = time.perf_counter()
+    await asyncio.gather(
+        *(
+            scorer.score(f"a response to task {task.task_id}", task, [response_of(rollout)])
+            for task, rollout in pairs
+        )
+    )
+    return max(1, round(len(pairs) * alone_s / (time.perf_counter() - start_s)))
 
 
 def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:

@@ -73,6 +73,7 @@ def _facts(profile: Profile) -> Iterator[str]:
         f"scorer {cores.scorer:.2f}"
     )
     yield f"an engine's process besides steps and prompts: {1e3 * profile.response_s.mean:.2f} ms a response"
+    yield f"a scorer scores {profile.score_places} responses at once"
     yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"
     yield f"controller and buffer besides: {1e3 * profile.loops_s.mean:.2f} ms a response"
     for source, lengths in profile.lengths.items():

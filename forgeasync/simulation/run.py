@@ -83,7 +83,13 @@ class RunSimulation:
         self._controller = Controller(self.clock, profile.controller_s.mean)
         self._loops = Controller(self.clock, profile.loops_s.mean)
         """What controller and buffer do meanwhile."""
-        self._scorers = Scorers(run.scorer, profile.cores.scorer, self.clock, self._scored)
+        self._scorers = Scorers(
+            run.scorer,
+            profile.cores.scorer,
+            self.clock,
+            self._scored,
+            num_places=profile.score_places,
+        )
         self._serving = Serving(
             run.weights,
             profile.weights,

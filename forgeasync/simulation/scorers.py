@@ -12,22 +12,28 @@ from forgeasync.simulation.groups import SimulatedGroup
 class Scorers:
     """Responses are scored as they end; a group is done when all of its are.
 
-    Each scorer has ``num_workers`` workers, and each of them one response at a time.
+    Each scorer has so many places, or ``num_workers`` if these are more, and in each one response at a time.
     """
 
     def __init__(
-        self, section: ScorerSection, cores: float, clock: Clock, on_scored: Callable[[SimulatedGroup], None]
+        self,
+        section: ScorerSection,
+        cores: float,
+        clock: Clock,
+        on_scored: Callable[[SimulatedGroup], None],
+        *,
+        num_places: int,
     ) -> None:
         self._section = section
         self._cores = cores
         self._clock = clock
         self._on_scored = on_scored
         self._dispatcher = Dispatcher(section.num_replicas, section, retry_wait_s=0.0)
-        self._free = [section.num_workers] * section.num_replicas
+        self._free = [max(num_places, section.num_workers)] * section.num_replicas
         self._queues: list[deque[Assignment]] = [deque() for _ in range(section.num_replicas)]
         self._responses: dict[int, tuple[SimulatedGroup, float]] = {}
         """What every item is, and how long it takes."""
-        self._places = section.max_concurrent
+        self._groups_left = section.max_concurrent
         """Finished groups that may still be waited for."""
         self._finished: deque[SimulatedGroup] = deque()
         self._waited_for: set[int] = set()
@@ -63,8 +69,8 @@ class Scorers:
         return True
 
     def _wait_for_more(self) -> None:
-        while self._finished and self._places:
-            self._places -= 1
+        while self._finished and self._groups_left:
+            self._groups_left -= 1
             group = self._finished.popleft()
             self._waited_for.add(group.group_id)
             if group.unsubmitted:
@@ -74,7 +80,7 @@ class Scorers:
     def _end_if_scored(self, group: SimulatedGroup) -> None:
         if group.group_id in self._waited_for and group.num_scored == len(group.sequences):
             self._waited_for.remove(group.group_id)
-            self._places += 1
+            self._groups_left += 1
             self._on_scored(group)
 
     def _go_on(self) -> None:

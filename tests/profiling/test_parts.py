@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.config.load import load_config
 from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
 from forgeasync.profile.numbers import Distribution, Estimate
@@ -23,6 +25,7 @@ from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_gr
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
     Sampled,
+    count_places,
     environment_times,
     lengths_are_known,
     lengths_by_source,
@@ -213,6 +216,25 @@ def test_processor_time_is_that_of_a_process_and_its_children() -> None:
     finally:
         subprocess.run(["pkill", "-9", "-s", str(child.pid)], check=False)
         child.wait()
+
+
+@pytest.mark.parametrize("num_places", [1, 5, 40])
+def test_places_are_counted_by_how_long_many_take_together(num_places: int) -> None:
+    """A scorer in which so many responses wait at once, 10 ms each."""
+    groups = [make_group(*[5] * 8, number=number) for number in range(20)]
+    sampled = [Sampled(group=group, scores=(), turn_latencies_s=(), num_turns=()) for group in groups]
+
+    class Waiting:
+        async def score(self, name: str, task: object, responses: list[object]) -> None:
+            async with places:
+                await asyncio.sleep(0.01)
+
+    async def count() -> int:
+        return await count_places(cast(GroupScoring, Waiting()), sampled, alone_s=0.01)
+
+    places = asyncio.Semaphore(num_places)
+    # The machine may be busy with others, and then there seem to be fewer.
+    assert num_places / 3 <= asyncio.run(count()) <= num_places
 
 
 def test_what_a_profile_would_leave_out_is_refused(tmp_path: Path) -> None:

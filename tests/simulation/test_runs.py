@@ -202,6 +202,16 @@ def test_a_controller_that_wants_a_core_slows_the_others() -> None:
     assert prediction.step_s == pytest.approx(12.0, rel=0.05)
 
 
+@pytest.mark.parametrize(("num_workers", "score_places", "step_s"), [(1, 1, 16.0), (4, 1, 4.0), (1, 8, 2.0)])
+def test_as_many_responses_are_scored_at_once_as_there_are_places(
+    num_workers: int, score_places: int, step_s: float
+) -> None:
+    """16 responses a step, 1 s each; workers that wait for a server have more than one place."""
+    profile = simple_profile(lengths=FIXED, token_s=1e-6, score_s=1.0, score_places=score_places)
+    run = small_run(num_steps=30, scorer=ScorerSection(num_workers=num_workers))
+    assert simulate(run, profile).step_s == pytest.approx(step_s, rel=0.03)
+
+
 def test_the_loops_take_cores_and_let_no_response_wait() -> None:
     """8 s of the loops for 16 responses, beside a trainer that takes 8 s on two cores."""
     values = {"lengths": FIXED, "token_s": 0.0, "fixed_s": 8.0, "loops_s": 0.5}
