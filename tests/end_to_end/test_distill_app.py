@@ -61,7 +61,8 @@ def test_a_teacher_that_is_the_student_sees_no_gap(config_file: Path, tmp_path: 
     assert first["teacher/reverse_kl"] < 1e-4
     assert second["teacher/gap_abs_mean"] > 1e-3, "the policy has moved"
     assert second["teacher/reverse_kl"] > 10 * abs(first["teacher/reverse_kl"])
-    assert 0.1 < first["teacher/student_mass"] < 1.0
+    # top_p leaves some of the twelve likeliest out of the kept sets: 0.65 and 0.72 here.
+    assert (first["teacher/student_mass"] < 0.68) == (ids == "student")
     for line in (first, second):
         assert line["teacher/num_failed"] == line["teacher/num_retried"] == line["teacher/version"] == 0
         assert line["dropped/unscored"] == 0 and line["teacher/num_tokens"] > 0
