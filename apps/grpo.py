@@ -24,6 +24,11 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
+from forgeasync.launch.forking.client import import_ahead
+
+if __name__ == "__main__":
+    import_ahead(sys.argv[1:])  # while this process imports its own libraries
+
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_episodes import GroupEpisodes
 from forgeasync.actors.group_sampling import SampledGroup

@@ -18,6 +18,11 @@ docs/serving.md says what clients do, and what becomes of their sessions.
 
 import sys
 
+from forgeasync.launch.forking.client import import_ahead
+
+if __name__ == "__main__":
+    import_ahead(sys.argv[1:])  # while this process imports its own libraries
+
 from apps.grpo import train
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig, is_served

@@ -38,6 +38,8 @@ ORDER_S = 60.0
 OUTAGE_S = 3.0
 """A disk refuses for so long after it was noticed."""
 MAX_OUTAGE_S = 120.0
+REFUSED_WORDS = b"what is refused is kept and tried again"
+"""A run says so of an outage that has a line in faults.jsonl. Other files may be refused too."""
 HOST_NAME = re.compile(r"(trainer|generators)_\d+")
 MAX_COLLECTIVES = 30
 """Of a rank's collectives from now on one of the first so many breaks."""
@@ -61,6 +63,21 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
         return []
     lines = file.read_bytes().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def _is_refused(lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether an outage of a disk goes on, by the lines of faults.jsonl.
+
+    Several files may be refused one after the other in one outage, each with lines of its own. A controller
+    that was lost has taken its outages with it.
+    """
+    num_refused = 0
+    for one in lines:
+        if one["role"] == STORAGE:
+            num_refused += 1 if one["event"] == "detected" else -1
+        elif one["role"] in SUPERVISED and one["event"] == "recovered":
+            num_refused = 0
+    return num_refused > 0
 
 
 def processes_of(run_dir: Path, role: str) -> list[tuple[int, int]]:
@@ -215,7 +232,10 @@ class Injector:
         return self.newest_step() >= fault.at_step and self._is_quiet(fault)
 
     def _is_quiet(self, fault: Planned) -> bool:
-        matches, _ = match(self.injected, self._lines("faults.jsonl"))
+        lines = self._lines("faults.jsonl")
+        if fault.kind in DISKS and _is_refused(lines):
+            return False
+        matches, _ = match(self.injected, lines)
         ending = {fault.role, *SUPERVISED}
         return all(
             one.detected is not None
@@ -338,7 +358,7 @@ class Injector:
         if any(one["role"] == STORAGE and one["time_s"] >= since_s for one in self._lines("faults.jsonl")):
             return True
         said = b"" if self._output is None else self._output.read_bytes()
-        return said.count(b"cannot be written") > self._num_outages_said()
+        return said.count(REFUSED_WORDS) > self._num_outages_said()
 
     def _num_outages_said(self) -> int:
         """Outages before the one that goes on, by the file that has all that were written down."""

@@ -27,6 +27,7 @@ from forgeasync.actors.environment_pool import EnvironmentPool
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.watched_scorer import WatchedScorers
 from forgeasync.faults.fault_log import Fault, FaultLog, Role
+from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.hosts import HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.placement import spawn_role
 from forgeasync.observability.failures import real_errors
@@ -218,7 +219,7 @@ class Procs:
 
     def spawn_here(self, name: str) -> ProcMesh:
         """Start one proc on the controller's own machine, without a GPU."""
-        mesh = spawn_role(this_host(), name, num_procs=1)
+        mesh = spawn_role(this_host(), name, num_procs=1, import_set=ImportSet.COMMON)
         self._own_meshes.append(mesh)
         return mesh
 

@@ -11,8 +11,9 @@ from forgeasync.actors.procs import ENVIRONMENT_WORKER, Procs
 from forgeasync.config.run import RunConfig, is_served
 from forgeasync.environments.endpoint import EndpointModel
 from forgeasync.environments.served.address import ServingAddress
+from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.hosts import stop
-from forgeasync.launch.placement import spawn_role
+from forgeasync.launch.placement import spawn_role, until_imported
 from forgeasync.waiting import deadline
 
 
@@ -55,7 +56,8 @@ async def start_environment(
         address = ServingAddress(config.serving, serving_file, tell)
 
     async def spawn(number: int) -> SpawnedWorker:
-        mesh = spawn_role(this_host(), "environment", num_procs=1)
+        await until_imported((ImportSet.EPISODES,))
+        mesh = spawn_role(this_host(), "environment", num_procs=1, import_set=ImportSet.EPISODES)
         actor = mesh.spawn(f"{ENVIRONMENT_WORKER}-{number}", EnvironmentActor, procs.log_dir, number)
         call = f"setting up environment worker {number}"
         try:

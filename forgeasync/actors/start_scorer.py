@@ -14,6 +14,7 @@ from forgeasync.config.data import NamedSource, PythonReward, ScoredUnit, named_
 from forgeasync.config.evaluation import named_sets
 from forgeasync.config.judge import JudgeReward
 from forgeasync.config.run import RunConfig
+from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.hosts import stop
 from forgeasync.launch.placement import spawn_role
 from forgeasync.scoring.judge import Judge
@@ -28,7 +29,7 @@ async def start_scorer(procs: Procs, config: RunConfig) -> GroupScoring:
 
     async def spawn(rank: int, number: int) -> SpawnedScorer:
         # A mesh of its own, which can be given back alone.
-        mesh = spawn_role(this_host(), "scorer", num_procs=1)
+        mesh = spawn_role(this_host(), "scorer", num_procs=1, import_set=ImportSet.COMMON)
         actor = mesh.spawn(f"{SCORER}-{rank}-{number}", ScorerActor, procs.log_dir, rank)
         try:
             async with deadline(config.timeouts.setup_s, call="setting up a scorer", key="timeouts.setup_s"):

@@ -207,6 +207,8 @@ class WatchedScorer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._life is not None:
+            # Calls that are still under way fail, which is no loss of a scorer.
+            self._life.gone.set()
             self._life.beat.stop()
             kill_with_children(self._life.process)
             await asyncio.to_thread(kill_marked, self._life.spawned.mark)

@@ -166,8 +166,11 @@ async def save_newest_weights(run: RescuedRun, run_dir: RunDir, error: BaseExcep
         checkpoint=run.checkpoints.write_now,
         staged=None if newest is None else run.trainer.staged(newest),
     )
-    is_lost = isinstance(cause, ActorDied | HostLost | DeadlineExceeded)
+    is_lost = isinstance(cause, ActorDied | DeadlineExceeded)
     return await rescue.save(
         stop_signal=received_signal(),
-        trainer_failed=run.trainer.is_stuck or (is_lost and "trainer" in str(cause)),
+        # A trainer may wait for a payload of any host that is lost, for all of timeouts.weights_s.
+        trainer_failed=run.trainer.is_stuck
+        or isinstance(cause, HostLost)
+        or (is_lost and "trainer" in str(cause)),
     )

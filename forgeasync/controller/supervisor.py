@@ -36,6 +36,8 @@ from forgeasync.faults.appended_file import is_refusal
 from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.faults.python_stacks import read_stacks
 from forgeasync.faults.storage import RETRY_S
+from forgeasync.launch.forking.client import ADDRESS, fork_server, has_gpus, server_processes
+from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.restart_policy import STOPPING, End, Ending, RestartPolicy, StartAgain, is_death
 from forgeasync.observability.run_dir import RunDir, default_run_dir
 from forgeasync.observability.run_lock import RunInUse, RunLock
@@ -71,11 +73,15 @@ class Supervisor:
         *,
         resume: str | None,
         controller_s: float,
+        import_sets: Sequence[ImportSet] = (),
     ) -> None:
         """``command`` starts the run, from the beginning; with ``--resume latest`` behind it, from the newest
         one of ``checkpoints``. ``resume`` is what the first start is to be resumed from. A run that gives no
-        sign of life for ``controller_s`` is killed."""
+        sign of life for ``controller_s`` is killed. With ``import_sets`` the run is a fork of a server, which
+        has imported these for its procs too and outlives it; ``command`` is then Python with its
+        arguments."""
         self._command = list(command)
+        self._import_sets = tuple(import_sets)
         self._run_dir = run_dir
         self._checkpoints = checkpoints
         self._resume = resume
@@ -137,10 +143,16 @@ class Supervisor:
         """Start the run, and return its exit code; collects orphans of the run that end meanwhile."""
         self._num_faults_before = num_detected(self._run_dir.faults)
         pulse = Pulse(limit_s=self._controller_s)
+        command, variables = self._command, {PIPE: str(pulse.writer)}
+        if self._import_sets:
+            server = fork_server(self._import_sets)
+            python, *arguments = self._command
+            command = [python, *server.arguments(ImportSet.CONTROLLER, kept=[pulse.writer]), *arguments]
+            variables[ADDRESS] = server.address
         process = subprocess.Popen(
-            [*self._command, *([] if resume is None else ["--resume", resume])],
+            [*command, *([] if resume is None else ["--resume", resume])],
             pass_fds=[pulse.writer],
-            env=os.environ | {PIPE: str(pulse.writer)},
+            env=os.environ | variables,
         )
         pulse.close_writer()
         self._silence = self._evidence = None
@@ -152,6 +164,7 @@ class Supervisor:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == process.pid:
                 self._child = None
+                self._last_child = pulse.pid or pid
                 process.returncode = os.waitstatus_to_exitcode(status)
                 pulse.close()
                 return process.returncode
@@ -159,7 +172,7 @@ class Supervisor:
                 self._silence = (
                     f"has given no sign of life for timeouts.controller_s = {self._controller_s:g} s"
                 )
-                self._evidence = read_stacks(process.pid)
+                self._evidence = read_stacks(pulse.pid or process.pid)
                 _say(f"the run {self._silence}: killing it; {self._evidence}")
                 process.kill()
 
@@ -252,13 +265,15 @@ def _adopt_orphans() -> None:
 
 
 def _descendants() -> Iterable[psutil.Process]:
-    """Return what runs below this process; collects what has ended."""
+    """Return what runs below this process but the servers that the next start is forked from; collects what
+    has ended."""
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
     except ChildProcessError:
         return []
-    return psutil.Process().children(recursive=True)
+    servers = server_processes()
+    return [one for one in psutil.Process().children(recursive=True) if one.pid not in servers]
 
 
 def newest_step(metrics: Path) -> int:
@@ -340,6 +355,7 @@ def main() -> int:
         planned_folder(config),
         resume=arguments.resume,
         controller_s=config.timeouts.controller_s,
+        import_sets=() if has_gpus() else (ImportSet.CONTROLLER, ImportSet.GENERATOR, ImportSet.TRAINER),
     ).run()
 
 

@@ -17,6 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forgeasync.faults.python_stacks import read_stacks
 from forgeasync.launch.bootstrap_main import HOST_DEVICES_VARIABLE
+from forgeasync.launch.forking.fork import starter_pid
 from forgeasync.launch.gpu_facts import GpuFacts, gather_gpu_facts
 from forgeasync.launch.host_limits import HostLimits, gather_host_limits
 from forgeasync.launch.hosts import remove_from
@@ -52,7 +53,7 @@ class HostAgent(Actor):
     async def beat(self) -> int:
         """The controller is there; the id of the process that is this host's worker."""
         self._heard_s = time.monotonic()
-        return os.getppid()
+        return starter_pid()
 
     @concurrent_endpoint
     async def limits(self) -> HostLimits:
@@ -138,4 +139,4 @@ class HostAgent(Actor):
 
 def _end_host() -> None:
     # The procs of a host end with the process that started them.
-    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(starter_pid(), signal.SIGKILL)

@@ -23,11 +23,12 @@ from forgeasync.config.launcher import (
 from forgeasync.config.reward_gpus import places_of, reward_gpus
 from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.launch.agent import HostAgent
+from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.gpu_facts import GpuFacts
 from forgeasync.launch.host_limits import HostLimits
-from forgeasync.launch.hosts import Host, HostLost, Hosts, LocalHosts, stop
+from forgeasync.launch.hosts import IMPORT_SETS, Host, HostLost, Hosts, LocalHosts, stop
 from forgeasync.launch.jobs import JOB_ROLES, HostRole, build_job, mesh_name
-from forgeasync.launch.placement import GpuAllocator, spawn_role
+from forgeasync.launch.placement import GpuAllocator, spawn_role, until_imported
 from forgeasync.launch.submission import LaunchFailed, Submission
 from forgeasync.rollouts.in_flight_log import InFlightRead
 from forgeasync.rollouts.run_folder import sweep_stale_folders
@@ -160,6 +161,8 @@ class JobHosts:
             LaunchFailed: the job was refused or has ended, or waits too long.
             DeadlineExceeded: a host has no agent within ``timeouts.setup_s``.
         """
+        if isinstance(self._launcher, ProcessLauncher):
+            await until_imported(set(IMPORT_SETS.values()))
         state = await self._submission.start(tell)
         call = "waiting for the agents of all hosts"
         async with deadline(self._timeouts.setup_s, call=call, key="timeouts.setup_s"):
@@ -190,9 +193,8 @@ class JobHosts:
             ids = list(names.trainer if role is HostRole.TRAINER else names.generators)
         hosts = []
         for index, host_id in enumerate(ids):
-            procs = spawn_role(
-                mesh.slice(hosts=index), f"agent-{role}-{index}", num_procs=1, python=self._python
-            )
+            host = mesh.slice(hosts=index)
+            procs = self._spawn(host, f"agent-{role}-{index}", import_set=ImportSet.COMMON)
             log_file = self._log_dir / f"host-{host_id}.log"
             agent = procs.spawn("agent", HostAgent, log_file, SILENCE_FACTOR * self._timeouts.host_s)
             hosts.append(JobHost(id=host_id, role=role, agent=agent, log_file=log_file))
@@ -229,9 +231,7 @@ class JobHosts:
             self.allot(role, num_procs, gpus_per_proc=gpus_per_proc)
         gpus = self._gpus_of[role]
         assert len(gpus) == per_host, "as many procs as before"
-        return spawn_role(
-            self._meshes[role], name, num_procs=per_host, gpus_per_proc=gpus, python=self._python
-        )
+        return self._spawn(self._meshes[role], name, gpus, import_set=IMPORT_SETS[role])
 
     def allot(self, role: HostRole, num_procs: int, *, gpus_per_proc: int) -> None:
         """See ``Hosts``."""
@@ -252,12 +252,22 @@ class JobHosts:
     def spawn_one(self, role: HostRole, name: str, rank: int) -> ProcMesh:
         """See ``Hosts``."""
         host, place = divmod(rank, len(self._gpus_of[role]))
+        mesh = self._meshes[role].slice(hosts=host)
+        return self._spawn(mesh, name, [self._gpus_of[role][place]], import_set=IMPORT_SETS[role])
+
+    def _spawn(
+        self, mesh: HostMesh, name: str, gpus: Sequence[list[int]] = ([],), *, import_set: ImportSet
+    ) -> ProcMesh:
+        """Spawn one proc for each element of ``gpus`` on every host of a mesh."""
+        is_here = isinstance(self._launcher, ProcessLauncher)
         return spawn_role(
-            self._meshes[role].slice(hosts=host),
+            mesh,
             name,
-            num_procs=1,
-            gpus_per_proc=[self._gpus_of[role][place]],
+            num_procs=len(gpus),
+            gpus_per_proc=list(gpus),
             python=self._python,
+            import_set=import_set if is_here else None,
+            by_worker=True,
         )
 
     def _per_host(self, role: HostRole, num_procs: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.rollouts.run_folder import start_ticks
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -53,7 +54,7 @@ class ProcsFile:
             pid=pid,
             host=host,
             since_s=time.time(),
-            start_ticks=start_ticks(pid) if _is_descendant(pid) else None,
+            start_ticks=start_ticks(pid) if _is_own(pid) else None,
         )
         self._write()
 
@@ -109,8 +110,16 @@ def _boot() -> str:
     return BOOT_ID.read_text(encoding="utf-8").strip()
 
 
-def _is_descendant(pid: int) -> bool:
-    """Whether this process has started that one, directly or not; ids of other machines say nothing."""
+def _is_own(pid: int) -> bool:
+    """Whether it is a process of this run on this machine; ids of other machines say nothing.
+
+    Then this process has started it, directly or not, or, where a server that others have started too has
+    forked it, it carries the run's mark.
+    """
     with contextlib.suppress(psutil.Error):
-        return any(one.pid == os.getpid() for one in psutil.Process(pid).parents())
+        process = psutil.Process(pid)
+        if any(one.pid == os.getpid() for one in process.parents()):
+            return True
+        mark = os.environ.get(RUN_MARK)
+        return mark is not None and process.environ().get(RUN_MARK) == mark
     return False

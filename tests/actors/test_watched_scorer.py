@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from forgeasync.actors.scorer import ScoredResponses
 from forgeasync.actors.watched_scorer import ScorerFails, ScorerLost, SpawnedScorer, WatchedScorer
@@ -155,6 +156,31 @@ def test_a_scorer_that_scores_nothing_for_too_long_is_replaced() -> None:
                 "within 0.2 s (2 times its limit: scorer.max_in_flight, scorer.num_workers)" in world.told[0]
             )
             await world.until(lambda: not world.faults.open)
+
+    asyncio.run(go())
+
+
+def test_a_call_that_the_end_cuts_off_is_no_loss() -> None:
+    async def go() -> None:
+        async with started() as world:
+            assert world.watching is not None
+            world.watching.cancel()
+            has_ended = asyncio.Event()
+
+            async def cut_off(task: object, responses: object, first: int) -> ScoredResponses:
+                await has_ended.wait()
+                raise SupervisionError("the proc has stopped")
+
+            world.actors[0].score = Endpoint(cut_off)
+            call = asyncio.create_task(world.scorer.score(make_task(0), RESPONSES, 0))
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(world.scorer.close())
+            await asyncio.sleep(0)
+            has_ended.set()
+            with pytest.raises(ScorerLost):
+                await call
+            await closing
+            assert not world.told and list(world.actors) == [0], "no fault, and no other scorer"
 
     asyncio.run(go())
 

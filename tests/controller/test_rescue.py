@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from forgeasync.actors.procs import ActorDied
 from forgeasync.config.run import TimeoutSection
 from forgeasync.controller.rescue import Rescue, save_newest_weights
+from forgeasync.launch.hosts import HostLost
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.waiting import DeadlineExceeded
 from forgeasync.weights.layout import Box, Piece, RankLayout, WeightLayout
@@ -229,6 +230,7 @@ NEW_NOTHING = "no step was made, so that there are no new weights"
         (ActorDied("trainer rank 1 of 2 was killed"), 5, True, "the weights of step 7, as pub"),
         (ExceptionGroup("", [ActorDied("trainer rank 1")]), 5, True, "the weights of step 7, as pub"),
         (ActorDied("scorer rank 0 was killed"), 5, True, "the weights of step 9 are in"),
+        (HostLost("host generators-0 is lost"), 5, True, "the weights of step 7, as pub"),
     ],
 )
 def test_who_is_asked_first_depends_on_what_has_failed(

@@ -108,6 +108,8 @@ def test_a_run_writes_what_it_promises(config_file: Path, tmp_path: Path, steps_
     assert check_ledger(run_dir)["ends"]["trained"] == 4 * tiny_config(Path("x")).algorithm.groups_per_step
     assert (run_dir / "checkpoints" / "final" / "model.safetensors.index.json").exists()
     assert list((run_dir / "tensorboard").iterdir()) and list((run_dir / "logs").iterdir())
+    logs = [file.read_text(errors="replace") for file in (run_dir / "logs").glob("*.log")]
+    assert not [text for text in logs if "no fork of" in text], "every proc was forked"
     check_traces(run_dir)
 
 

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import chaos_injector
 import pytest
 from chaos_faults import (
     HOST,
@@ -181,6 +183,43 @@ def test_another_roles_fault_follows_once_the_one_before_was_detected(tmp_path: 
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_a_disk_fails_again_once_every_file_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file that is refused in an outage has lines of its own."""
+    monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.1)
+    given_back: list[int] = []
+    injector = Injector(
+        tmp_path,
+        [planned("storage", Kind.FULL_DISK, at_step=1) for _ in range(3)],
+        tmp_path / "w.jsonl",
+        orders=Orders(tmp_path / "orders"),
+        output=tmp_path / "run.out",
+        fill_disk=lambda: lambda: given_back.append(1),
+    )
+    (tmp_path / "procs.json").write_text(json.dumps({"controller": os.getpid(), "procs": []}))
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 0.01})
+    (tmp_path / "run.out").write_text("TensorBoard's files cannot be written: their lines come later\n" * 9)
+    events: list[dict[str, Any]] = []
+
+    def num_after(*more: tuple[str, int], role: str = "storage") -> int:
+        for event, number in more:
+            events.append({"event": event, "role": role, "number": number, "time_s": time.time()})
+        write_lines(tmp_path / "faults.jsonl", *events)
+        end_s = time.monotonic() + 1.0
+        while time.monotonic() < end_s:
+            injector.look()
+            time.sleep(0.05)
+        return len(injector.injected)
+
+    assert num_after() == 1 and not given_back, "nothing was refused that has a line"
+    assert num_after(("detected", 0), ("detected", 1), ("recovered", 0)) == 1 == len(given_back)
+    assert num_after(("recovered", 1)) == 2
+    assert num_after(("detected", 2), ("detected", 3), ("recovered", 2)) == 2
+    events.append({"event": "detected", "role": "controller", "number": 4, "time_s": time.time()})
+    assert num_after(("recovered", 4), role="controller") == 3, "its outage is gone with it"
 
 
 def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path) -> None:

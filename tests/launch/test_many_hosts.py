@@ -56,10 +56,12 @@ class Run:
         return found
 
     def look(self) -> None:
-        for process in self.processes():
+        processes = self.processes()
+        proxies = {fork: process.pid for process in processes for fork in _forks(process)}
+        for process in processes:
             try:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                session = psutil.Process(os.getsid(process.pid))
+                session = psutil.Process(os.getsid(proxies.get(process.pid, process.pid)))
                 name = _host(session)
             except (OSError, psutil.NoSuchProcess):
                 continue
@@ -80,6 +82,15 @@ class Run:
         assert not left, f"left behind: {[orphan.pid for orphan in left]}"
         assert not [folder for folder in self.users if Path(folder).exists()]
         return self.process.returncode, err
+
+
+def _forks(process: psutil.Process) -> list[int]:
+    """The fork whose end a process waits for; it is in the session of the server that it is a fork of."""
+    try:
+        texts = [file.read_text() for file in Path(f"/proc/{process.pid}/fdinfo").iterdir()]
+    except OSError:
+        return []
+    return [int(pid) for text in texts for pid in re.findall(r"^Pid:\t(\d+)$", text, re.MULTILINE)]
 
 
 def _host(session: psutil.Process) -> str:

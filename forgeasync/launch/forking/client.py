@@ -1,0 +1,229 @@
+"""The side of the process that starts others: has a server, and says how a process is started as its fork."""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from forgeasync.faults.run_mark import RUN_MARK
+from forgeasync.launch.forking import proxy
+from forgeasync.launch.forking.fork import NO_MARK
+from forgeasync.launch.forking.import_sets import ImportSet
+from forgeasync.launch.forking.server import SERVER_NAME
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "FORGEASYNC_FORK_SERVER"
+"""Variable with the address of a server that a process is given by the one that has started it."""
+
+_NOT_COMPARED = ("FORGEASYNC_", "HYPERACTOR_", "MONARCH_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
+"""Beginnings of variables that no import of a server depends on: ours, Monarch's, which only forks import,
+pytest's, and one that torch sets when it is imported."""
+
+OF_A_PROC = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables of procs without GPUs: two threads in each of several procs on few cores are several times slower
+than one."""
+
+
+END_S = 5.0
+"""Seconds for killed servers to be gone: the kernel takes their memory back first."""
+
+
+class ForkServer:
+    """A server that imports as this process would now; its own one ends with this process."""
+
+    def __init__(self, address: str) -> None:
+        """``address`` is one that answers already."""
+        self._address = address
+        self._environment = dict(os.environ)
+        self._owner = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: int | None = None
+
+    @classmethod
+    def start(cls, begun_with: Sequence[ImportSet]) -> "ForkServer":
+        """Start one. What is ``begun_with`` is imported at once, all else with the first process that needs
+        it."""
+        server = cls(f"forgeasync-{secrets.token_hex(8)}")
+        server._output = os.memfd_create("forgeasync-fork-server")
+        # Here, not in the server: proxies can connect at once, and wait.
+        listeners = {one: server._listener(one) for one in ImportSet}
+        command = [sys.executable, "-m", "forgeasync.launch.forking.server", "--life", str(own_life())]
+        for one, listener in listeners.items():
+            command += ["--listener", one, str(listener.fileno())]
+        for one in begun_with:
+            command += ["--begin", one]
+        try:
+            server._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=server._output,
+                stderr=server._output,
+                env={**os.environ, **OF_A_PROC, RUN_MARK: NO_MARK},
+                pass_fds=[own_life(), *(one.fileno() for one in listeners.values())],
+            )
+        finally:
+            for listener in listeners.values():
+                listener.close()
+        return server
+
+    def _listener(self, one: ImportSet) -> socket.socket:
+        # An abstract socket leaves no file.
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self._socket_name(one))
+        listener.listen(128)
+        return listener
+
+    def _socket_name(self, one: ImportSet) -> str:
+        return f"\0{self._address}-{one}"
+
+    @property
+    def address(self) -> str:
+        """For the environment of a process that this one starts, as ``ADDRESS``."""
+        return self._address
+
+    @property
+    def can_be_used(self) -> bool:
+        """Whether it is there, and imports as this process would now; says once if it has ended."""
+        if self._owner != os.getpid() or _relevant(os.environ) != _relevant(self._environment):
+            return False
+        try:
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(self._socket_name(ImportSet.COMMON))
+        except OSError:
+            words = (
+                "" if self._output is None else os.pread(self._output, 1 << 20, 0).decode(errors="replace")
+            )
+            logger.warning("the server that procs are forked from has ended: %s", words.strip()[-2000:])
+            return False
+        return True
+
+    def arguments(
+        self, wanted: ImportSet, *, lives: Sequence[int] | None = (), kept: Sequence[int] = ()
+    ) -> list[str]:
+        """Arguments of Python that start a proxy, to be followed by those of the process's own program.
+
+        The process is killed when one of the pipes ``lives`` ends, or, with None, when the one that has
+        started the proxy is gone. It has the descriptors ``kept``; the proxy has to inherit all of them.
+        """
+        numbers = [",".join(map(str, some)) or "-" for some in (lives or (), kept)]
+        if lives is None:
+            numbers[0] = proxy.PARENT
+        return ["-I", "-S", str(Path(proxy.__file__)), f"{self._address}-{wanted}", *numbers]
+
+    def wait(self, wanted: ImportSet) -> None:
+        """Wait until a set is imported and its server answers, or will not."""
+        with socket.socket(socket.AF_UNIX) as link:
+            try:
+                link.connect(self._socket_name(wanted))
+                link.shutdown(socket.SHUT_WR)
+                link.recv(1)
+            except OSError:
+                # It is gone; what is started then imports its libraries itself, and says so.
+                return
+
+    def processes(self) -> set[int]:
+        """Ids of the processes that are servers, and not forks of them; none of one that another process
+        started."""
+        if self._process is None or self._owner != os.getpid():
+            return set()
+        try:
+            first = psutil.Process(self._process.pid)
+            return {first.pid, *(one.pid for one in first.children() if one.name() == SERVER_NAME)}
+        except psutil.NoSuchProcess:
+            return set()
+
+    def end(self) -> None:
+        """End the server, if it was started here, and wait until it is gone; its forks go on."""
+        processes = self.processes()
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        end_s = time.monotonic() + END_S
+        while any(map(_is_running, processes)) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if self._process is not None and self._owner == os.getpid():
+            self._process.poll()
+            # From now on its id may be another process's, which a second call must not end.
+            self._process = None
+        if self._output is not None:
+            os.close(self._output)
+            self._output = None
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@functools.cache
+def own_life() -> int:
+    """The end for reading of a pipe that ends with this process, which alone has the other end."""
+    reading, _ = os.pipe()
+    # Proxies, which Monarch starts, hand it on.
+    os.set_inheritable(reading, True)
+    return reading
+
+
+def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    variables = {**environment, **OF_A_PROC}
+    return {name: value for name, value in variables.items() if not name.startswith(_NOT_COMPARED)}
+
+
+_server: ForkServer | None = None
+"""That of this process."""
+
+
+def fork_server(begun_with: Sequence[ImportSet] = ()) -> ForkServer:
+    """The server of this process: the one that it was given, or one that it starts, if that cannot be
+    used."""
+    global _server
+    if _server is None and (address := os.environ.pop(ADDRESS, None)) is not None:
+        _server = ForkServer(address)
+    if _server is not None:
+        if _server.can_be_used:
+            return _server
+        _server.end()
+    _server = ForkServer.start(begun_with)
+    # The pipe ends it too, but only after this process is gone.
+    atexit.register(_server.end)
+    return _server
+
+
+def server_processes() -> set[int]:
+    """Ids of the processes that are this process's servers, and not forks of them."""
+    return set() if _server is None else _server.processes()
+
+
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+
+WITHOUT_PROCS = {"-h", "--help", "--dry-run", "--supervise"}
+"""Options of apps with which a command starts no procs by itself."""
+
+
+def has_gpus() -> bool:
+    """Whether this machine has NVIDIA GPUs, found without importing anything."""
+    return NVIDIA_DEVICE.exists()
+
+
+def import_ahead(arguments: Sequence[str]) -> None:
+    """Have the libraries of a run's procs imported beside those of this process, which is about to import its
+    own.
+
+    With GPUs procs are no forks, and nothing is imported.
+    """
+    if not WITHOUT_PROCS & set(arguments) and not has_gpus():
+        fork_server((ImportSet.GENERATOR, ImportSet.TRAINER))

@@ -1,0 +1,48 @@
+"""A program that says what it is, as JSON, and then ends as it is told: ``python -m
+tests.support.forked_program``."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from forgeasync.launch.forking.fork import starter_pid
+
+
+def main() -> None:
+    how, *rest = sys.argv[1:]
+    if how == "terminal":
+        print(f"is one: {sys.stdout.isatty()}")
+        time.sleep(600)
+    facts = {
+        "pid": os.getpid(),
+        "starter": starter_pid(),
+        "arguments": rest,
+        "folder": os.getcwd(),
+        "variable": os.environ.get("FORGEASYNC_TEST"),
+        "has_torch": "torch" in sys.modules,
+        "search_path": sys.path[0],
+        "original": sys.orig_argv[1:],
+        "drawn": int(np.random.randint(1 << 30)),
+        "word": sys.stdin.readline().strip(),
+    }
+    print(json.dumps(facts), flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    match how:
+        case "exit":
+            sys.exit(int(rest[0]))
+        case "signal":
+            os.kill(os.getpid(), int(rest[0]))
+        case "write":
+            os.write(int(rest[0]), b"kept")
+        case "wait":
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(17))
+            print("waits", flush=True)
+            time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()
