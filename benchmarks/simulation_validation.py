@@ -9,7 +9,10 @@ bounds from 0 to 8, and with responses cut at a quarter of their length. A run's
 the simulator leaves it out. Prints predicted and measured seconds a step, trained tokens a second, idle
 shares and mean ages, and the median and the worst error; writes DIR/simulation_validation.json.
 
-A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides.
+A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides. With
+a profile that was measured here, a second table has the prediction at the speed that the machine had during
+each run (``machine_speed.py``): seconds a step are longer by as much as a small loop took longer than during
+the profile.
 """
 
 import argparse
@@ -17,11 +20,12 @@ import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
+from machine_speed import SpeedProbe
 from rich.console import Console
 from rich.table import Table
 
@@ -105,17 +109,27 @@ def measured(lines: Sequence[Mapping[str, Any]]) -> Figures:
 
 def run_case(
     config: Path, overrides: Sequence[str], profile: Profile, num_steps: int, folder: Path
-) -> tuple[Figures, Figures]:
-    """Simulate a case, then run it; returns both."""
+) -> tuple[Figures, Figures, float]:
+    """Simulate a case, then run it; returns both, and the seconds of the probe's loop during the run."""
     settings = [*QUIET, *overrides, f"max_steps={num_steps}"]
     loaded = load_config([str(config)], settings)
     facts = read_model_facts(loaded.model.path)
     loaded = resolve(loaded, facts)
     expected = predicted(simulate(of_config(loaded, facts, profile, num_steps=num_steps), profile))
     shutil.rmtree(folder, ignore_errors=True)
-    start_app("apps.grpo", config, [*settings, f"run_dir={folder}"])
+    with SpeedProbe() as probe:
+        start_app("apps.grpo", config, [*settings, f"run_dir={folder}"])
     found = measured(read_json_lines(folder / "metrics.jsonl"))
-    return expected, found
+    return expected, found, probe.loop_s
+
+
+def slower(figures: Figures, times: float) -> Figures:
+    """What is predicted of a machine that takes so many times longer for everything."""
+    return replace(
+        figures,
+        step_s=times * figures.step_s,
+        trained_tokens_per_s=figures.trained_tokens_per_s / times,
+    )
 
 
 def start_app(app: str, config: Path, arguments: Sequence[str]) -> None:
@@ -133,9 +147,9 @@ def errors(pairs: Sequence[tuple[Figures, Figures]], field: str, *, is_relative:
     return found
 
 
-def results(pairs: Mapping[str, tuple[Figures, Figures]]) -> Table:
+def results(pairs: Mapping[str, tuple[Figures, Figures]], *, title: str) -> Table:
     """A row for each case, predicted / measured."""
-    table = Table(title="predicted / measured", caption="errors: median, worst")
+    table = Table(title=title, caption="errors: median, worst")
     for column in ("case", "s a step", "tokens/s", "trainer idle", "generators idle", "age"):
         table.add_column(column, justify="left" if column == "case" else "right")
     for name, (expected, real) in pairs.items():
@@ -177,20 +191,35 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    file = arguments.profile
+    file, profile_loop_s = arguments.profile, None
     if file is None:
         file = arguments.folder / "profile.json"
-        start_app("apps.profile", arguments.config, ["--out", str(file)])
+        with SpeedProbe() as probe:
+            start_app("apps.profile", arguments.config, ["--out", str(file)])
+        profile_loop_s = probe.loop_s
     profile = read_profile(file)
-    console, pairs = Console(width=110), {}
+    console, pairs, at_speed = Console(width=110), {}, {}
     for name in arguments.cases:
         run_dir = arguments.folder / name.replace(",", "").replace(" ", "-")
-        pairs[name] = run_case(arguments.config, CASES[name], profile, arguments.steps, run_dir)
-        expected, real = pairs[name]
-        console.print(f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
-    console.print(results(pairs))
+        expected, real, loop_s = run_case(arguments.config, CASES[name], profile, arguments.steps, run_dir)
+        pairs[name] = expected, real
+        words = f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured"
+        if profile_loop_s is not None:
+            times = loop_s / profile_loop_s
+            at_speed[name] = slower(expected, times), real
+            words += (
+                f"; at the machine's speed, {1.0 / times:.2f} of the profile's: {times * expected.step_s:.2f}"
+            )
+        console.print(words)
+    console.print(results(pairs, title="predicted / measured"))
+    if at_speed:
+        console.print(results(at_speed, title="predicted at the machine's speed in the run / measured"))
     cases = {
-        name: {"predicted": asdict(expected), "measured": asdict(real)}
+        name: {
+            "predicted": asdict(expected),
+            "measured": asdict(real),
+            "at_speed": asdict(at_speed[name][0]) if name in at_speed else None,
+        }
         for name, (expected, real) in pairs.items()
     }
     write_json(arguments.folder / "simulation_validation.json", {"machine": machine_facts(), "cases": cases})

@@ -136,6 +136,7 @@ def stated_profile(
         score_places=config.scorer.num_workers,
         controller_s=Estimate.stated(CONTROLLER_S),
         loops_s=Estimate.stated(0.0),
+        step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths={
             source.name: Lengths(prompt=prompt, response=lengths, prompt_share=0.5)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 6
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -56,6 +56,7 @@ class Cores(Section):
     """Cores that a proc keeps busy while it computes; 0: it computes elsewhere, as on a GPU.
 
     Where the procs of one host want more than ``hardware.num_cores`` at once, all of them slow down alike.
+    Those of the trainer slow down more.
     """
 
     trainer: float = Field(ge=0.0, le=65536.0)
@@ -63,6 +64,12 @@ class Cores(Section):
     generator: float = Field(ge=0.0, le=65536.0)
     scorer: float = Field(ge=0.0, le=65536.0)
     """One response that is being scored."""
+    crowded_speed: float = Field(default=1.0, gt=0.0, le=1.0)
+    """What a second of a core brings while more are wanted than there are, as a share of what it brings a
+    proc that has the core to itself: others have used its caches meanwhile."""
+    trainer_share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """How fast the trainer computes where cores are short, by the share of them that others get. Its ranks
+    wait for each other many times a step, and each for a core: they get less of the cores than others."""
 
 
 class DecodePoint(Section):
@@ -121,7 +128,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[4] = FORMAT_VERSION
+    format_version: Literal[6] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""
@@ -151,10 +158,12 @@ class Profile(Section):
     loops_s: Estimate
     """Processor seconds that controller and buffer need for one response besides ``controller_s``: for
     batches, records, metrics. No response waits for this, but others may for the cores."""
+    step_rest_s: Estimate
+    """Processor seconds that an engine needs for one decode step besides ``decode``: for what others ask it
+    meanwhile. 0 on a GPU, where a process that computes cannot be told from one that waits."""
     response_s: Estimate
     """Processor seconds that an engine needs for one response, or one turn of an episode, besides steps and
-    prompts: for its arrays and records. It does nothing else meanwhile. 0 on a GPU, where a process that
-    computes cannot be told from one that waits."""
+    prompts: for its arrays and records. It does nothing else meanwhile. 0 on a GPU too."""
     lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
     """By name of the source."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)

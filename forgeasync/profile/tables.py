@@ -1,11 +1,11 @@
 """What lies between the measured points of a profile, as functions that are called millions of times."""
 
 import bisect
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from forgeasync.profile.fitting import fit_not_negative
 from forgeasync.profile.profile import DecodePoint, TrainPoint
 
 
@@ -68,36 +68,13 @@ class TrainTable:
 
     def __init__(self, points: Sequence[TrainPoint]) -> None:
         measured = np.array([one.step_s.mean for one in points])
-        terms = np.array([[1.0, one.num_rows, one.num_tokens] for one in points])
-        self.fixed_s, self.row_s, self.token_s = _fit_not_negative(terms / measured[:, None])
-        fitted = terms @ (self.fixed_s, self.row_s, self.token_s)
+        terms = np.array([[one.num_rows, 1.0, one.num_tokens] for one in points])
+        found = fit_not_negative(terms / measured[:, None], np.ones(len(points)))
+        self.row_s, self.fixed_s, self.token_s = found
+        fitted = terms @ found
         self.largest_error = float(np.abs(fitted / measured - 1.0).max())
         """Largest relative difference between the fit and a point."""
 
     def step_s(self, num_rows: int, num_tokens: int) -> float:
         """Return the seconds of a step with so many rows of each data rank and so many tokens in them."""
         return self.fixed_s + self.row_s * num_rows + self.token_s * num_tokens
-
-
-def _fit_not_negative(relative: np.ndarray) -> tuple[float, float, float]:
-    """Least squares of ``relative @ x = 1`` with x >= 0: the best of all choices of terms that may be used.
-
-    With three terms all choices can be tried, which is exact (Lawson, Hanson 1974, ch. 23: the solution is
-    the unconstrained one of its positive terms).
-    """
-    best, least = np.zeros(3), float("inf")
-    order = (2, 0, 1)
-    for size in range(1, 4):
-        for chosen in itertools.combinations(order, size):
-            if size > len(relative):
-                continue
-            columns = relative[:, chosen]
-            solution, _, rank, _ = np.linalg.lstsq(columns, np.ones(len(relative)), rcond=None)
-            if rank < size or (solution < 0.0).any():
-                continue
-            error = float(((columns @ solution - 1.0) ** 2).sum())
-            if error < least - 1e-12:
-                least = error
-                best = np.zeros(3)
-                best[list(chosen)] = solution
-    return float(best[0]), float(best[1]), float(best[2])

@@ -1,9 +1,17 @@
-"""What an engine's process needs for responses besides decode steps and prompts, as what is left over."""
+"""What an engine's process needs besides decode steps and prompts, as what is left over of three loads.
+
+Many groups at once make few steps with many sequences, one group after the other makes many steps with few.
+What is needed for each step and what is needed for each response are told apart by this. A third load, beside
+a trainer that wants the same cores, shows how much more of the processor the same takes then.
+"""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from forgeasync.buffer.decisions import Start
+from forgeasync.profile.fitting import fit_not_negative
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import DrawnRollout
@@ -11,31 +19,78 @@ from forgeasync.simulation.engine import Engine, EngineCost
 from forgeasync.simulation.groups import SimulatedGroup
 
 
-def response_s(
-    batches: Sequence[Sequence[Sampled]], computed_s: float, cost: EngineCost, *, num_replicas: int
-) -> float:
-    """Return processor seconds for each turn of batches that were sampled one after the other, never below 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Batches that were sampled one after the other."""
 
-    ``computed_s`` is the processor time of all engines' processes meanwhile. What their steps and prompts
-    take of it is simulated, with the lengths that were sampled, ``cost`` and ``cost.cores``.
+    batches: Sequence[Sequence[Sampled]]
+    computed_s: float
+    """Processor seconds of all engines' processes meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRest:
+    """What a profile does not say of steps and prompts."""
+
+    step_s: float
+    """Processor seconds for each decode step."""
+    response_s: float
+    """Processor seconds for each turn."""
+    crowded_speed: float
+    """See ``Cores``."""
+
+
+def engine_rest(loads: Sequence[Load], crowded: Load, cost: EngineCost, *, num_replicas: int) -> EngineRest:
+    """Return what engines need for steps and turns besides ``cost``, never below 0.
+
+    What their steps and prompts take of a load is simulated, with the lengths that were sampled, ``cost`` and
+    ``cost.cores``. Each of ``loads`` had the host to itself, and counts as much as its number of turns. With
+    ``crowded`` more cores were wanted than there are.
     """
-    known_s = cost.cores * sum(_busy_s(batch, cost, num_replicas=num_replicas) for batch in batches)
-    num_turns = sum(max(1, num) for batch in batches for one in batch for num in _turns(one))
-    return max(0.0, computed_s - known_s) / num_turns
+    played = [_played(load, cost, num_replicas=num_replicas) for load in loads]
+    terms = np.array([[one.num_steps / one.num_turns, 1.0] for one in played])
+    rests_s = [
+        max(0.0, load.computed_s - one.known_s) / one.num_turns
+        for load, one in zip(loads, played, strict=True)
+    ]
+    step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
+    one = _played(crowded, cost, num_replicas=num_replicas)
+    alone_s = one.known_s + one.num_steps * step_s + one.num_turns * turn_s
+    speed = min(1.0, alone_s / crowded.computed_s)
+    return EngineRest(step_s=step_s, response_s=turn_s, crowded_speed=speed)
 
 
-def _busy_s(batch: Sequence[Sampled], cost: EngineCost, *, num_replicas: int) -> float:
-    """Seconds that all engines together take for steps and prompts of a batch, each alone on its host."""
-    busy_s = 0.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    num_steps: float
+    num_turns: int
+    known_s: float
+    """Processor seconds of its steps and prompts."""
+
+
+def _played(load: Load, cost: EngineCost, *, num_replicas: int) -> _Played:
+    played = [_play(batch, cost, num_replicas=num_replicas) for batch in load.batches]
+    return _Played(
+        num_steps=sum(num_steps for _, num_steps in played),
+        num_turns=sum(max(1, num) for batch in load.batches for one in batch for num in _turns(one)),
+        known_s=cost.cores * sum(busy_s for busy_s, _ in played),
+    )
+
+
+def _play(batch: Sequence[Sampled], cost: EngineCost, *, num_replicas: int) -> tuple[float, float]:
+    """Return the seconds that all engines together take for steps and prompts of a batch, each alone on its
+    host, and the number of their steps."""
+    busy_s = num_steps = 0.0
     for rank in range(num_replicas):
         clock = Clock(num_cores=1)
-        alone = replace(cost, cores=0.0, response_s=0.0)
+        alone = replace(cost, cores=0.0, step_rest_s=0.0, response_s=0.0)
         engine = Engine(rank, alone, clock, on_turn=lambda sequence: None, version=0)
         engine.add(sequence for one in batch[rank::num_replicas] for sequence in _simulated(one).sequences)
         while clock.step():
             pass
         busy_s += engine.total_busy_s
-    return busy_s
+        num_steps += engine.num_steps
+    return busy_s, num_steps
 
 
 def _simulated(sampled: Sampled) -> SimulatedGroup:

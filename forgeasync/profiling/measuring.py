@@ -2,8 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Cores, Origin, Profile, Setup
-from forgeasync.profiling.engine_rest import response_s
+from forgeasync.profiling.engine_rest import Load, engine_rest
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
     EngineLimits,
@@ -41,7 +42,8 @@ from forgeasync.profiling.sampled_groups import (
     time_scoring,
 )
 from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
-from forgeasync.profiling.step_times import step_cases, time_steps
+from forgeasync.profiling.step_times import step_cases, time_steps, train_beside
+from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
@@ -54,7 +56,10 @@ NUM_CALLS = 20
 """Calls that are timed until a group begins."""
 
 FIRST_GROUP = 1_000_000
-"""Number of the first group that is sampled here."""
+"""Number of the first group that is sampled here: none of the loops had such a number."""
+
+ALONE_S = 15.0
+"""No other group is sampled alone after so long."""
 
 MAX_OTHER_LOAD = 0.1
 """Share of the machine's cores that others may take without a word."""
@@ -107,13 +112,20 @@ async def measure(
     of_engines = ProcessorTime(_pids(procs, "generator"))
     of_scorers.passed_s()
     controller_start_s = time.process_time()
+    tasks, numbers = _batches(prepared), itertools.count(FIRST_GROUP)
     # Only the first batch has its arrays still.
-    batches = await _sample(prepared, roles)
+    batches = await _sample(prepared, roles, tasks, numbers)
     sampled, all_sampled = batches[0], list(itertools.chain.from_iterable(batches))
     num_responses = sum(len(one.group.rollouts) for one in all_sampled)
     controller_s = (time.process_time() - controller_start_s) / num_responses
     engines_s, scorers_s = of_engines.passed_s(), of_scorers.passed_s()
     lengths = lengths_by_source(all_sampled)
+    loads = [Load(batches=batches, computed_s=engines_s)]
+    has_gpus = torch.cuda.is_available()
+    if not has_gpus:
+        console.phase("sampling one group after the other")
+        alone = await _sample_alone(prepared, roles, tasks, numbers)
+        loads.append(Load(batches=alone, computed_s=of_engines.passed_s()))
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
@@ -135,13 +147,24 @@ async def measure(
         first_step=config.max_steps + 1,
     )
     call_s = await _time_calls(roles, engine.actor)
+    trainer_share = 1.0
+    if not has_gpus:
+        console.phase("timing optimizer steps beside an engine")
+        crowded, trainer_share = await _crowd(
+            prepared,
+            roles,
+            groups,
+            lambda: _sample_alone(prepared, roles, tasks, numbers),
+            of_engines,
+            engine_cores=engine_cores,
+            first_step=config.max_steps + 1 + num_steps,
+        )
     console.end_phase()
     if (share := others.share()) > MAX_OTHER_LOAD:
         console.message(
             f"other processes took {share:.0%} of this machine's cores meanwhile: without them all of "
             "this takes less time"
         )
-    has_gpus = torch.cuda.is_available()
     setup = _setup(prepared, roles, (await engine.actor.stats.call_one()).kv_block_tokens)
     profile = Profile(
         origin=Origin.MEASURED,
@@ -153,6 +176,7 @@ async def measure(
             trainer=0.0 if has_gpus else steps.cores,
             generator=0.0 if has_gpus else engine_cores,
             scorer=scorers_s / (num_responses * score_s.mean.mean),
+            trainer_share=trainer_share,
         ),
         decode=decode,
         prefill_tokens_per_s=prefill,
@@ -164,6 +188,7 @@ async def measure(
         score_places=max(config.scorer.num_workers, num_places // config.scorer.num_replicas),
         controller_s=Estimate.of([controller_s]),
         loops_s=Estimate.of([max(0.0, loops.response_s - controller_s)]),
+        step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths=lengths,
         filtered_share=_filtered_share(config, all_sampled),
@@ -172,16 +197,24 @@ async def measure(
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
-    if has_gpus:
-        return profile
+    return profile if has_gpus else _with_rest(profile, limits, loads, crowded)
+
+
+def _with_rest(profile: Profile, limits: EngineLimits, loads: Sequence[Load], crowded: Load) -> Profile:
+    """Return the profile with what engines needed for loads besides its steps and prompts."""
     cost = engine_cost(
         profile,
         max_num_seqs=limits.max_num_seqs,
         max_kv_tokens=limits.max_kv_tokens,
         shares_prefixes=False,
     )
-    rest_s = response_s(batches, engines_s, cost, num_replicas=config.generator.num_replicas)
-    return profile.model_copy(update={"response_s": Estimate.of([rest_s])})
+    rest = engine_rest(loads, crowded, cost, num_replicas=profile.setup.num_replicas)
+    found = {
+        "cores": profile.cores.model_copy(update={"crowded_speed": rest.crowded_speed}),
+        "step_rest_s": Estimate.of([rest.step_s]),
+        "response_s": Estimate.of([rest.response_s]),
+    }
+    return profile.model_copy(update=found)
 
 
 def _setup(prepared: Prepared, roles: Roles, kv_block_tokens: int) -> Setup:
@@ -209,19 +242,60 @@ def _limits(prepared: Prepared) -> EngineLimits:
     )
 
 
-async def _sample(prepared: Prepared, roles: Roles) -> list[list[Sampled]]:
+async def _sample(
+    prepared: Prepared, roles: Roles, batches: Iterator[list[Task]], numbers: Iterator[int]
+) -> list[list[Sampled]]:
     """Sample and score batches of the run's data until their lengths are known."""
-    seed, batches = prepared.config.seed, _batches(prepared)
-    # No group of the loops had such a number.
-    numbers = itertools.count(FIRST_GROUP)
+    seed = prepared.config.seed
 
     async def sample() -> list[Sampled]:
         return await sample_groups(roles.groups, roles.scorer, next(batches), numbers=numbers, seed=seed)
 
-    async def free(sampled: list[Sampled]) -> None:
-        await roles.generators.free_payloads(rollout for one in sampled for rollout in one.group.rollouts)
+    return await sample_until_known(sample, partial(_free, roles))
 
-    return await sample_until_known(sample, free)
+
+async def _sample_alone(
+    prepared: Prepared, roles: Roles, batches: Iterator[list[Task]], numbers: Iterator[int]
+) -> list[list[Sampled]]:
+    """Sample and score groups one after the other: in steps with few sequences, unlike whole batches."""
+    found, end_s, seed = [], time.perf_counter() + ALONE_S, prepared.config.seed
+    for task in itertools.chain.from_iterable(batches):
+        found.append(await sample_groups(roles.groups, roles.scorer, [task], numbers=numbers, seed=seed))
+        await _free(roles, found[-1])
+        if time.perf_counter() > end_s:
+            break
+    return found
+
+
+async def _free(roles: Roles, sampled: Sequence[Sampled]) -> None:
+    await roles.generators.free_payloads(rollout for one in sampled for rollout in one.group.rollouts)
+
+
+async def _crowd(
+    prepared: Prepared,
+    roles: Roles,
+    groups: Sequence[Group],
+    sample: Callable[[], Awaitable[list[list[Sampled]]]],
+    of_engines: ProcessorTime,
+    *,
+    engine_cores: float,
+    first_step: int,
+) -> tuple[Load, float]:
+    """Sample beside a trainer that makes steps; return the load and ``Cores.trainer_share``."""
+    busy_s = await _busy_s(roles)
+    of_engines.passed_s()
+    sampled, times_longer = await train_beside(
+        prepared.config, roles.trainer, groups, sample, first_step=first_step
+    )
+    load = Load(batches=sampled, computed_s=of_engines.passed_s())
+    engine_share = load.computed_s / (await _busy_s(roles) - busy_s) / engine_cores
+    return load, min(1.0, 1.0 / times_longer / engine_share)
+
+
+async def _busy_s(roles: Roles) -> float:
+    """Return the seconds in which engines have had sequences, of all engines together."""
+    replicas = roles.generators.pool.replicas
+    return sum([(await one.actor.stats.call_one()).busy_s for one in replicas])
 
 
 def _batches(prepared: Prepared) -> Iterator[list[Task]]:

@@ -1,11 +1,14 @@
 """Times of the trainer, alone: steps on parts of a batch, and their weights on the way to the generators."""
 
+import asyncio
 import itertools
 import math
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.run import RunConfig
@@ -18,6 +21,8 @@ from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.row_plan import padded_length
 from forgeasync.trainer.batch import TrainingItem, assign_rows, training_items
 from forgeasync.weights.staging import NUM_SLOTS
+
+T = TypeVar("T")
 
 SHARES = (0.25, 0.5, 1.0)
 """Parts of a batch that steps are timed on."""
@@ -93,8 +98,7 @@ async def time_steps(
         for case, is_timed in itertools.product(cases if number else cases[:1], (False, True)):
             step = next(numbers)
             part = groups[: case.num_groups]
-            items = training_items(part, [1.0] * len(part), config.algorithm)
-            rows = assign_rows(items, tokens_per_row=case.tokens_per_row, num_ranks=trainer.num_data_ranks)
+            rows = _rows(config, trainer, part, tokens_per_row=case.tokens_per_row)
             processors.passed_s()
             start_s = time.perf_counter()
             await trainer.train_items([rows], step=step)
@@ -110,6 +114,47 @@ async def time_steps(
         for (num_rows, num_tokens), found in samples.items()
     )
     return StepTimes(points=points, weights=measured.times(), cores=sum(cores) / len(cores))
+
+
+async def train_beside(
+    config: RunConfig,
+    trainer: TrainerRecovery,
+    groups: Sequence[Group],
+    other: Callable[[], Awaitable[T]],
+    *,
+    first_step: int,
+) -> tuple[T, float]:
+    """Make steps on the groups, first alone and then for as long as something else takes.
+
+    Returns what that returns, and how many times longer a step took beside it than alone.
+    """
+    numbers = itertools.count(first_step)
+    rows = _rows(config, trainer, groups, tokens_per_row=config.trainer.tokens_per_row)
+
+    async def step_s() -> float:
+        start_s = time.perf_counter()
+        await trainer.train_items([rows], step=next(numbers))
+        return time.perf_counter() - start_s
+
+    # The first one shapes the memory, as in ``time_steps``.
+    _, *alone_s = [await step_s() for _ in range(1 + NUM_ROUNDS)]
+    waiting = asyncio.ensure_future(other())
+    beside_s: list[float] = []
+    try:
+        while not waiting.done():
+            beside_s.append(await step_s())
+        result = await waiting
+    finally:
+        waiting.cancel()
+    # The end of the last one was alone.
+    return result, statistics.median(beside_s[:-1] or beside_s) / statistics.median(alone_s)
+
+
+def _rows(
+    config: RunConfig, trainer: TrainerRecovery, groups: Sequence[Group], *, tokens_per_row: int
+) -> list[list[list[TrainingItem]]]:
+    items = training_items(groups, [1.0] * len(groups), config.algorithm)
+    return assign_rows(items, tokens_per_row=tokens_per_row, num_ranks=trainer.num_data_ranks)
 
 
 def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:

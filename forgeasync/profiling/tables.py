@@ -70,9 +70,13 @@ def _facts(profile: Profile) -> Iterator[str]:
     yield f"prompts: {prefill.mean:,.0f} tokens/s ({prefill.low:,.0f} to {prefill.high:,.0f})"
     yield (
         f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
-        f"scorer {cores.scorer:.2f}"
+        f"scorer {cores.scorer:.2f}; where they are short, one brings {cores.crowded_speed:.2f} of what "
+        f"it brings else, and the trainer gets {cores.trainer_share:.2f} of what others get"
     )
-    yield f"an engine's process besides steps and prompts: {1e3 * profile.response_s.mean:.2f} ms a response"
+    yield (
+        f"an engine's process besides steps and prompts: {1e3 * profile.step_rest_s.mean:.2f} ms a step, "
+        f"{1e3 * profile.response_s.mean:.2f} ms a response"
+    )
     yield f"a scorer scores {profile.score_places} responses at once"
     yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"
     yield f"controller and buffer besides: {1e3 * profile.loops_s.mean:.2f} ms a response"

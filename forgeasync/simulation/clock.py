@@ -1,14 +1,19 @@
 """Simulated time, with cores that procs share.
 
-There are two timelines. On the wall's, things take as long as they say: GPUs, networks, waiting. On that of
-the cores they take longer where procs want more cores than there are: all of them then slow down alike, to
-the share num_cores / wanted. So the timeline of the cores is one number that all of them share, and whose
-speed changes when one begins or ends to compute.
+On the timeline of the wall, things take as long as they say: GPUs, networks, waiting. On that of the cores
+they take longer where procs want more cores than there are: all of them then slow down alike, to the share
+num_cores / wanted, and by what it costs them that others use their caches. So this timeline is one number
+that all of them share, and whose speed changes when one begins or ends to compute. Procs that compute in
+lockstep, as the ranks of a trainer, have a third one. Where cores are short they get a share of what others
+get, and leave them the rest.
 """
 
 import heapq
 import itertools
 from collections.abc import Callable
+
+_EPSILON = 1e-6
+"""Cores that are wanted are a sum of floats."""
 
 
 class Event:
@@ -26,7 +31,7 @@ class Event:
 
 
 class Timeline:
-    """One of the two timelines; ``now`` is in its own seconds."""
+    """One of the timelines; ``now`` is in its own seconds."""
 
     def __init__(self, numbers: "itertools.count[int]") -> None:
         self.now = 0.0
@@ -49,14 +54,20 @@ class Timeline:
 
 
 class Clock:
-    """The two timelines, and which of them an activity belongs to."""
+    """The timelines, and which of them an activity belongs to."""
 
-    def __init__(self, num_cores: int) -> None:
+    def __init__(self, num_cores: int, *, crowded_speed: float = 1.0, lockstep_share: float = 1.0) -> None:
+        """While cores are short a second of one brings ``crowded_speed`` of what it brings a proc that has it
+        to itself, and procs in lockstep get ``lockstep_share`` of what others get."""
         self._num_cores = num_cores
+        self._crowded_speed = crowded_speed
+        self._share = lockstep_share
         self._wanted = 0.0
+        self._wanted_in_lockstep = 0.0
         numbers = itertools.count()
         self.wall = Timeline(numbers)
         self._cores = Timeline(numbers)
+        self._lockstep = Timeline(numbers)
 
     @property
     def now_s(self) -> float:
@@ -73,7 +84,7 @@ class Clock:
     def end(self, cores: float) -> None:
         """So many fewer."""
         self._wanted -= cores
-        assert self._wanted > -1e-6
+        assert self._wanted > -_EPSILON
 
     def compute(self, work_s: float, cores: float, then: Callable[[], None]) -> None:
         """Have a proc compute for so long, alone on its host, and then something happen."""
@@ -85,27 +96,46 @@ class Clock:
         self.begin(cores)
         self.timeline(cores).after(work_s, done)
 
+    def compute_in_lockstep(self, work_s: float, cores: float, then: Callable[[], None]) -> None:
+        """Have procs compute that wait for each other all the time."""
+
+        def done() -> None:
+            self._wanted_in_lockstep -= cores
+            assert self._wanted_in_lockstep > -_EPSILON
+            then()
+
+        self._wanted_in_lockstep += cores
+        (self._lockstep if cores else self.wall).after(work_s, done)
+
+    def _speeds(self) -> tuple[float, float]:
+        """How fast the timelines of the cores and of procs in lockstep go."""
+        wanted = self._wanted + self._wanted_in_lockstep
+        if wanted <= self._num_cores + _EPSILON:
+            return 1.0, 1.0
+        if self._wanted <= _EPSILON:
+            return 1.0, self._num_cores / wanted
+        # What procs in lockstep do not get is for the others.
+        each = min(1.0, self._num_cores / (self._wanted + self._share * self._wanted_in_lockstep))
+        return self._crowded_speed * each, self._share * each
+
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""
-        on_wall, on_cores = self.wall.first(), self._cores.first()
-        speed = min(1.0, self._num_cores / self._wanted) if self._wanted > 0.0 else 1.0
-        wall_s = None if on_wall is None else on_wall.at - self.wall.now
-        cores_s = None if on_cores is None else (on_cores.at - self._cores.now) / speed
-        if wall_s is None and cores_s is None:
+        speed, lockstep_speed = self._speeds()
+        timelines = (self.wall, 1.0), (self._cores, speed), (self._lockstep, lockstep_speed)
+        found, in_s = None, 0.0
+        for timeline, its_speed in timelines:
+            event = timeline.first()
+            if event is not None and (found is None or (event.at - timeline.now) / its_speed < in_s):
+                found, on, in_s = event, timeline, (event.at - timeline.now) / its_speed
+        if found is None:
             return False
-        if cores_s is None or (wall_s is not None and wall_s <= cores_s):
-            assert on_wall is not None and wall_s is not None
-            self._cores.now += wall_s * speed
-            self.wall.now = on_wall.at
-            event = on_wall
-        else:
-            assert on_cores is not None
-            self.wall.now += cores_s
-            self._cores.now = on_cores.at
-            event = on_cores
-        act = event.act
+        for timeline, its_speed in timelines:
+            timeline.now += in_s * its_speed
+        # Without an error of rounding.
+        on.now = found.at
+        act = found.act
         assert act is not None
         # One without an act is taken away when the next one is looked for.
-        event.cancel()
+        found.cancel()
         act()
         return True

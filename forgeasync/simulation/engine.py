@@ -34,6 +34,8 @@ class EngineCost:
     prefill_s_per_token: float
     kv_block_tokens: int
     """Tokens in a block of the KV cache."""
+    step_rest_s: float
+    """Of each decode step, besides what ``decode`` says."""
     response_s: float
     """Of a turn that ends, besides its steps and its prompt."""
     max_num_seqs: int
@@ -51,6 +53,7 @@ def engine_cost(
         decode=DecodeTable(profile.decode),
         prefill_s_per_token=1.0 / profile.prefill_tokens_per_s.mean,
         kv_block_tokens=profile.setup.kv_block_tokens,
+        step_rest_s=profile.step_rest_s.mean,
         response_s=profile.response_s.mean,
         max_num_seqs=max_num_seqs,
         max_kv_tokens=max_kv_tokens,
@@ -97,6 +100,11 @@ class Engine:
         self._is_computing = False
         self._busy_since_s: float | None = None
         self._when_empty: Callable[[], None] | None = None
+
+    @property
+    def num_steps(self) -> float:
+        """Decode steps until now or until what runs has changed last."""
+        return self._steps
 
     @property
     def num_running(self) -> int:
@@ -276,13 +284,16 @@ class Engine:
         act = self._tick
         if num > 1 and num_to_full < num_steps:
             num_steps, act = max(0.0, num_to_full), self._preempt
-        middle_s = self._cost.decode.step_s(num, context + num_steps / 2)
+        middle_s = self._step_of(num, context + num_steps / 2)
         self._step_s, self._growth_s = middle_s, 0.0
         if num_steps > 1.0 and self._cost.decode.depends_on_context:
-            self._step_s = self._cost.decode.step_s(num, context)
+            self._step_s = self._step_of(num, context)
             self._growth_s = (middle_s - self._step_s) / (num_steps / 2)
         stalled_s = max(0.0, self._stalled_until - self._line.now)
         self._event = self._line.after(stalled_s + num_steps * middle_s, act)
+
+    def _step_of(self, num_running: int, num_context_tokens: float) -> float:
+        return self._cost.decode.step_s(num_running, num_context_tokens) + self._cost.step_rest_s
 
     def _tick(self) -> None:
         self._advance()

@@ -47,7 +47,12 @@ class RunSimulation:
     def __init__(self, run: SimulatedRun, profile: Profile) -> None:
         self._run = run
         self._profile = profile
-        self.clock = Clock(profile.hardware.num_cores * run.num_generator_hosts)
+        num_cores = profile.hardware.num_cores * run.num_generator_hosts
+        self.clock = Clock(
+            num_cores,
+            crowded_speed=profile.cores.crowded_speed,
+            lockstep_share=profile.cores.trainer_share,
+        )
         self._draws = Draws(run, profile)
         cost = engine_cost(
             profile,

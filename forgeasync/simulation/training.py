@@ -125,7 +125,7 @@ class Training:
             self._is_idle = True
             self.go_on()
 
-        self._clock.compute(work_s, self._cores, trained)
+        self._clock.compute_in_lockstep(work_s, self._cores, trained)
 
     def _work(self, batch: Batch) -> tuple[int, int, float]:
         """Rows and tokens of the slowest data rank, and how long the optimizer steps of the batch take."""

@@ -20,7 +20,7 @@ from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import DecodePoint
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling import sampled_groups
-from forgeasync.profiling.engine_rest import response_s
+from forgeasync.profiling.engine_rest import Load, engine_rest
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
@@ -38,6 +38,7 @@ from forgeasync.trainer.batch import assign_rows, training_items
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
 from tests.support.runs import tiny_config
+from tests.support.virtual_time import VirtualTime
 
 
 def make_group(*lengths: int, number: int = 0, num_prompt_tokens: int = 6, source: str = "x") -> Group:
@@ -157,29 +158,57 @@ def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch
 
 
 def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> None:
-    """Two groups on one engine: 6 prompt tokens for each response, then as many steps as the longest has."""
+    """6 prompt tokens for each response, then as many steps as the longest has, but for its first token."""
     cost = EngineCost(
         decode=DecodeTable([DecodePoint(num_running=1, num_context_tokens=0, step_s=Estimate.stated(0.01))]),
         prefill_s_per_token=0.001,
         kv_block_tokens=128,
+        step_rest_s=7.0,
         response_s=9.0,
         max_num_seqs=64,
         max_kv_tokens=10**6,
         cores=0.5,
         shares_prefixes=False,
     )
-    batches = [plain(make_group(3, 5), make_group(4, 9, number=1)), plain(make_group(21))]
+    together = [plain(make_group(3, 5), make_group(4, 9, number=1)), plain(make_group(21))]
+    alone = [plain(make_group(21, 3)), plain(make_group(11))]
     known_s = (4 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
-    for rest_s in (0.0, 0.25):
-        computed_s = 0.5 * known_s + 5 * rest_s
-        assert response_s(batches, computed_s, cost, num_replicas=1) == pytest.approx(rest_s, abs=1e-9)
-    assert response_s(batches, 0.0, cost, num_replicas=1) == 0.0, "never negative"
-    # On two engines every group is decoded alone.
-    known_s = (2 * 0.006 + 4 * 0.01) + (2 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
-    assert response_s(batches, 0.5 * known_s + 1.0, cost, num_replicas=2) == pytest.approx(0.2)
-    episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in batches[0]]
-    known_s = 4 * 0.006 + 8 * 0.01
-    assert response_s([episodes], 0.5 * known_s + 1.0, cost, num_replicas=1) == pytest.approx(1 / 20)
+    alone_s = (2 * 0.006 + 20 * 0.01) + (0.006 + 10 * 0.01)
+
+    # 10 steps of 2 responses.
+    beside = [plain(make_group(11, 4))]
+    beside_s = 2 * 0.006 + 10 * 0.01
+
+    def rest(together_s: float, alone_more_s: float, *, num_replicas: int = 1) -> tuple[float, float]:
+        loads = [
+            Load(batches=together, computed_s=0.5 * known_s + together_s),
+            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s),
+        ]
+        found = engine_rest(loads, loads[0], cost, num_replicas=num_replicas)
+        own_s = found.step_s, found.response_s
+        for times in (0.9, 1.0, 1.25):
+            computed_s = times * (0.5 * beside_s + 10 * own_s[0] + 2 * own_s[1])
+            crowded = Load(batches=beside, computed_s=computed_s)
+            found = engine_rest(loads, crowded, cost, num_replicas=num_replicas)
+            assert found.crowded_speed == pytest.approx(min(1.0, 1.0 / times))
+            assert (found.step_s, found.response_s) == own_s, "of what had the host to itself"
+        return own_s
+
+    # 28 steps of 5 responses, and 30 of 3.
+    for step_s, turn_s in ((0.0, 0.0), (0.0, 0.25), (0.02, 0.0), (0.02, 0.25)):
+        expected = pytest.approx((step_s, turn_s), abs=1e-9)
+        assert rest(28 * step_s + 5 * turn_s, 30 * step_s + 3 * turn_s) == expected
+    assert rest(-9.0, -9.0) == (0.0, 0.0), "never negative"
+    # More for a response where there are fewer steps: none of it can be for steps.
+    assert rest(5 * 0.3, 3 * 0.1) == pytest.approx((0.0, 0.2))
+    # On two engines every group is decoded alone, in 4 + 8 + 20 steps.
+    known_s += 4 * 0.01
+    assert rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_replicas=2) == pytest.approx((0.02, 0.25))
+    episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in together[0]]
+    computed_s = 0.5 * (4 * 0.006 + 8 * 0.01) + 1.0
+    load = Load(batches=[episodes], computed_s=computed_s)
+    found = engine_rest([load], load, cost, num_replicas=1)
+    assert found.response_s == pytest.approx(1 / 20) and found.step_s == 0.0
 
 
 def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:
@@ -219,7 +248,9 @@ def test_processor_time_is_that_of_a_process_and_its_children() -> None:
 
 
 @pytest.mark.parametrize("num_places", [1, 5, 40])
-def test_places_are_counted_by_how_long_many_take_together(num_places: int) -> None:
+def test_places_are_counted_by_how_long_many_take_together(
+    num_places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scorer in which so many responses wait at once, 10 ms each."""
     groups = [make_group(*[5] * 8, number=number) for number in range(20)]
     sampled = [Sampled(group=group, scores=(), turn_latencies_s=(), num_turns=()) for group in groups]
@@ -233,8 +264,9 @@ def test_places_are_counted_by_how_long_many_take_together(num_places: int) -> N
         return await count_places(cast(GroupScoring, Waiting()), sampled, alone_s=0.01)
 
     places = asyncio.Semaphore(num_places)
-    # The machine may be busy with others, and then there seem to be fewer.
-    assert num_places / 3 <= asyncio.run(count()) <= num_places
+    clock = VirtualTime()
+    monkeypatch.setattr(sampled_groups.time, "perf_counter", clock.now_s)
+    assert clock.run(count()) == num_places
 
 
 def test_what_a_profile_would_leave_out_is_refused(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ import pytest
 from forgeasync.simulation.clock import Clock
 
 
-def _ends(num_cores: int, works: list[tuple[float, float]]) -> list[float]:
+def _ends(num_cores: int, works: list[tuple[float, float]], *, crowded_speed: float = 1.0) -> list[float]:
     """When procs end that begin to compute at once, each with its work and its cores."""
-    clock = Clock(num_cores)
+    clock = Clock(num_cores, crowded_speed=crowded_speed)
     ends = [0.0] * len(works)
     for index, (work_s, cores) in enumerate(works):
         clock.compute(work_s, cores, lambda index=index: ends.__setitem__(index, clock.now_s))
@@ -25,8 +25,42 @@ def test_procs_that_share_cores_slow_down_alike_while_they_do() -> None:
     assert _ends(1, [(1.0, 1.0), (3.0, 1.0)]) == pytest.approx([2.0, 4.0])
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "others", "ends"),
+    [
+        # 3 cores are wanted, and 2 if ranks in lockstep get half of theirs: these are half as fast, and done
+        # after 1 s; the other has a core to itself all the time.
+        (2, [4.0], [1.0, 4.0]),
+        # At half their share they want 1 core of 3: 2 / 3 of the speed for the others until 1.5 s.
+        (2, [4.0, 4.0], [1.5, 4.5, 4.5]),
+        # Alone, or with cores for all.
+        (1, [], [1.0]),
+        (3, [4.0], [0.5, 4.0]),
+    ],
+)
+def test_procs_in_lockstep_get_less_where_cores_are_short(
+    num_cores: int, others: list[float], ends: list[float]
+) -> None:
+    """Two ranks that want a core each for 0.5 s."""
+    clock = Clock(num_cores, lockstep_share=0.5)
+    found = [0.0] * (1 + len(others))
+    clock.compute_in_lockstep(0.5, 2.0, lambda: found.__setitem__(0, clock.now_s))
+    for index, work_s in enumerate(others, 1):
+        clock.compute(work_s, 1.0, lambda index=index: found.__setitem__(index, clock.now_s))
+    while clock.step():
+        pass
+    assert found == pytest.approx(ends)
+
+
 def test_what_computes_on_a_gpu_shares_nothing() -> None:
     assert _ends(1, [(1.0, 0.0), (3.0, 0.0), (1.0, 1.0)]) == pytest.approx([1.0, 3.0, 1.0])
+
+
+def test_sharing_itself_costs_something() -> None:
+    """At 0.8 times half speed until 2.5 s. With a core for each, or one on a GPU, nothing is slower."""
+    assert _ends(1, [(1.0, 1.0), (3.0, 1.0)], crowded_speed=0.8) == pytest.approx([2.5, 4.5])
+    assert _ends(2, [(1.0, 1.0), (3.0, 1.0)], crowded_speed=0.8) == pytest.approx([1.0, 3.0])
+    assert _ends(1, [(2.0, 1.0), (1.0, 0.0)], crowded_speed=0.8) == pytest.approx([2.0, 1.0])
 
 
 def test_one_proc_that_wants_more_cores_than_there_are_is_slow() -> None:

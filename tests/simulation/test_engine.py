@@ -20,9 +20,14 @@ BASE_S, SEQUENCE_S, CONTEXT_S, PREFILL_S = 0.01, 0.001, 0.00001, 0.0005
 
 
 def _cost(
-    *, max_num_seqs: int, max_kv_tokens: int = 10**9, kv_block_tokens: int = 1, response_s: float = 0.0
+    *,
+    max_num_seqs: int,
+    max_kv_tokens: int = 10**9,
+    kv_block_tokens: int = 1,
+    step_rest_s: float = 0.0,
+    response_s: float = 0.0,
 ) -> EngineCost:
-    """A step takes BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
+    """A step takes step_rest_s, BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
     points = [
         DecodePoint(
             num_running=num,
@@ -36,6 +41,7 @@ def _cost(
         decode=DecodeTable(points),
         prefill_s_per_token=PREFILL_S,
         kv_block_tokens=kv_block_tokens,
+        step_rest_s=step_rest_s,
         response_s=response_s,
         max_num_seqs=max_num_seqs,
         max_kv_tokens=max_kv_tokens,
@@ -58,6 +64,7 @@ def _by_tokens(
     num_prompt: int,
     max_num_seqs: int,
     kv_block_tokens: int,
+    step_rest_s: float = 0.0,
     response_s: float = 0.0,
 ) -> dict[tuple[int, int], float]:
     """Times at which responses end, one step after the other."""
@@ -82,7 +89,7 @@ def _by_tokens(
             continue
         context = num_prompt + sum(running.values()) / len(running)
         # The middle of a step: a token longer at its end than at its beginning.
-        now_s += BASE_S + SEQUENCE_S * len(running) + CONTEXT_S * (context + 0.5)
+        now_s += step_rest_s + BASE_S + SEQUENCE_S * len(running) + CONTEXT_S * (context + 0.5)
         for key in list(running):
             running[key] += 1
     return ends
@@ -94,10 +101,16 @@ def _by_tokens(
     st.integers(1, 100),
     st.integers(1, 12),
     st.integers(1, 40),
+    st.sampled_from([0.0, 0.002]),
     st.sampled_from([0.0, 0.003]),
 )
 def test_responses_end_when_they_do_token_by_token(
-    lengths: list[list[int]], num_prompt: int, max_num_seqs: int, kv_block_tokens: int, response_s: float
+    lengths: list[list[int]],
+    num_prompt: int,
+    max_num_seqs: int,
+    kv_block_tokens: int,
+    step_rest_s: float,
+    response_s: float,
 ) -> None:
     clock = Clock(1)
     ends: dict[tuple[int, int], float] = {}
@@ -105,13 +118,18 @@ def test_responses_end_when_they_do_token_by_token(
     def ended(sequence: Sequence) -> None:
         ends[sequence.group.group_id, sequence.index] = clock.now_s
 
-    cost = _cost(max_num_seqs=max_num_seqs, kv_block_tokens=kv_block_tokens, response_s=response_s)
+    cost = _cost(
+        max_num_seqs=max_num_seqs,
+        kv_block_tokens=kv_block_tokens,
+        step_rest_s=step_rest_s,
+        response_s=response_s,
+    )
     engine = Engine(0, cost, clock, ended, version=0)
     groups = [_group(number, one, num_prompt) for number, one in enumerate(lengths)]
     engine.add(sequence for group in groups for sequence in group.sequences)
     while clock.step():
         pass
-    expected = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens, response_s)
+    expected = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens, step_rest_s, response_s)
     assert ends == {key: pytest.approx(end_s) for key, end_s in expected.items()}
     assert engine.total_busy_s == pytest.approx(max(expected.values()))
 
