@@ -65,11 +65,21 @@ class Cores(Section):
     scorer: float = Field(ge=0.0, le=65536.0)
     """One response that is being scored."""
     crowded_speed: float = Field(default=1.0, gt=0.0, le=1.0)
-    """What a second of a core brings while more are wanted than there are, as a share of what it brings a
-    proc that has the core to itself: others have used its caches meanwhile."""
+    """What a second of a core brings one engine beside the trainer, as a share of what it brings the engine
+    alone: where cores are short, others have used its caches meanwhile."""
     trainer_share: float = Field(default=1.0, gt=0.0, le=1.0)
     """How fast the trainer computes where cores are short, by the share of them that others get. Its ranks
     wait for each other many times a step, and each for a core: they get less of the cores than others."""
+
+    def crowding(self, num_cores: int) -> float:
+        """How much more processor time a proc takes for the same, by the share of time that others have its
+        core.
+
+        Known from ``crowded_speed``, which is that of one engine beside the trainer on ``num_cores`` cores. 0
+        where these two are not short of cores.
+        """
+        share = min(1.0, num_cores / max(1e-9, self.generator + self.trainer_share * self.trainer))
+        return 0.0 if share == 1.0 else (1.0 / self.crowded_speed - 1.0) / (1.0 - share)
 
 
 class DecodePoint(Section):

@@ -61,6 +61,11 @@ class LoopTimes:
     between_s: Distribution
     """Seconds of a step in which training neither waited nor trained nor published."""
 
+    def rest_s(self, *, controller_s: float, crowded_speed: float) -> float:
+        """Processor seconds for each response besides ``controller_s``, alone on the cores: the steps were made
+        beside engines and trainer (``Cores.crowded_speed``)."""
+        return max(0.0, self.response_s * crowded_speed - controller_s)
+
 
 def short_run_of(config: RunConfig) -> RunConfig:
     """Return the config with so few steps, which learn nothing, write no checkpoint and evaluate next to

@@ -187,7 +187,7 @@ async def measure(
         score_s=score_s,
         score_places=max(config.scorer.num_workers, num_places // config.scorer.num_replicas),
         controller_s=Estimate.of([controller_s]),
-        loops_s=Estimate.of([max(0.0, loops.response_s - controller_s)]),
+        loops_s=Estimate.of([loops.rest_s(controller_s=controller_s, crowded_speed=1.0)]),
         step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths=lengths,
@@ -197,11 +197,14 @@ async def measure(
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
-    return profile if has_gpus else _with_rest(profile, limits, loads, crowded)
+    return profile if has_gpus else _with_rest(profile, limits, loads, crowded, loops)
 
 
-def _with_rest(profile: Profile, limits: EngineLimits, loads: Sequence[Load], crowded: Load) -> Profile:
-    """Return the profile with what engines needed for loads besides its steps and prompts."""
+def _with_rest(
+    profile: Profile, limits: EngineLimits, loads: Sequence[Load], crowded: Load, loops: LoopTimes
+) -> Profile:
+    """Return the profile with what engines needed for loads besides its steps and prompts, and with what
+    sharing cores costs, here and in the loops."""
     cost = engine_cost(
         profile,
         max_num_seqs=limits.max_num_seqs,
@@ -209,8 +212,10 @@ def _with_rest(profile: Profile, limits: EngineLimits, loads: Sequence[Load], cr
         shares_prefixes=False,
     )
     rest = engine_rest(loads, crowded, cost, num_replicas=profile.setup.num_replicas)
+    loops_s = loops.rest_s(controller_s=profile.controller_s.mean, crowded_speed=rest.crowded_speed)
     found = {
         "cores": profile.cores.model_copy(update={"crowded_speed": rest.crowded_speed}),
+        "loops_s": Estimate.of([loops_s]),
         "step_rest_s": Estimate.of([rest.step_s]),
         "response_s": Estimate.of([rest.response_s]),
     }

@@ -70,8 +70,9 @@ def _facts(profile: Profile) -> Iterator[str]:
     yield f"prompts: {prefill.mean:,.0f} tokens/s ({prefill.low:,.0f} to {prefill.high:,.0f})"
     yield (
         f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
-        f"scorer {cores.scorer:.2f}; where they are short, one brings {cores.crowded_speed:.2f} of what "
-        f"it brings else, and the trainer gets {cores.trainer_share:.2f} of what others get"
+        f"scorer {cores.scorer:.2f}; where they are short, one brings an engine beside the trainer "
+        f"{cores.crowded_speed:.2f} of what it brings it alone, and the trainer gets "
+        f"{cores.trainer_share:.2f} of what others get"
     )
     yield (
         f"an engine's process besides steps and prompts: {1e3 * profile.step_rest_s.mean:.2f} ms a step, "

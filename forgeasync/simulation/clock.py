@@ -2,7 +2,8 @@
 
 On the timeline of the wall, things take as long as they say: GPUs, networks, waiting. On that of the cores
 they take longer where procs want more cores than there are: all of them then slow down alike, to the share
-num_cores / wanted, and by what it costs them that others use their caches. So this timeline is one number
+num_cores / wanted, and the more the smaller their share is, as others use their caches for the rest of the
+time. So this timeline is one number
 that all of them share, and whose speed changes when one begins or ends to compute. Procs that compute in
 lockstep, as the ranks of a trainer, have a third one. Where cores are short they get a share of what others
 get, and leave them the rest.
@@ -56,11 +57,11 @@ class Timeline:
 class Clock:
     """The timelines, and which of them an activity belongs to."""
 
-    def __init__(self, num_cores: int, *, crowded_speed: float = 1.0, lockstep_share: float = 1.0) -> None:
-        """While cores are short a second of one brings ``crowded_speed`` of what it brings a proc that has it
-        to itself, and procs in lockstep get ``lockstep_share`` of what others get."""
+    def __init__(self, num_cores: int, *, crowding: float = 0.0, lockstep_share: float = 1.0) -> None:
+        """``crowding`` is ``Cores.crowding``; while cores are short, procs in lockstep get ``lockstep_share``
+        of what others get."""
         self._num_cores = num_cores
-        self._crowded_speed = crowded_speed
+        self._crowding = crowding
         self._share = lockstep_share
         self._wanted = 0.0
         self._wanted_in_lockstep = 0.0
@@ -116,7 +117,7 @@ class Clock:
             return 1.0, self._num_cores / wanted
         # What procs in lockstep do not get is for the others.
         each = min(1.0, self._num_cores / (self._wanted + self._share * self._wanted_in_lockstep))
-        return self._crowded_speed * each, self._share * each
+        return each / (1.0 + self._crowding * (1.0 - each)), self._share * each
 
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""

@@ -10,8 +10,9 @@ import pytest
 from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.load import load_config
 from forgeasync.controller.recorder import StepTimes
+from forgeasync.profile.numbers import Distribution
 from forgeasync.profiling import loop_times as module
-from forgeasync.profiling.loop_times import Mark, loop_times, short_run_of
+from forgeasync.profiling.loop_times import LoopTimes, Mark, loop_times, short_run_of
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_moe_cpu.yaml"
 
@@ -68,3 +69,10 @@ def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(module._until_idle(cast(GeneratorRouter, SimpleNamespace(stats=stats))))
     assert next(busy_s) == 1.6, "idle as soon as nothing was added"
+
+
+def test_loops_need_less_alone_than_beside_engines_and_trainer() -> None:
+    """10 ms a response on crowded cores are 8 alone, of which the controller has 3 already."""
+    found = LoopTimes(response_s=0.010, between_s=Distribution.point(0.0))
+    assert found.rest_s(controller_s=0.003, crowded_speed=0.8) == pytest.approx(0.005)
+    assert found.rest_s(controller_s=0.009, crowded_speed=0.8) == 0.0

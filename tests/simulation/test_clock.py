@@ -2,12 +2,13 @@
 
 import pytest
 
+from forgeasync.profile.profile import Cores
 from forgeasync.simulation.clock import Clock
 
 
-def _ends(num_cores: int, works: list[tuple[float, float]], *, crowded_speed: float = 1.0) -> list[float]:
+def _ends(num_cores: int, works: list[tuple[float, float]], *, crowding: float = 0.0) -> list[float]:
     """When procs end that begin to compute at once, each with its work and its cores."""
-    clock = Clock(num_cores, crowded_speed=crowded_speed)
+    clock = Clock(num_cores, crowding=crowding)
     ends = [0.0] * len(works)
     for index, (work_s, cores) in enumerate(works):
         clock.compute(work_s, cores, lambda index=index: ends.__setitem__(index, clock.now_s))
@@ -57,10 +58,26 @@ def test_what_computes_on_a_gpu_shares_nothing() -> None:
 
 
 def test_sharing_itself_costs_something() -> None:
-    """At 0.8 times half speed until 2.5 s. With a core for each, or one on a GPU, nothing is slower."""
-    assert _ends(1, [(1.0, 1.0), (3.0, 1.0)], crowded_speed=0.8) == pytest.approx([2.5, 4.5])
-    assert _ends(2, [(1.0, 1.0), (3.0, 1.0)], crowded_speed=0.8) == pytest.approx([1.0, 3.0])
-    assert _ends(1, [(2.0, 1.0), (1.0, 0.0)], crowded_speed=0.8) == pytest.approx([2.0, 1.0])
+    """Others have half of the core: 0.5 / (1 + 0.5 * 0.5) of the speed until 2.5 s; two thirds: 1 / 4 of it.
+    With a core for each, or one on a GPU, nothing is slower."""
+    assert _ends(1, [(1.0, 1.0), (3.0, 1.0)], crowding=0.5) == pytest.approx([2.5, 4.5])
+    assert _ends(1, [(1.0, 1.0)] * 3, crowding=0.5) == pytest.approx([4.0] * 3)
+    assert _ends(2, [(1.0, 1.0), (3.0, 1.0)], crowding=0.5) == pytest.approx([1.0, 3.0])
+    assert _ends(1, [(2.0, 1.0), (1.0, 0.0)], crowding=0.5) == pytest.approx([2.0, 1.0])
+
+
+def test_what_sharing_costs_comes_from_an_engine_beside_the_trainer() -> None:
+    """The engine wants a core and the trainer's two ranks one in all: the others have half of a single one."""
+    cores = Cores(trainer=2.0, generator=1.0, scorer=0.1, crowded_speed=0.8, trainer_share=0.5)
+    assert cores.crowding(1) == pytest.approx(0.5)
+    assert cores.crowding(2) == 0.0, "enough for both"
+    clock = Clock(1, crowding=cores.crowding(1), lockstep_share=0.5)
+    ends: list[float] = []
+    clock.compute(0.4, 1.0, lambda: ends.append(clock.now_s))
+    clock.compute_in_lockstep(10.0, 2.0, lambda: None)
+    while clock.step():
+        pass
+    assert ends == pytest.approx([1.0]), "half of the core for 1 s, which brings 0.8 of that"
 
 
 def test_one_proc_that_wants_more_cores_than_there_are_is_slow() -> None:
