@@ -62,8 +62,10 @@ class LoopTimes:
     """Seconds of a step in which training neither waited nor trained nor published."""
 
     def rest_s(self, *, controller_s: float, crowded_speed: float) -> float:
-        """Processor seconds for each response besides ``controller_s``, alone on the cores: the steps were made
-        beside engines and trainer (``Cores.crowded_speed``)."""
+        """Processor seconds for each response besides ``controller_s``, with cores to themselves.
+
+        The steps were made beside engines and trainer (``Cores.crowded_speed``).
+        """
         return max(0.0, self.response_s * crowded_speed - controller_s)
 
 

@@ -67,7 +67,7 @@ def test_sharing_itself_costs_something() -> None:
 
 
 def test_what_sharing_costs_comes_from_an_engine_beside_the_trainer() -> None:
-    """The engine wants a core and the trainer's two ranks one in all: the others have half of a single one."""
+    """The engine wants a core and the trainer's ranks one in all: these have half of a single one."""
     cores = Cores(trainer=2.0, generator=1.0, scorer=0.1, crowded_speed=0.8, trainer_share=0.5)
     assert cores.crowding(1) == pytest.approx(0.5)
     assert cores.crowding(2) == 0.0, "enough for both"
