@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,8 +53,14 @@ class Run:
 
     def host(self, name: str) -> psutil.Process:
         """The process that is a host."""
-        (found,) = [one for one in self.processes() if os.getsid(one.pid) == one.pid and _host(one) == name]
-        return found
+        found = []
+        for process in self.processes():
+            # Others may end meanwhile.
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(process.pid) == process.pid and _host(process) == name:
+                    found.append(process)
+        (host,) = found
+        return host
 
     def look(self) -> None:
         processes = self.processes()
