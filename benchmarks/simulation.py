@@ -43,6 +43,7 @@ PROFILE = Profile(
         num_replicas=384,
         tensor_parallel=8,
         generator_dtype="bfloat16",
+        kv_block_tokens=16,
     ),
     cores=Cores(trainer=0.0, generator=0.0, scorer=0.0),
     decode=tuple(
@@ -71,6 +72,8 @@ PROFILE = Profile(
     score_places=64,
     controller_s=Estimate.stated(0.0),
     loops_s=Estimate.stated(0.0),
+    step_rest_s=Estimate.stated(0.0),
+    response_s=Estimate.stated(0.0),
     lengths={
         "math": Lengths(
             prompt=Distribution.point(256.0),

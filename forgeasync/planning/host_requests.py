@@ -13,7 +13,7 @@ from forgeasync.config.launcher import (
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
 from forgeasync.models.sizes import BYTES_PER_ELEMENT, num_adapter_parameters, published_weight_bytes
-from forgeasync.planning.memory.host import host_shadow_bytes
+from forgeasync.planning.memory.host import host_shadow_bytes, snapshot_memory_bytes
 from forgeasync.planning.memory.items import FLOAT32_BYTES, Machine
 from forgeasync.planning.memory.parameters import count_merged, count_parameters, merges_adapters
 
@@ -79,7 +79,8 @@ def role_needs(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -
 def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher) -> HostNeeds:
     hosts, trainer = num_hosts(launcher).trainer, config.trainer
     num_procs = trainer.parallel.num_procs // hosts
-    shared = math.ceil(2 * _version_bytes(config, facts) / hosts)
+    staged = math.ceil(2 * _version_bytes(config, facts) / hosts)
+    shared = staged + math.ceil(snapshot_memory_bytes(config, facts) / hosts)
     # What is trained and its two moments, copied to the host for a checkpoint and kept for the next one.
     trained = (
         count_parameters(facts).total if config.lora is None else num_adapter_parameters(facts, config.lora)
@@ -95,7 +96,7 @@ def _trainer_host(config: RunConfig, facts: ModelFacts, launcher: RemoteLauncher
         memory_bytes=HOST_BYTES + num_procs * PROCESS_BYTES + memory,
         buffer_bytes=memory,
         # Each rank stages its part of the weights, and page-locks its copies for checkpoints.
-        locked_bytes=math.ceil((shared + copies / hosts) / num_procs),
+        locked_bytes=math.ceil((staged + copies / hosts) / num_procs),
     )
 
 

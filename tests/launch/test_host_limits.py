@@ -121,14 +121,14 @@ def test_each_role_is_held_to_its_own_needs() -> None:
     needs = role_needs(config, facts, config.launcher)
     large = with_(shared_free_bytes=2**50, available_bytes=2**50)
     assert check_hosts(config, facts, _Hosts(large, large)) == []
-    # Two staged versions of 56.9 GiB over two hosts are less than four fetched ones and the payloads.
-    assert needs.trainer.shared_bytes < needs.generators.shared_bytes
-    tight = dataclasses.replace(large, shared_free_bytes=needs.trainer.shared_bytes)
-    assert check_hosts(config, facts, _Hosts(tight, large)) == []
+    # Two staged versions of 56.9 GiB and two snapshots over two hosts are more than fetched ones and payloads.
+    assert needs.trainer.shared_bytes > needs.generators.shared_bytes
+    tight = dataclasses.replace(large, shared_free_bytes=needs.generators.shared_bytes)
+    assert check_hosts(config, facts, _Hosts(large, tight)) == []
     with pytest.raises(ConfigError) as refused:
         check_hosts(config, facts, _Hosts(tight, tight))
     (problem,) = refused.value.problems
-    assert problem.field == "host generators-0 (gpu7): /dev/shm"
+    assert problem.field == "host trainer-0 (gpu7): /dev/shm"
 
 
 def test_locked_memory_is_told_of_hosts_with_gpus(tmp_path: Path) -> None:

@@ -170,13 +170,13 @@ def test_without_gpus_none_are_asked_for(config_file: Path) -> None:
 
 
 def test_what_the_config_leaves_open_is_asked_for_as_planned() -> None:
-    """30.5 billion parameters in bfloat16 are 56.9 GiB; a host has four replicas on two GPUs each."""
+    """A trainer host has half of the staged versions of 30.5 billion parameters in bfloat16, 56.9 GiB, of two
+    snapshots of them and their moments in float32, 341.2 GiB, and of a copy for a checkpoint, 170.6 GiB."""
     facts = read_model_facts(shipped("slurm").model.path)
     planned = with_host_requests(shipped("slurm"), facts)
     directives = set(re.findall(r"^#SBATCH (\S+)$", rendered(planned), re.MULTILINE))
-    # Two for the host and four for each trainer proc; 8 GiB for the host and for each engine rank, four
-    # versions that are fetched, and payload.capacity_gib: 28.
-    assert {"--cpus-per-task=34", "--mem=300G"} <= directives
+    # Two for the host and four for each trainer proc; 8 GiB for the host and for each trainer proc.
+    assert {"--cpus-per-task=34", "--mem=641G"} <= directives
     own = with_host_requests(shipped("slurm", "launcher.mem=1T", "launcher.cpus_per_task=96"), facts)
     assert {"--cpus-per-task=96", "--mem=1T"} <= set(
         re.findall(r"^#SBATCH (\S+)$", rendered(own), re.MULTILINE)
@@ -187,21 +187,21 @@ def test_pods_get_what_is_missing_as_planned() -> None:
     config = shipped("kubernetes", "launcher.shared_memory_size=null", "launcher.resources={cpu: 12}")
     launcher = with_host_requests(config, read_model_facts(config.model.path)).launcher
     assert isinstance(launcher, KubernetesLauncher)
-    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "142Gi"
+    assert launcher.resources["cpu"] == 12 and launcher.shared_memory_size == "399Gi"
 
 
 @pytest.mark.parametrize(
     ("kind", "overrides", "warnings"),
     [
         ("slurm", [], []),
-        ("slurm", ["launcher.mem=512G", "launcher.cpus_per_task=34"], []),
+        ("slurm", ["launcher.mem=768G", "launcher.cpus_per_task=34"], []),
         ("slurm", ["launcher.mem='0'"], []),
         (
             "slurm",
             ["launcher.mem=300000M", "launcher.cpus_per_task=16"],
             [
                 "launcher.cpus_per_task = 16: a host needs 34 by the plan; left out, that is asked for",
-                "launcher.mem = 300000M: a host needs 299.5 GiB by the plan; left out, that is asked for",
+                "launcher.mem = 300000M: a host needs 640.7 GiB by the plan; left out, that is asked for",
             ],
         ),
         (
@@ -215,9 +215,9 @@ def test_pods_get_what_is_missing_as_planned() -> None:
             ["launcher.resources={cpu: 16000m, memory: 300G}", "launcher.shared_memory_size=64Gi"],
             [
                 "launcher.resources.cpu = 16000m: a host needs 34 by the plan; left out, that is asked for",
-                "launcher.resources.memory = 300G: a host needs 299.5 GiB by the plan; left out, "
+                "launcher.resources.memory = 300G: a host needs 640.7 GiB by the plan; left out, "
                 "that is asked for",
-                "launcher.shared_memory_size = 64Gi: a host needs 141.8 GiB by the plan; left out, "
+                "launcher.shared_memory_size = 64Gi: a host needs 398.1 GiB by the plan; left out, "
                 "that is asked for",
             ],
         ),
@@ -274,11 +274,13 @@ def test_quantities_of_kubernetes(text: int | str, quantity: float | None) -> No
         # On each of two trainer hosts: half of the parameters and moments in float32, 12 bytes for each.
         ("checkpoint.every_steps=10", 30.53e9 * 12 / 2 / 2**30),
         ("trainer.cpu_offload=true", 30.53e9 * 16 / 2 / 2**30),
+        ("trainer.recovery.snapshot_every_steps=1", 30.53e9 * 24 / 2 / 2**30),
     ],
 )
-def test_trainer_hosts_hold_checkpoints_and_what_is_offloaded(override: str, more_gib: float) -> None:
+def test_trainer_hosts_hold_checkpoints_snapshots_and_what_is_offloaded(override: str, more_gib: float) -> None:
     # One replica a host, without a shadow there, so that the trainer's hosts are the larger ones.
     small = ["generator.num_replicas=2", "weights.shadow=device", "checkpoint.every_steps=null"]
+    small += ["trainer.recovery.snapshot_every_steps=null"]
     facts = read_model_facts(shipped("slurm").model.path)
     before = host_needs(shipped("slurm", *small), facts)
     after = host_needs(shipped("slurm", *small, override), facts)
@@ -305,7 +307,7 @@ def test_pods_are_what_the_config_asks_for() -> None:
         assert worker["image"] == launcher.image
         wanted = {"cpu": "64", "memory": "1Ti", "nvidia.com/gpu": "8"}
         assert worker["resources"] == {"limits": wanted, "requests": wanted}
-        assert pod["volumes"] == [{"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "256Gi"}}]
+        assert pod["volumes"] == [{"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Gi"}}]
         environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
         identities = yaml.safe_load(environment["MONARCH_SERVICE_PROC_IDS"])
         assert len(set(identities)) == mesh["spec"]["replicas"]
