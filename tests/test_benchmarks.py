@@ -17,5 +17,7 @@ def test_every_benchmark_can_be_imported() -> None:
     assert len(names) > 40
     code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
     paths = {"PYTHONPATH": f"{folder}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | paths, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | paths, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

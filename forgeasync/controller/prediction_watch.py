@@ -70,7 +70,7 @@ class PredictionWatch:
         self._num_hosts = _num_generator_hosts(config)
         self._desk: Desk | None = None
         self._growth: Growth | None = None
-        """null: the run adds no generators, or was refused one."""
+        """None: the run adds no generators, or was refused one."""
         self._num_added = 0
         # One that an earlier start has left would be taken for this one's.
         run_dir.prediction.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ the run, and end both.
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import mmap
@@ -181,7 +182,9 @@ class Supervisor:
             self._received = signal.Signals(number)
         if self._child is not None:
             # Ctrl-C in a terminal has reached it already, which takes two at once for one.
-            os.kill(self._child, number)
+            with contextlib.suppress(ProcessLookupError):
+                # It has ended just now.
+                os.kill(self._child, number)
 
     def _end_descendants(self, *, at_once: bool) -> None:
         """End all processes of the run that are left: they have become this process's children."""

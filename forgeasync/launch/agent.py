@@ -122,19 +122,24 @@ class HostAgent(Actor):
     @concurrent_endpoint
     async def end_host(self) -> None:
         """End this host's worker, and all its procs with it, once this has been answered."""
-        self._remove()
-        threading.Timer(ANSWER_S, _end_host).start()
+        try:
+            self._remove()
+        finally:
+            threading.Timer(ANSWER_S, _end_host).start()
 
     def _remove(self) -> None:
         while self._folders:
-            remove_run_folder(self._folders.pop())
+            remove_run_folder(self._folders[-1])
+            self._folders.pop()
 
     def _watch(self) -> None:
         while time.monotonic() - self._heard_s < self._max_silence_s:
             time.sleep(WATCH_S)
         print(f"nobody has called for {self._max_silence_s:.0f} s: the run is gone, and this host ends")
-        self._remove()
-        _end_host()
+        try:
+            self._remove()
+        finally:
+            _end_host()
 
 
 def _end_host() -> None:

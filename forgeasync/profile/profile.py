@@ -52,6 +52,10 @@ class Setup(Section):
     """Tokens in a block of an engine's KV cache; only whole blocks of a prompt are shared."""
 
 
+LEAST_SHARED = 0.25
+"""See ``Cores.crowding``."""
+
+
 class Cores(Section):
     """Cores that a proc keeps busy while it computes; 0: it computes elsewhere, as on a GPU.
 
@@ -75,11 +79,19 @@ class Cores(Section):
         """How much more processor time a proc takes for the same, by the share of time that others have its
         core.
 
-        Known from ``crowded_speed``, which is that of one engine beside the trainer on ``num_cores`` cores. 0
-        where these two are not short of cores.
+        Known from ``crowded_speed``, which is that of one engine beside the trainer on ``num_cores`` cores.
+        Where that had its core nearly all the time, nothing follows for less: ``LEAST_SHARED`` is the least
+        share of time that ``crowded_speed`` is taken to stand for.
         """
-        share = min(1.0, num_cores / max(1e-9, self.generator + self.trainer_share * self.trainer))
-        return 0.0 if share == 1.0 else (1.0 / self.crowded_speed - 1.0) / (1.0 - share)
+        return (1.0 / self.crowded_speed - 1.0) / max(LEAST_SHARED, 1.0 - self._share(num_cores))
+
+    def speed_beside_trainer(self, num_cores: int) -> float:
+        """What a second of a core brings beside the trainer by ``crowding``: ``crowded_speed``, or more."""
+        return 1.0 / (1.0 + self.crowding(num_cores) * (1.0 - self._share(num_cores)))
+
+    def _share(self, num_cores: int) -> float:
+        """Share of time that an engine beside the trainer has its core."""
+        return min(1.0, num_cores / max(1e-9, self.generator + self.trainer_share * self.trainer))
 
 
 class DecodePoint(Section):

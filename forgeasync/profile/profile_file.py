@@ -12,9 +12,14 @@ from forgeasync.schema.problems import ConfigError, Problem
 MAX_BYTES = 64 * 2**20
 
 
+def partial_of(file: Path) -> Path:
+    """Return the name of a profile's file while it is written."""
+    return file.with_name(f"{file.name}.partial")
+
+
 def write_profile(profile: Profile, file: Path) -> None:
     """Write a profile; a file that is there already is replaced once the new one is whole."""
-    partial = file.with_name(f"{file.name}.partial")
+    partial = partial_of(file)
     partial.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
     partial.replace(file)
 

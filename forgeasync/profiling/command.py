@@ -18,7 +18,7 @@ from forgeasync.controller.stopping import run_main
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.logs import configure_controller_logging, separate_native_output
 from forgeasync.observability.run_dir import RUNS_FOLDER
-from forgeasync.profile.profile_file import write_profile
+from forgeasync.profile.profile_file import partial_of, write_profile
 from forgeasync.profiling.loop_times import MakeLoops, short_run_of, time_loops
 from forgeasync.profiling.measuring import check_profiled, measure
 from forgeasync.profiling.tables import profile_table, what_if_table
@@ -31,7 +31,7 @@ NUM_STEPS = 30
 
 
 def profile_config(config: RunConfig, out: Path | None, make_loops: MakeLoops) -> None:
-    """Measure a profile of the config on this machine and write it; null: into a folder in runs/.
+    """Measure a profile of the config on this machine and write it; None: into a folder in runs/.
 
     Prints it, and what the simulator says of the run with single changes. ``make_loops`` makes the loops of
     the run, which make a few steps first.
@@ -40,8 +40,7 @@ def profile_config(config: RunConfig, out: Path | None, make_loops: MakeLoops) -
         ConfigError: the config cannot be profiled, or ``out`` not written.
         NotProfiled: something that has to be timed did not work.
     """
-    if out is not None and not out.parent.is_dir():
-        remedy = "its folder does not exist; must be a file in a folder that does"
+    if out is not None and (remedy := _why_not_written(out)) is not None:
         raise_if_any([Problem(field="--out", value=str(out), remedy=remedy)])
     folder = RUNS_FOLDER / f"profile-{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
     # The profile that the config names for its runs may be the one that is measured here.
@@ -51,6 +50,21 @@ def profile_config(config: RunConfig, out: Path | None, make_loops: MakeLoops) -
         print(line)
     prepared = prepare(short_run_of(config))
     run_main(_profile(prepared, config, folder / "profile.json" if out is None else out, make_loops))
+
+
+def _why_not_written(out: Path) -> str | None:
+    """Return what is wrong with the name of a file to be written; None: nothing."""
+    if not out.parent.is_dir():
+        return "its folder does not exist; must be a file in a folder that does"
+    if out.is_dir():
+        return "is a folder; must be a file"
+    partial = partial_of(out)
+    try:
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        return f"cannot be written: {error.strerror}; must be a file in a folder that can be written"
+    return None
 
 
 async def _profile(prepared: Prepared, wanted: RunConfig, out: Path, make_loops: MakeLoops) -> None:

@@ -61,12 +61,13 @@ class LoopTimes:
     between_s: Distribution
     """Seconds of a step in which training neither waited nor trained nor published."""
 
-    def rest_s(self, *, controller_s: float, crowded_speed: float) -> float:
+    def rest_s(self, *, controller_s: float, speed: float) -> float:
         """Processor seconds for each response besides ``controller_s``, with cores to themselves.
 
-        The steps were made beside engines and trainer (``Cores.crowded_speed``).
+        ``speed`` is what a second of a core brought when the steps were made, beside engines and trainer
+        (``Cores.speed_beside_trainer``).
         """
-        return max(0.0, self.response_s * crowded_speed - controller_s)
+        return max(0.0, self.response_s * speed - controller_s)
 
 
 def short_run_of(config: RunConfig) -> RunConfig:

@@ -33,6 +33,7 @@ from forgeasync.profiling.hardware import this_machine
 from forgeasync.profiling.loop_times import LoopTimes
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.sampled_groups import (
+    NotProfiled,
     Sampled,
     count_places,
     environment_times,
@@ -124,7 +125,7 @@ async def measure(
     has_gpus = torch.cuda.is_available()
     if not has_gpus:
         console.phase("sampling one group after the other")
-        alone = await _sample_alone(prepared, roles, tasks, numbers)
+        alone = await _sample_alone(prepared, roles, tasks, numbers, console)
         loads.append(Load(batches=alone, computed_s=of_engines.passed_s()))
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
@@ -154,7 +155,7 @@ async def measure(
             prepared,
             roles,
             groups,
-            lambda: _sample_alone(prepared, roles, tasks, numbers),
+            lambda: _sample_alone(prepared, roles, tasks, numbers, console),
             of_engines,
             engine_cores=engine_cores,
             first_step=config.max_steps + 1 + num_steps,
@@ -187,7 +188,7 @@ async def measure(
         score_s=score_s,
         score_places=max(config.scorer.num_workers, num_places // config.scorer.num_replicas),
         controller_s=Estimate.of([controller_s]),
-        loops_s=Estimate.of([loops.rest_s(controller_s=controller_s, crowded_speed=1.0)]),
+        loops_s=Estimate.of([loops.rest_s(controller_s=controller_s, speed=1.0)]),
         step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths=lengths,
@@ -212,10 +213,11 @@ def _with_rest(
         shares_prefixes=False,
     )
     rest = engine_rest(loads, crowded, cost, num_replicas=profile.setup.num_replicas)
-    loops_s = loops.rest_s(controller_s=profile.controller_s.mean, crowded_speed=rest.crowded_speed)
+    cores = profile.cores.model_copy(update={"crowded_speed": rest.crowded_speed})
+    speed = cores.speed_beside_trainer(profile.hardware.num_cores)
     found = {
-        "cores": profile.cores.model_copy(update={"crowded_speed": rest.crowded_speed}),
-        "loops_s": Estimate.of([loops_s]),
+        "cores": cores,
+        "loops_s": Estimate.of([loops.rest_s(controller_s=profile.controller_s.mean, speed=speed)]),
         "step_rest_s": Estimate.of([rest.step_s]),
         "response_s": Estimate.of([rest.response_s]),
     }
@@ -260,15 +262,32 @@ async def _sample(
 
 
 async def _sample_alone(
-    prepared: Prepared, roles: Roles, batches: Iterator[list[Task]], numbers: Iterator[int]
+    prepared: Prepared,
+    roles: Roles,
+    batches: Iterator[list[Task]],
+    numbers: Iterator[int],
+    console: StepConsole,
 ) -> list[list[Sampled]]:
-    """Sample and score groups one after the other: in steps with few sequences, unlike whole batches."""
-    found, end_s, seed = [], time.perf_counter() + ALONE_S, prepared.config.seed
+    """Sample and score groups one after the other: in steps with few sequences, unlike whole batches.
+
+    Raises:
+        NotProfiled: not one could be sampled and scored.
+    """
+    found, problems, seed = list[list[Sampled]](), list[NotProfiled](), prepared.config.seed
+    end_s = time.perf_counter() + ALONE_S
     for task in itertools.chain.from_iterable(batches):
-        found.append(await sample_groups(roles.groups, roles.scorer, [task], numbers=numbers, seed=seed))
-        await _free(roles, found[-1])
+        try:
+            found.append(await sample_groups(roles.groups, roles.scorer, [task], numbers=numbers, seed=seed))
+        except NotProfiled as problem:
+            problems.append(problem)
+        else:
+            await _free(roles, found[-1])
         if time.perf_counter() > end_s:
             break
+    if not found:
+        raise problems[0]
+    if problems:
+        console.message(f"{len(problems)} groups are left out; the first: {problems[0]}")
     return found
 
 

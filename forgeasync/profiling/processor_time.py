@@ -8,8 +8,16 @@ from collections.abc import Iterable
 import psutil
 
 
+class ProcessGone(RuntimeError):
+    """A process whose time is measured has ended, and its seconds with it."""
+
+
 class ProcessorTime:
-    """Seconds that processes have computed since the last look."""
+    """Seconds that processes have computed since the last look.
+
+    Raises:
+        ProcessGone: one of them is not there any more.
+    """
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._pids = tuple(pids)
@@ -23,13 +31,16 @@ class ProcessorTime:
     def _total_s(self) -> float:
         total_s = 0.0
         for pid in self._pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            try:
                 process = psutil.Process(pid)
-                for one in (process, *process.children(recursive=True)):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        times = one.cpu_times()
-                        # Also of what has ended by now: verifiers fork.
-                        total_s += times.user + times.system + times.children_user + times.children_system
+                processes = [process, *process.children(recursive=True)]
+            except psutil.NoSuchProcess as error:
+                raise ProcessGone(f"process {pid} has ended while its processor time was measured") from error
+            for one in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = one.cpu_times()
+                    # Also of what has ended by now: verifiers fork.
+                    total_s += times.user + times.system + times.children_user + times.children_system
         return total_s
 
 

@@ -51,7 +51,7 @@ async def sample_until_known(
     """Sample batches until the lengths are known; returns them. Only the first one still has its arrays.
 
     ``sample`` returns the groups of the next batch, ``free`` frees their arrays. There are at least two
-    batches, since an interval of a few groups says little.
+    batches, since an interval of a few groups says little, unless the first one takes all of the time.
     """
     start_s = time.perf_counter()
     batches = [await sample()]

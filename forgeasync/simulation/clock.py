@@ -115,9 +115,10 @@ class Clock:
             return 1.0, 1.0
         if self._wanted <= _EPSILON:
             return 1.0, self._num_cores / wanted
-        # What procs in lockstep do not get is for the others.
+        # What procs in lockstep do not get is for the others, and what these do not want for the former.
         each = min(1.0, self._num_cores / (self._wanted + self._share * self._wanted_in_lockstep))
-        return each / (1.0 + self._crowding * (1.0 - each)), self._share * each
+        left = (self._num_cores - self._wanted) / self._wanted_in_lockstep if each == 1.0 else 0.0
+        return each / (1.0 + self._crowding * (1.0 - each)), max(self._share * each, left)
 
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""

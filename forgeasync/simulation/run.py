@@ -133,7 +133,8 @@ class RunSimulation:
             self.buffer.submit(self._draws.order.next())
         self._go_on()
         while not self._training.is_over:
-            assert self.clock.step(), "nothing will ever happen again"
+            has_gone_on = self.clock.step()
+            assert has_gone_on, "nothing will ever happen again"
         return Prediction(
             steps=tuple(self._training.steps),
             num_replicas=self._run.num_replicas,

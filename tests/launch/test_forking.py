@@ -4,6 +4,7 @@ them."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from forgeasync.faults.run_mark import RUN_MARK
-from forgeasync.launch.forking import client
+from forgeasync.launch.forking import client, proxy
 from forgeasync.launch.forking.client import ADDRESS, ForkServer, import_ahead, own_life
 from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.forking.server import MAX_LOST
@@ -43,6 +44,7 @@ def start(
     variables: dict[str, str] | None = None,
     folder: Path | None = None,
     import_set: ImportSet = ImportSet.COMMON,
+    process_group: int | None = None,
 ) -> "subprocess.Popen[str]":
     # The tests' own folder, from wherever it is started.
     root = Path(__file__).parents[2]
@@ -59,6 +61,7 @@ def start(
         pass_fds=[*lives, *kept],
         cwd=root if folder is None else folder,
         env=os.environ | (variables or {}),
+        process_group=process_group,
     )
 
 
@@ -174,6 +177,24 @@ def test_a_fork_ends_with_its_proxy(server: ForkServer, is_stopped: bool) -> Non
     assert_gone(pid)
 
 
+def test_a_fork_with_low_descriptors_ends_with_its_proxy(server: ForkServer) -> None:
+    """The servers use these numbers for something else."""
+    kept = range(3, 10)
+    files = " ".join(f"{number}</dev/null" for number in kept)
+    arguments = [*server.arguments(ImportSet.COMMON, kept=kept), "-m", PROGRAM, "wait"]
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {files}', "sh", sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    pid = facts_of(process)["pid"]
+    process.kill()
+    assert pid != process.pid
+    assert_gone(pid)
+
+
 def test_a_fork_ends_with_whoever_started_it(server: ForkServer) -> None:
     life, other_end = os.pipe()
     process, pid = waiting(server, lives=[life])
@@ -212,6 +233,50 @@ def test_signals_to_a_proxy_reach_the_fork(server: ForkServer) -> None:
     process, _ = waiting(server)
     process.send_signal(signal.SIGTERM)
     assert process.wait(GONE_S) == 17
+
+
+def test_a_signal_before_there_is_a_fork_reaches_it() -> None:
+    """The server is still importing."""
+    server = ForkServer.start(())
+    process = start(server, "wait")
+    until_handled(process.pid)
+    process.send_signal(signal.SIGTERM)
+    server.wait(ImportSet.COMMON)
+    process.communicate("\n")
+    assert process.returncode == -signal.SIGTERM
+    server.end()
+
+
+def test_a_signal_before_there_is_no_fork_to_be_had_ends_the_process() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + (address := f"forgeasync-test-{os.getpid()}"))
+        listener.listen()
+        command = [*("-I", "-S", proxy.__file__), address, "-", "-", "-m", PROGRAM, "exit", "0"]
+        process = subprocess.Popen([sys.executable, *command])
+        until_handled(process.pid)
+        process.send_signal(signal.SIGTERM)
+        link, _ = listener.accept()
+        link.close()
+        assert process.wait(GONE_S) == -signal.SIGTERM
+
+
+def until_handled(pid: int) -> None:
+    """Wait until a process has a handler for SIGTERM."""
+    end_s = time.monotonic() + GONE_S
+    while True:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("leads_group", [False, True], ids=["in_a_group", "leads_one"])
+def test_a_fork_leads_a_process_group_where_its_proxy_does(server: ForkServer, leads_group: bool) -> None:
+    process, pid = waiting(server, process_group=0 if leads_group else None)
+    assert (os.getpgid(pid) == pid) is leads_group
+    process.kill()
 
 
 def test_the_mark_of_a_run_is_shown(server: ForkServer) -> None:

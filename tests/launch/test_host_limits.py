@@ -121,7 +121,7 @@ def test_each_role_is_held_to_its_own_needs() -> None:
     needs = role_needs(config, facts, config.launcher)
     large = with_(shared_free_bytes=2**50, available_bytes=2**50)
     assert check_hosts(config, facts, _Hosts(large, large)) == []
-    # Two staged versions of 56.9 GiB and two snapshots over two hosts are more than fetched ones and payloads.
+    # Two staged versions of 56.9 GiB and two snapshots over two hosts are more than a generator's host has.
     assert needs.trainer.shared_bytes > needs.generators.shared_bytes
     tight = dataclasses.replace(large, shared_free_bytes=needs.generators.shared_bytes)
     assert check_hosts(config, facts, _Hosts(large, tight)) == []

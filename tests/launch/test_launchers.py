@@ -277,7 +277,7 @@ def test_quantities_of_kubernetes(text: int | str, quantity: float | None) -> No
         ("trainer.recovery.snapshot_every_steps=1", 30.53e9 * 24 / 2 / 2**30),
     ],
 )
-def test_trainer_hosts_hold_checkpoints_snapshots_and_what_is_offloaded(override: str, more_gib: float) -> None:
+def test_trainer_hosts_hold_copies_of_what_is_trained(override: str, more_gib: float) -> None:
     # One replica a host, without a shadow there, so that the trainer's hosts are the larger ones.
     small = ["generator.num_replicas=2", "weights.shadow=device", "checkpoint.every_steps=null"]
     small += ["trainer.recovery.snapshot_every_steps=null"]

@@ -74,5 +74,5 @@ def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loops_need_less_alone_than_beside_engines_and_trainer() -> None:
     """10 ms a response on crowded cores are 8 alone, of which the controller has 3 already."""
     found = LoopTimes(response_s=0.010, between_s=Distribution.point(0.0))
-    assert found.rest_s(controller_s=0.003, crowded_speed=0.8) == pytest.approx(0.005)
-    assert found.rest_s(controller_s=0.009, crowded_speed=0.8) == 0.0
+    assert found.rest_s(controller_s=0.003, speed=0.8) == pytest.approx(0.005)
+    assert found.rest_s(controller_s=0.009, speed=0.8) == 0.0

@@ -31,23 +31,25 @@ def test_procs_that_share_cores_slow_down_alike_while_they_do() -> None:
     [
         # 3 cores are wanted, and 2 if ranks in lockstep get half of theirs: these are half as fast, and done
         # after 1 s; the other has a core to itself all the time.
-        (2, [4.0], [1.0, 4.0]),
+        (2, [(4.0, 1.0)], [1.0, 4.0]),
         # At half their share they want 1 core of 3: 2 / 3 of the speed for the others until 1.5 s.
-        (2, [4.0, 4.0], [1.5, 4.5, 4.5]),
+        (2, [(4.0, 1.0), (4.0, 1.0)], [1.5, 4.5, 4.5]),
+        # The other wants 0.5 of a core, and the rest is for the ranks, though that is more than their share.
+        (2, [(4.0, 0.5)], [2 / 3, 4.0]),
         # Alone, or with cores for all.
         (1, [], [1.0]),
-        (3, [4.0], [0.5, 4.0]),
+        (3, [(4.0, 1.0)], [0.5, 4.0]),
     ],
 )
 def test_procs_in_lockstep_get_less_where_cores_are_short(
-    num_cores: int, others: list[float], ends: list[float]
+    num_cores: int, others: list[tuple[float, float]], ends: list[float]
 ) -> None:
-    """Two ranks that want a core each for 0.5 s."""
+    """Two ranks that want a core each for 0.5 s, and others with their work and their cores."""
     clock = Clock(num_cores, lockstep_share=0.5)
     found = [0.0] * (1 + len(others))
     clock.compute_in_lockstep(0.5, 2.0, lambda: found.__setitem__(0, clock.now_s))
-    for index, work_s in enumerate(others, 1):
-        clock.compute(work_s, 1.0, lambda index=index: found.__setitem__(index, clock.now_s))
+    for index, (work_s, cores) in enumerate(others, 1):
+        clock.compute(work_s, cores, lambda index=index: found.__setitem__(index, clock.now_s))
     while clock.step():
         pass
     assert found == pytest.approx(ends)
@@ -69,8 +71,9 @@ def test_sharing_itself_costs_something() -> None:
 def test_what_sharing_costs_comes_from_an_engine_beside_the_trainer() -> None:
     """The engine wants a core and the trainer's ranks one in all: these have half of a single one."""
     cores = Cores(trainer=2.0, generator=1.0, scorer=0.1, crowded_speed=0.8, trainer_share=0.5)
-    assert cores.crowding(1) == pytest.approx(0.5)
-    assert cores.crowding(2) == 0.0, "enough for both"
+    assert cores.crowding(1) == pytest.approx(0.5) and cores.speed_beside_trainer(1) == pytest.approx(0.8)
+    assert cores.crowding(2) == pytest.approx(1.0), "enough for both: it says no more than for a quarter"
+    assert cores.speed_beside_trainer(2) == 1.0
     clock = Clock(1, crowding=cores.crowding(1), lockstep_share=0.5)
     ends: list[float] = []
     clock.compute(0.4, 1.0, lambda: ends.append(clock.now_s))

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from forgeasync.launch.forking.fork import starter_pid
+from forgeasync.launch.forking.fork import NO_PARENT, starter_pid
 
 
 def main() -> None:
@@ -23,6 +23,8 @@ def main() -> None:
         "arguments": rest,
         "folder": os.getcwd(),
         "variable": os.environ.get("FORGEASYNC_TEST"),
+        # Only Monarch's procs are told to go on without their parent.
+        "without_parent": [os.environ.get(name) for name in NO_PARENT],
         "has_torch": "torch" in sys.modules,
         "search_path": sys.path[0],
         "original": sys.orig_argv[1:],

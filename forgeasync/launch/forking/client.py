@@ -39,6 +39,9 @@ than one."""
 END_S = 5.0
 """Seconds for killed servers to be gone: the kernel takes their memory back first."""
 
+IMPORT_S = 300.0
+"""Longest wait for a set to be imported."""
+
 
 class ForkServer:
     """A server that imports as this process would now; its own one ends with this process."""
@@ -49,6 +52,8 @@ class ForkServer:
         self._environment = dict(os.environ)
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
+        self._first: psutil.Process | None = None
+        """The same: it knows whether its id has become another process's."""
         self._output: int | None = None
 
     @classmethod
@@ -76,6 +81,7 @@ class ForkServer:
         finally:
             for listener in listeners.values():
                 listener.close()
+        server._first = psutil.Process(server._process.pid)
         return server
 
     def _listener(self, one: ImportSet) -> socket.socket:
@@ -95,8 +101,13 @@ class ForkServer:
 
     @property
     def can_be_used(self) -> bool:
-        """Whether it is there, and imports as this process would now; says once if it has ended."""
-        if self._owner != os.getpid() or _relevant(os.environ) != _relevant(self._environment):
+        """Whether it is there, and imports as this process would now; says why not."""
+        if self._owner != os.getpid():
+            return False
+        now, then = _relevant(os.environ), _relevant(self._environment)
+        if now != then:
+            names = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+            logger.warning("procs are forked from a new server: these variables differ: %s", ", ".join(names))
             return False
         try:
             with socket.socket(socket.AF_UNIX) as link:
@@ -123,12 +134,16 @@ class ForkServer:
         return ["-I", "-S", str(Path(proxy.__file__)), f"{self._address}-{wanted}", *numbers]
 
     def wait(self, wanted: ImportSet) -> None:
-        """Wait until a set is imported and its server answers, or will not."""
+        """Wait until a set is imported and its server answers, or will not, or takes too long, which it
+        says."""
         with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(IMPORT_S)
             try:
                 link.connect(self._socket_name(wanted))
                 link.shutdown(socket.SHUT_WR)
                 link.recv(1)
+            except TimeoutError:
+                logger.warning("the imports of %s procs have not ended after %.0f s", wanted, IMPORT_S)
             except OSError:
                 # It is gone; what is started then imports its libraries itself, and says so.
                 return
@@ -136,13 +151,16 @@ class ForkServer:
     def processes(self) -> set[int]:
         """Ids of the processes that are servers, and not forks of them; none of one that another process
         started."""
-        if self._process is None or self._owner != os.getpid():
+        if self._first is None or self._owner != os.getpid() or not self._first.is_running():
             return set()
-        try:
-            first = psutil.Process(self._process.pid)
-            return {first.pid, *(one.pid for one in first.children() if one.name() == SERVER_NAME)}
-        except psutil.NoSuchProcess:
-            return set()
+        found = {self._first.pid}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in self._first.children():
+                # A fork may have ended meanwhile.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if one.name() == SERVER_NAME:
+                        found.add(one.pid)
+        return found
 
     def end(self) -> None:
         """End the server, if it was started here, and wait until it is gone; its forks go on."""
@@ -153,10 +171,11 @@ class ForkServer:
         end_s = time.monotonic() + END_S
         while any(map(_is_running, processes)) and time.monotonic() < end_s:
             time.sleep(0.01)
+        if left := [pid for pid in processes if _is_running(pid)]:
+            logger.warning("servers that procs are forked from do not end: processes %s", left)
         if self._process is not None and self._owner == os.getpid():
             self._process.poll()
-            # From now on its id may be another process's, which a second call must not end.
-            self._process = None
+            self._process = self._first = None
         if self._output is not None:
             os.close(self._output)
             self._output = None

@@ -17,20 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.faults.run_mark import RUN_MARK
-from forgeasync.launch.forking.life import die_with
+from forgeasync.launch.forking.life import FREE_NUMBERS, die_with
 
 NO_MARK = "0" * 32
 """Stands in a server's environment in the place of the mark of a run."""
 
+PROC = "forgeasync.launch.bootstrap_main"
+"""The module of a Monarch proc."""
+
 NO_PARENT = {"HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG": "false"}
-"""Monarch 0.7 has the kernel kill a proc whose parent is gone. That is the server here, which a proc can do
-without; the proxy stands for the parent (``life``)."""
+"""For procs: Monarch 0.7 has the kernel kill a proc whose parent is gone. That is the server here, which a
+proc can do without; the proxy stands for the parent (``life``)."""
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a proxy passes on."""
 
 COMM = Path("/proc/self/comm")
 """The name of this process, as ps shows it."""
-
-FREE_NUMBERS = 256
-"""Descriptors with this and later numbers are not used yet."""
 
 _ENV_START = 49
 """Place of ``env_start`` among the fields of /proc/self/stat, counted from 0 (proc_pid_stat(5): field 50)."""
@@ -46,6 +49,8 @@ class Request:
     """``-m``, the name of a module, and its own arguments."""
     starter: int
     """Process id of what has started the proxy."""
+    leads_group: bool
+    """Whether it gets a process group of its own, as the proxy has one: then Ctrl-C reaches neither."""
     descriptors: Mapping[int, int]
     """What it gets, by the number under which it is to have it: standard input, output and error, and
     others."""
@@ -77,19 +82,23 @@ def become(request: Request, *, set_by_imports: Mapping[str, str]) -> None:
     for life in request.lives:
         die_with(life)
         os.close(life)
+    if request.leads_group:
+        os.setpgid(0, 0)
     COMM.write_text("python")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    # What has come since the fork counts now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     _place(request.descriptors)
     show_mark(request.environment.get(RUN_MARK, NO_MARK))
+    flag, module, *arguments = request.arguments
+    assert flag == "-m", request.arguments
     os.environ.clear()
-    os.environ.update({**set_by_imports, **request.environment, **NO_PARENT})
+    os.environ.update({**set_by_imports, **request.environment, **(NO_PARENT if module == PROC else {})})
     if sys.path[0] == os.getcwd():
         sys.path[0] = request.folder
     os.chdir(request.folder)
-    flag, module, *arguments = request.arguments
-    assert flag == "-m", request.arguments
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, *request.arguments]
     _seed_anew()

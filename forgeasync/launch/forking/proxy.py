@@ -5,7 +5,8 @@
 It sends its environment, its folder and its standard streams to the server at the abstract socket
 ``ADDRESS``, which forks a process with these. The two live and die together: the fork is killed by the kernel
 when this process is gone, or when one of the pipes ``LIVES`` ends, and this one ends by the same signal or
-with the same exit code as the fork. It passes SIGINT and SIGTERM on. If there is no fork to be had, it says
+with the same exit code as the fork. It passes SIGINT and SIGTERM on,
+also those that come before there is a fork. If there is no fork to be had, it says
 why and becomes the Python program with the arguments itself, which imports everything. ``LIVES`` and
 ``KEPT``, descriptors that the fork has under the same numbers, are numbers with commas between them, or
 ``-``. With ``parent`` for ``LIVES`` this process ends with the one that has started it.
@@ -56,6 +57,7 @@ def ask(link: socket.socket, lives: list[int], kept: list[int], arguments: list[
             "folder": os.getcwd(),
             "arguments": arguments,
             "starter": os.getppid(),
+            "leads_group": os.getpgrp() == os.getpid(),
             "num_lives": len(lives),
             "kept": kept,
         }
@@ -125,8 +127,9 @@ def end_as(status: int) -> NoReturn:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that has started it ends, as Monarch's procs do."""
+    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    if os.getppid() != parent or parent == 1:
         # It was gone before the kernel was asked.
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -142,8 +145,11 @@ def main() -> None:
         die_with_parent()
         lives = "-"
     fork: list[int] = []
+    early: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
+        if not fork:
+            early.append(number)
         for pid in fork:
             try:
                 os.kill(pid, number)
@@ -160,10 +166,15 @@ def main() -> None:
                 raise NoFork(f"it is not there ({error})") from error
             fork.append(ask(link, descriptors(lives), descriptors(kept), arguments))
         except NoFork as reason:
+            for number in early:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             print(
                 f"no fork of {address}: {reason}; this process imports its libraries itself", file=sys.stderr
             )
             os.execv(sys.executable, [sys.executable, *arguments])
+        for number in early:
+            pass_on(number, None)
         end_as(wait(link, fork[0]))
 
 

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from forgeasync.faults.run_mark import RUN_MARK
-from forgeasync.launch.forking.fork import COMM, Request, become
+from forgeasync.launch.forking.fork import COMM, PASSED_ON, Request, become
 from forgeasync.launch.forking.import_sets import MODULES, ImportSet
 from forgeasync.launch.forking.life import die_with
 
@@ -53,7 +53,7 @@ class Server:
         self, listeners: Mapping[ImportSet, socket.socket], life: int, variables: Mapping[str, str]
     ) -> None:
         """``life`` is the descriptor of a pipe that all servers end with. ``variables`` is the
-        environment before anything was imported."""
+        environment before a set was imported."""
         self._listeners = dict(listeners)
         self._life = life
         self._variables = variables
@@ -141,7 +141,7 @@ class Server:
         if wanted in self._refusals:
             _tell(link, refused=self._refusals[wanted])
             link.close()
-        elif (pid := os.fork()) == 0:
+        elif (pid := _fork()) == 0:
             link.close()
             self._become_fork(request)
             return
@@ -206,6 +206,14 @@ class Server:
                 link.close()
 
 
+def _fork() -> int:
+    """Fork, with the signals of proxies blocked in the fork: they are for what it is to become."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    return pid
+
+
 def _tell(link: socket.socket, **answer: int | str) -> None:
     """Answer a proxy, which may be gone."""
     with contextlib.suppress(OSError):
@@ -239,6 +247,7 @@ def _receive(link: socket.socket) -> Request | None:
             folder=words["folder"],
             arguments=words["arguments"],
             starter=words["starter"],
+            leads_group=words["leads_group"],
             descriptors=dict(zip(numbers, (*streams, *kept), strict=True)),
             lives=lives,
         )
@@ -257,7 +266,7 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with(arguments.life)
     COMM.write_text(SERVER_NAME)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in PASSED_ON:
         # As its proxies: whoever has started it says when it ends.
         signal.signal(number, lambda number, frame: None)
     # The place for the mark of a run: forks are of runs of their own.
