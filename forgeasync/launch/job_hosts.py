@@ -35,6 +35,8 @@ from forgeasync.rollouts.run_folder import sweep_stale_folders
 from forgeasync.waiting import DeadlineExceeded, deadline, forget
 
 BEAT_S = 1.0
+LOOK_S = 0.5
+"""Seconds between two looks for a host's process while a call to it is under way."""
 ASK_JOB_S = 5.0
 """Seconds between two looks at the job while its hosts start."""
 CLOSE_S = 20.0
@@ -302,21 +304,33 @@ class JobHosts:
 
     async def _check(self, host: JobHost) -> None:
         problem = None
-        if isinstance(self._launcher, ProcessLauncher) and not _is_alive(host.worker_pid):
-            problem = "its process has ended"
-        else:
-            try:
-                call = "waiting for an answer"
-                async with deadline(self._timeouts.host_s, call=call, key="timeouts.host_s"):
-                    await host.agent.beat.call_one()
-                host.heard_s = time.monotonic()
-            except DeadlineExceeded as late:
-                problem = str(late)
-            except (ActorError, SupervisionError) as error:
-                problem = f"its agent cannot be reached ({str(error).strip().splitlines()[0]})"
+        beat = asyncio.create_task(self._beat(host))
+        try:
+            # A call to a process that ends meanwhile would only end by its deadline.
+            while not beat.done() and problem is None:
+                if isinstance(self._launcher, ProcessLauncher) and not _is_alive(host.worker_pid):
+                    problem = "its process has ended"
+                else:
+                    await asyncio.wait([beat], timeout=LOOK_S)
+            problem = problem or beat.result()
+        finally:
+            beat.cancel()
         if problem is not None:
             host.problem = problem
             raise HostLost(lost_words(self._all, await self._submission.why_gone()))
+
+    async def _beat(self, host: JobHost) -> str | None:
+        """Call the host's agent; returns what is wrong, or None."""
+        try:
+            call = "waiting for an answer"
+            async with deadline(self._timeouts.host_s, call=call, key="timeouts.host_s"):
+                await host.agent.beat.call_one()
+        except DeadlineExceeded as late:
+            return str(late)
+        except (ActorError, SupervisionError) as error:
+            return f"its agent cannot be reached ({str(error).strip().splitlines()[0]})"
+        host.heard_s = time.monotonic()
+        return None
 
     async def close(self) -> None:
         """See ``Hosts``.

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from forgeasync.config.launcher import SlurmLauncher
+from forgeasync.config.launcher import ProcessLauncher, SlurmLauncher
 from forgeasync.config.run import TimeoutSection
 from forgeasync.launch import job_hosts
 from forgeasync.launch.agent import HostAgent
@@ -102,6 +102,36 @@ def test_hosts_that_are_left_are_called_until_the_run_has_ended(
         num_before = agents[1].num_beats
         await asyncio.sleep(0.05)
         assert agents[1].num_beats == num_before, "nothing of a run that has ended is called"
+
+    asyncio.run(scenario())
+
+
+def test_a_host_that_ends_during_a_call_is_missed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call would only end by its deadline."""
+    monkeypatch.setattr(job_hosts, "BEAT_S", 0.005)
+    monkeypatch.setattr(job_hosts, "LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        launcher = ProcessLauncher(kind="process")
+        hosts = JobHosts(launcher, "test", tmp_path, TimeoutSection(host_s=50.0))
+        process = await asyncio.create_subprocess_exec("sleep", "600")
+        agent = Agent()
+        agent.is_cut_off = True
+        hosts._hosts = {
+            HostRole.TRAINER: [
+                dataclasses.replace(HOSTS[2], agent=cast(HostAgent, agent), worker_pid=process.pid)
+            ]
+        }
+        watching = asyncio.create_task(hosts.watch())
+        async with asyncio.timeout(10):
+            while not agent.num_beats:
+                await asyncio.sleep(0.01)
+            process.kill()
+            await process.wait()
+            with pytest.raises(HostLost, match=r"trainer-2 .* is lost: its process has ended"):
+                await watching
 
     asyncio.run(scenario())
 
