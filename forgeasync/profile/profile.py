@@ -52,8 +52,8 @@ class Setup(Section):
     """Tokens in a block of an engine's KV cache; only whole blocks of a prompt are shared."""
 
 
-LEAST_SHARED = 0.25
-"""See ``Cores.crowding``."""
+MOST_CROWDING = 1.0
+"""Largest ``Cores.crowding``: with more, what was measured was noise."""
 
 
 class Cores(Section):
@@ -68,30 +68,12 @@ class Cores(Section):
     generator: float = Field(ge=0.0, le=65536.0)
     scorer: float = Field(ge=0.0, le=65536.0)
     """One response that is being scored."""
-    crowded_speed: float = Field(default=1.0, gt=0.0, le=1.0)
-    """What a second of a core brings one engine beside the trainer, as a share of what it brings the engine
-    alone: where cores are short, others have used its caches meanwhile."""
+    crowding: float = Field(default=0.0, ge=0.0, le=MOST_CROWDING)
+    """How much more processor time a proc takes for the same, by the share of time that others have its core:
+    they use its caches meanwhile. With 0.5 it takes 1.25 times as much where others have the half."""
     trainer_share: float = Field(default=1.0, gt=0.0, le=1.0)
     """How fast the trainer computes where cores are short, by the share of them that others get. Its ranks
     wait for each other many times a step, and each for a core: they get less of the cores than others."""
-
-    def crowding(self, num_cores: int) -> float:
-        """How much more processor time a proc takes for the same, by the share of time that others have its
-        core.
-
-        Known from ``crowded_speed``, which is that of one engine beside the trainer on ``num_cores`` cores.
-        Where that had its core nearly all the time, nothing follows for less: ``LEAST_SHARED`` is the least
-        share of time that ``crowded_speed`` is taken to stand for.
-        """
-        return (1.0 / self.crowded_speed - 1.0) / max(LEAST_SHARED, 1.0 - self._share(num_cores))
-
-    def speed_beside_trainer(self, num_cores: int) -> float:
-        """What a second of a core brings beside the trainer by ``crowding``: ``crowded_speed``, or more."""
-        return 1.0 / (1.0 + self.crowding(num_cores) * (1.0 - self._share(num_cores)))
-
-    def _share(self, num_cores: int) -> float:
-        """Share of time that an engine beside the trainer has its core."""
-        return min(1.0, num_cores / max(1e-9, self.generator + self.trainer_share * self.trainer))
 
 
 class DecodePoint(Section):

@@ -64,8 +64,8 @@ class LoopTimes:
     def rest_s(self, *, controller_s: float, speed: float) -> float:
         """Processor seconds for each response besides ``controller_s``, with cores to themselves.
 
-        ``speed`` is what a second of a core brought when the steps were made, beside engines and trainer
-        (``Cores.speed_beside_trainer``).
+        ``speed`` is what a second of a core brought when the steps were made, beside engines, scorers and
+        trainer.
         """
         return max(0.0, self.response_s * speed - controller_s)
 

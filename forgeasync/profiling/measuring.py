@@ -1,5 +1,6 @@
 """One profile: every part of a run timed in turn, while the others have nothing to do."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Cores, Origin, Profile, Setup
+from forgeasync.profiling.engine_loads import EngineLoads
 from forgeasync.profiling.engine_rest import Load, engine_rest
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
@@ -40,11 +42,11 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     sample_groups,
     sample_until_known,
+    score_until,
     time_scoring,
 )
 from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
 from forgeasync.profiling.step_times import step_cases, time_steps, train_beside
-from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
@@ -61,6 +63,9 @@ FIRST_GROUP = 1_000_000
 
 ALONE_S = 15.0
 """No other group is sampled alone after so long."""
+
+MIN_CORES = 1e-3
+"""An engine on a GPU may keep next to no core busy."""
 
 MAX_OTHER_LOAD = 0.1
 """Share of the machine's cores that others may take without a word."""
@@ -110,23 +115,26 @@ async def measure(
     engine_cores = of_engine.passed_s() / (time.perf_counter() - decode_start_s)
 
     console.phase("sampling groups until their lengths are known")
-    of_engines = ProcessorTime(_pids(procs, "generator"))
+    of_engines = EngineLoads(
+        roles.generators.pool, _pids(procs, "generator"), engine_cores=max(MIN_CORES, engine_cores)
+    )
     of_scorers.passed_s()
     controller_start_s = time.process_time()
+    await of_engines.begin()
     tasks, numbers = _batches(prepared), itertools.count(FIRST_GROUP)
     # Only the first batch has its arrays still.
     batches = await _sample(prepared, roles, tasks, numbers)
     sampled, all_sampled = batches[0], list(itertools.chain.from_iterable(batches))
     num_responses = sum(len(one.group.rollouts) for one in all_sampled)
     controller_s = (time.process_time() - controller_start_s) / num_responses
-    engines_s, scorers_s = of_engines.passed_s(), of_scorers.passed_s()
+    scorers_s = of_scorers.passed_s()
+    loads = [await of_engines.end(batches)]
     lengths = lengths_by_source(all_sampled)
-    loads = [Load(batches=batches, computed_s=engines_s)]
     has_gpus = torch.cuda.is_available()
     if not has_gpus:
         console.phase("sampling one group after the other")
-        alone = await _sample_alone(prepared, roles, tasks, numbers, console)
-        loads.append(Load(batches=alone, computed_s=of_engines.passed_s()))
+        await of_engines.begin()
+        loads.append(await of_engines.end(await _sample_alone(prepared, roles, tasks, numbers, console)))
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
@@ -150,14 +158,13 @@ async def measure(
     call_s = await _time_calls(roles, engine.actor)
     trainer_share = 1.0
     if not has_gpus:
-        console.phase("timing optimizer steps beside an engine")
+        console.phase("timing optimizer steps beside an engine and scorers")
         crowded, trainer_share = await _crowd(
             prepared,
             roles,
-            groups,
+            sampled,
             lambda: _sample_alone(prepared, roles, tasks, numbers, console),
             of_engines,
-            engine_cores=engine_cores,
             first_step=config.max_steps + 1 + num_steps,
         )
     console.end_phase()
@@ -213,11 +220,15 @@ def _with_rest(
         shares_prefixes=False,
     )
     rest = engine_rest(loads, crowded, cost, num_replicas=profile.setup.num_replicas)
-    cores = profile.cores.model_copy(update={"crowded_speed": rest.crowded_speed})
-    speed = cores.speed_beside_trainer(profile.hardware.num_cores)
+    # Controller and scorers were measured beside the engines of the first load.
+    speed = loads[0].speed(rest.crowding)
+    controller_s = profile.controller_s.mean * speed
+    loops_s = loops.rest_s(controller_s=controller_s, speed=crowded.speed(rest.crowding))
+    cores = {"crowding": rest.crowding, "scorer": profile.cores.scorer * speed}
     found = {
-        "cores": cores,
-        "loops_s": Estimate.of([loops.rest_s(controller_s=profile.controller_s.mean, speed=speed)]),
+        "cores": profile.cores.model_copy(update=cores),
+        "controller_s": Estimate.of([controller_s]),
+        "loops_s": Estimate.of([loops_s]),
         "step_rest_s": Estimate.of([rest.step_s]),
         "response_s": Estimate.of([rest.response_s]),
     }
@@ -298,28 +309,31 @@ async def _free(roles: Roles, sampled: Sequence[Sampled]) -> None:
 async def _crowd(
     prepared: Prepared,
     roles: Roles,
-    groups: Sequence[Group],
+    scored: Sequence[Sampled],
     sample: Callable[[], Awaitable[list[list[Sampled]]]],
-    of_engines: ProcessorTime,
+    of_engines: EngineLoads,
     *,
-    engine_cores: float,
     first_step: int,
 ) -> tuple[Load, float]:
-    """Sample beside a trainer that makes steps; return the load and ``Cores.trainer_share``."""
-    busy_s = await _busy_s(roles)
-    of_engines.passed_s()
-    sampled, times_longer = await train_beside(
-        prepared.config, roles.trainer, groups, sample, first_step=first_step
+    """Sample beside a trainer that makes steps and scorers that score; return the load and
+    ``Cores.trainer_share``."""
+
+    async def sample_beside_scorers() -> Load:
+        # The trainer has made its steps alone by now.
+        done = asyncio.Event()
+        await of_engines.begin()
+        scoring = asyncio.create_task(score_until(done, roles.scorer, scored))
+        try:
+            return await of_engines.end(await sample())
+        finally:
+            done.set()
+            await scoring
+
+    groups = [one.group for one in scored]
+    load, times_longer = await train_beside(
+        prepared.config, roles.trainer, groups, sample_beside_scorers, first_step=first_step
     )
-    load = Load(batches=sampled, computed_s=of_engines.passed_s())
-    engine_share = load.computed_s / (await _busy_s(roles) - busy_s) / engine_cores
-    return load, min(1.0, 1.0 / times_longer / engine_share)
-
-
-async def _busy_s(roles: Roles) -> float:
-    """Return the seconds in which engines have had sequences, of all engines together."""
-    replicas = roles.generators.pool.replicas
-    return sum([(await one.actor.stats.call_one()).busy_s for one in replicas])
+    return load, min(1.0, 1.0 / times_longer / load.core_share)
 
 
 def _batches(prepared: Prepared) -> Iterator[list[Task]]:

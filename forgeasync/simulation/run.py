@@ -50,7 +50,7 @@ class RunSimulation:
         num_cores = profile.hardware.num_cores * run.num_generator_hosts
         self.clock = Clock(
             num_cores,
-            crowding=profile.cores.crowding(profile.hardware.num_cores),
+            crowding=profile.cores.crowding,
             lockstep_share=profile.cores.trainer_share,
         )
         self._draws = Draws(run, profile)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from forgeasync.profile.profile import Cores
 from forgeasync.simulation.clock import Clock
 
 
@@ -66,21 +65,6 @@ def test_sharing_itself_costs_something() -> None:
     assert _ends(1, [(1.0, 1.0)] * 3, crowding=0.5) == pytest.approx([4.0] * 3)
     assert _ends(2, [(1.0, 1.0), (3.0, 1.0)], crowding=0.5) == pytest.approx([1.0, 3.0])
     assert _ends(1, [(2.0, 1.0), (1.0, 0.0)], crowding=0.5) == pytest.approx([2.0, 1.0])
-
-
-def test_what_sharing_costs_comes_from_an_engine_beside_the_trainer() -> None:
-    """The engine wants a core and the trainer's ranks one in all: these have half of a single one."""
-    cores = Cores(trainer=2.0, generator=1.0, scorer=0.1, crowded_speed=0.8, trainer_share=0.5)
-    assert cores.crowding(1) == pytest.approx(0.5) and cores.speed_beside_trainer(1) == pytest.approx(0.8)
-    assert cores.crowding(2) == pytest.approx(1.0), "enough for both: it says no more than for a quarter"
-    assert cores.speed_beside_trainer(2) == 1.0
-    clock = Clock(1, crowding=cores.crowding(1), lockstep_share=0.5)
-    ends: list[float] = []
-    clock.compute(0.4, 1.0, lambda: ends.append(clock.now_s))
-    clock.compute_in_lockstep(10.0, 2.0, lambda: None)
-    while clock.step():
-        pass
-    assert ends == pytest.approx([1.0]), "half of the core for 1 s, which brings 0.8 of that"
 
 
 def test_one_proc_that_wants_more_cores_than_there_are_is_slow() -> None:
