@@ -61,8 +61,8 @@ NUM_CALLS = 20
 FIRST_GROUP = 1_000_000
 """Number of the first group that is sampled here: none of the loops had such a number."""
 
-ALONE_S = 15.0
-"""No other group is sampled alone after so long."""
+LOAD_S = 15.0
+"""No further groups are sampled for a load after so long."""
 
 MIN_CORES = 1e-3
 """An engine on a GPU may keep next to no core busy."""
@@ -134,7 +134,8 @@ async def measure(
     if not has_gpus:
         console.phase("sampling one group after the other")
         await of_engines.begin()
-        loads.append(await of_engines.end(await _sample_alone(prepared, roles, tasks, numbers, console)))
+        one_by_one = ([task] for task in itertools.chain.from_iterable(tasks))
+        loads.append(await of_engines.end(await _sample_load(prepared, roles, one_by_one, numbers, console)))
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
@@ -163,7 +164,7 @@ async def measure(
             prepared,
             roles,
             sampled,
-            lambda: _sample_alone(prepared, roles, tasks, numbers, console),
+            lambda: _sample_load(prepared, roles, tasks, numbers, console),
             of_engines,
             first_step=config.max_steps + 1 + num_steps,
         )
@@ -272,23 +273,23 @@ async def _sample(
     return await sample_until_known(sample, partial(_free, roles))
 
 
-async def _sample_alone(
+async def _sample_load(
     prepared: Prepared,
     roles: Roles,
     batches: Iterator[list[Task]],
     numbers: Iterator[int],
     console: StepConsole,
 ) -> list[list[Sampled]]:
-    """Sample and score groups one after the other: in steps with few sequences, unlike whole batches.
+    """Sample and score batches one after the other, for ``LOAD_S``.
 
     Raises:
         NotProfiled: not one could be sampled and scored.
     """
     found, problems, seed = list[list[Sampled]](), list[NotProfiled](), prepared.config.seed
-    end_s = time.perf_counter() + ALONE_S
-    for task in itertools.chain.from_iterable(batches):
+    end_s = time.perf_counter() + LOAD_S
+    for tasks in batches:
         try:
-            found.append(await sample_groups(roles.groups, roles.scorer, [task], numbers=numbers, seed=seed))
+            found.append(await sample_groups(roles.groups, roles.scorer, tasks, numbers=numbers, seed=seed))
         except NotProfiled as problem:
             problems.append(problem)
         else:
@@ -298,7 +299,7 @@ async def _sample_alone(
     if not found:
         raise problems[0]
     if problems:
-        console.message(f"{len(problems)} groups are left out; the first: {problems[0]}")
+        console.message(f"{len(problems)} times no group could be sampled; first {problems[0]}")
     return found
 
 
