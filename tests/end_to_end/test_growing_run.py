@@ -2,13 +2,14 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from forgeasync.config.load import dump_config
-from forgeasync.prediction.record import read_prediction
+from forgeasync.prediction.record import PredictionRecord, read_prediction
 from forgeasync.profile.profile_file import write_profile
 from forgeasync.tracing.lanes import shares
 from forgeasync.tracing.states import State
@@ -22,7 +23,19 @@ from tests.support.traces import read_traces
 def has_computed(run_dir: Path, generator: str) -> bool:
     """Whether this generator has had sequences to decode, by its trace."""
     lanes = read_traces(run_dir).get(generator, [])
-    return any(shares([lane], lane.begin_s, lane.end_s)[State.COMPUTING] > 0.0 for lane in lanes)
+    return any(shares([lane], lane.begin_s, lane.end_s).get(State.COMPUTING) for lane in lanes)
+
+
+def until_grown(run_dir: Path, process: subprocess.Popen[str]) -> PredictionRecord:
+    """Wait until the second generator decodes and the run with it was predicted; returns the predictions."""
+    end_s = time.monotonic() + DEADLINE_S
+    while True:
+        record = read_prediction(run_dir / "prediction.json")
+        if record is not None and record.newest.num_replicas == 2 and has_computed(run_dir, "generator-1"):
+            return record
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s, "no generator was added that decodes"
+        time.sleep(1.0)
 
 
 @pytest.mark.exhaustive
@@ -40,14 +53,13 @@ def test_a_run_adds_a_generator_by_itself(tmp_path: Path) -> None:
         "max_off_policy_steps=2",
         f"prediction={{profile: {profile}, max_replicas: 2}}",
     )
-    end_s = time.monotonic() + DEADLINE_S
-    while True:
-        record = read_prediction(run_dir / "prediction.json")
-        if record is not None and record.newest.num_replicas == 2 and has_computed(run_dir, "generator-1"):
-            break
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end_s, "no generator was added that decodes"
-        time.sleep(1.0)
+    try:
+        record = until_grown(run_dir, process)
+    except BaseException:
+        # Else it would never end.
+        process.kill()
+        finish(process)
+        raise
     os.killpg(process.pid, signal.SIGINT)
     code, out, err = finish(process)
     assert code == 130, err
