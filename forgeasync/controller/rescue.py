@@ -107,10 +107,12 @@ class Rescue:
     async def _from_shared_memory(self) -> str:
         if self.staged is None:
             raise LookupError("no version was published yet")
-        await asyncio.to_thread(self._write_staged, self.staged)
-        return f"the weights of step {self.staged.manifest.version}, as published, are in {self.folder}"
+        if await asyncio.to_thread(self._write_staged, self.staged):
+            return f"the weights of step {self.staged.manifest.version}, as published, are in {self.folder}"
+        return f"the trainer's newest weights, exported after its deadline, are in {self.folder}"
 
-    def _write_staged(self, staged: StagedWeights) -> None:
+    def _write_staged(self, staged: StagedWeights) -> bool:
+        """Write a published version; False if the trainer has written its own meanwhile, which is newer."""
         version = StagedVersion(staged)
         # The trainer may still be at work on a folder of the final name.
         folder = self.folder.with_name(LAST_PUBLISHED)
@@ -124,7 +126,14 @@ class Rescue:
             from forgeasync.trainer.lora_checkpoint import write_folder
 
             write_folder(dict(version.tensors()), self.facts, self.lora, folder, source=self.source)
-        folder.rename(self.folder)
+        try:
+            folder.rename(self.folder)
+        except OSError:
+            if not self.folder.is_dir():
+                raise
+            shutil.rmtree(folder)
+            return False
+        return True
 
 
 class RescuedRun(Protocol):

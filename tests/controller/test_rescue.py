@@ -172,6 +172,23 @@ def test_what_was_published_takes_its_place(
     assert (last / "config.json").exists() and [path.name for path in last.parent.iterdir()] == ["last"]
 
 
+def test_a_trainer_that_is_late_has_saved_its_weights_all_the_same(
+    tmp_path: Path, staged: StagedWeights
+) -> None:
+    """It goes on after its deadline, and is done before what was published is written."""
+
+    async def is_late(folder: Path) -> int:
+        folder.mkdir()
+        (folder / "of the trainer").touch()
+        raise DeadlineExceeded("exporting the newest weights took longer than 1 s")
+
+    words = save(make_rescue(tmp_path, is_late, staged))
+    last = tmp_path / "checkpoints" / "last"
+    assert words == f"the trainer's newest weights, exported after its deadline, are in {last}"
+    assert [path.name for path in last.iterdir()] == ["of the trainer"]
+    assert [path.name for path in last.parent.iterdir()] == ["last"], "of what was published nothing is left"
+
+
 def test_where_nothing_can_be_saved_the_newest_checkpoint_is_named(tmp_path: Path) -> None:
     rescue = make_rescue(tmp_path, _refuses, None)
     assert "values that are nan, no version was published yet); there is no checkpoint" in save(rescue)
