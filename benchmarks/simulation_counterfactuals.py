@@ -30,6 +30,7 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.profile.numbers import Distribution
 from forgeasync.profile.profile import Profile
 from forgeasync.profile.profile_file import read_profile
+from forgeasync.scoring.reward_pool import CALLS_SIDE_BY_SIDE
 from forgeasync.simulation.shape import SimulatedRun, of_config
 from forgeasync.simulation.what_if import what_if
 
@@ -37,9 +38,6 @@ CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 
 MAX_ERROR = 0.15
 """Share by which a predicted gain may be off."""
-
-FAR_PLACES = 256
-"""Calls that one process of an async reward has at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +162,7 @@ def simulated(scenario: Scenario, settings: Sequence[str], profile: Profile) -> 
     if not scenario.sleep_s:
         return run, profile
     if scenario.is_far:
-        run = replace(run, scorer=run.scorer.model_copy(update={"num_workers": FAR_PLACES}))
+        run = replace(run, scorer=run.scorer.model_copy(update={"num_workers": CALLS_SIDE_BY_SIDE}))
     busy_s = profile.score_s.mean.mean
     score_s = scenario.sleep_s + busy_s
     cores = profile.cores.model_copy(update={"scorer": profile.cores.scorer * busy_s / score_s})
