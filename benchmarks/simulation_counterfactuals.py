@@ -89,14 +89,14 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "synchronous": Scenario(overrides=(_bound(0),), cure="max_off_policy_steps 1", cured_by=(_bound(1),)),
     "far scorer, synchronous": Scenario(
-        overrides=(_bound(0), "scorer.num_workers=1"),
+        overrides=(_bound(0), "scorer.num_workers=4"),
         sleep_s=2.0,
         is_far=True,
         cure="max_off_policy_steps 1",
         cured_by=(_bound(1),),
     ),
     "far scorer, bound 1": Scenario(
-        overrides=(_bound(1), "scorer.num_workers=1"),
+        overrides=(_bound(1), "scorer.num_workers=4"),
         sleep_s=4.0,
         is_far=True,
         cure="max_off_policy_steps 2",
@@ -108,7 +108,7 @@ SCENARIOS: dict[str, Scenario] = {
         cured_by=("buffer.max_groups=48",),
     ),
     "few in flight, far scorer": Scenario(
-        overrides=(_bound(4), "buffer.max_groups=null", "buffer.max_in_flight=24", "scorer.num_workers=1"),
+        overrides=(_bound(4), "buffer.max_groups=null", "buffer.max_in_flight=24", "scorer.num_workers=4"),
         sleep_s=3.0,
         is_far=True,
         cure="a buffer twice as large",
@@ -162,7 +162,8 @@ def simulated(scenario: Scenario, settings: Sequence[str], profile: Profile) -> 
     if not scenario.sleep_s:
         return run, profile
     if scenario.is_far:
-        run = replace(run, scorer=run.scorer.model_copy(update={"num_workers": CALLS_SIDE_BY_SIDE}))
+        num_calls = run.scorer.num_workers * CALLS_SIDE_BY_SIDE
+        run = replace(run, scorer=run.scorer.model_copy(update={"num_workers": num_calls}))
     busy_s = profile.score_s.mean.mean
     score_s = scenario.sleep_s + busy_s
     cores = profile.cores.model_copy(update={"scorer": profile.cores.scorer * busy_s / score_s})
