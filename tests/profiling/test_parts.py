@@ -157,19 +157,28 @@ def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch
     assert lengths_are_known(everything) and not lengths_are_known(everything[:-8])
 
 
-def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> None:
-    """6 prompt tokens for each response, then as many steps as the longest has, but for its first token."""
-    cost = EngineCost(
-        decode=DecodeTable([DecodePoint(num_running=1, num_context_tokens=0, step_s=Estimate.stated(0.01))]),
-        prefill_s_per_token=0.001,
+def engine_cost(
+    *, step_s: float, prefill_s: float, cores: float, step_rest_s: float, response_s: float
+) -> EngineCost:
+    """An engine whose steps all take as long, with room for everything."""
+    return EngineCost(
+        decode=DecodeTable(
+            [DecodePoint(num_running=1, num_context_tokens=0, step_s=Estimate.stated(step_s))]
+        ),
+        prefill_s_per_token=prefill_s,
         kv_block_tokens=128,
-        step_rest_s=7.0,
-        response_s=9.0,
+        step_rest_s=step_rest_s,
+        response_s=response_s,
         max_num_seqs=64,
         max_kv_tokens=10**6,
-        cores=0.5,
+        cores=cores,
         shares_prefixes=False,
     )
+
+
+def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> None:
+    """6 prompt tokens for each response, then as many steps as the longest has, but for its first token."""
+    cost = engine_cost(step_s=0.01, prefill_s=0.001, cores=0.5, step_rest_s=7.0, response_s=9.0)
     together = [plain(make_group(3, 5), make_group(4, 9, number=1)), plain(make_group(21))]
     alone = [plain(make_group(21, 3)), plain(make_group(11))]
     known_s = (4 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
@@ -215,17 +224,7 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
 
 def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
     """With a crowding of 0.5 it took 1.1 times as much as alone, one with half of its cores 1.25."""
-    cost = EngineCost(
-        decode=DecodeTable([DecodePoint(num_running=1, num_context_tokens=0, step_s=Estimate.stated(0.1))]),
-        prefill_s_per_token=0.0,
-        kv_block_tokens=128,
-        step_rest_s=0.0,
-        response_s=0.0,
-        max_num_seqs=64,
-        max_kv_tokens=10**6,
-        cores=1.0,
-        shares_prefixes=False,
-    )
+    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
     batches = [plain(make_group(11))]
     # 10 steps, and 1 s for the response: 2 s alone.
     load = Load(batches=batches, computed_s=2.0 * 1.1, core_share=0.8)
