@@ -19,6 +19,8 @@ from tests.support.runs import tiny_config
 
 GROUPS_PER_STEP = 4
 MAX_AGE = 1
+REPORTS_S = 3.0
+"""A worker's counts, which it reports once a second, have reached the controller after so long."""
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +94,11 @@ async def use(process: "subprocess.Popen[str]", run_dir: Path) -> People:
         for method, path in (("POST", "/feedback"), ("DELETE", "")):
             path = f"/sessions/{first['id']}{path}"
             assert (await people.request(method, path, second["api_key"], {"score": 1}))[0] == 401
-        # The worker reports once a second.
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(REPORTS_S)
         for session, text in zip(tickets, said, strict=False):
             await people.judge(session, float(len(set(text))))
+        # Two steps train on these; the third needs visitors, and its metrics have what was reported by then.
+        await asyncio.sleep(REPORTS_S)
         onlooker = others[-1]
         visitors = [asyncio.create_task(people.keep_coming(number)) for number in range(4)]
         path, ask = f"/sessions/{onlooker['id']}/v1/models", onlooker["api_key"]
