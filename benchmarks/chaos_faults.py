@@ -88,12 +88,12 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "trainer": (*DEADLY, Kind.SIGSTOP, *MESSAGES, *COLLECTIVES),
     "buffer": (*DEADLY, Kind.SIGSTOP, *MESSAGES),
     TEACHER: (*DEADLY, Kind.SIGSTOP, *MESSAGES),
-    CONTROLLER: (*DEADLY, Kind.EVERYTHING),
+    CONTROLLER: (*DEADLY, Kind.SIGSTOP, Kind.EVERYTHING),
     STORAGE: DISKS,
     HOST: (Kind.SIGKILL,),
 }
-"""What can be injected, by role as ``procs.json`` names it. A controller that was stopped would be noticed by
-nobody."""
+"""What can be injected, by role as ``procs.json`` names it. A controller that is stopped is noticed by its
+supervisor."""
 
 CLUSTER_KINDS: Mapping[str, Sequence[Kind]] = {
     HOST: (

@@ -1,5 +1,6 @@
 """Starts a run's procs to be timed, and writes their profile."""
 
+import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -54,9 +55,10 @@ def profile_config(config: RunConfig, out: Path | None, make_loops: MakeLoops) -
 
 def _why_not_written(out: Path) -> str | None:
     """Return what is wrong with the name of a file to be written; None: nothing."""
-    if not out.parent.is_dir():
+    # Path.is_dir raises for names that are too long.
+    if not os.path.isdir(out.parent):
         return "its folder does not exist; must be a file in a folder that does"
-    if out.is_dir():
+    if os.path.isdir(out):
         return "is a folder; must be a file"
     partial = partial_of(out)
     try:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -9,11 +10,39 @@ from forgeasync.config.load import dump_config
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.profile.profile import Origin
 from forgeasync.profile.profile_file import read_profile
+from forgeasync.profiling.command import profile_config
+from forgeasync.schema.problems import ConfigError, Problem
 from forgeasync.simulation.run import simulate
 from forgeasync.simulation.shape import of_config
 from tests.support.app_runs import finish, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
+
+
+def no_loops(*_: object) -> NoReturn:
+    raise AssertionError("nothing starts")
+
+
+@pytest.mark.parametrize(
+    ("out", "remedy"),
+    [
+        (".", "is a folder; must be a file"),
+        ("missing/profile.json", "its folder does not exist; must be a file in a folder that does"),
+        (
+            "n" * 300 + ".json",
+            "cannot be written: File name too long; must be a file in a folder that can be written",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, out: str, remedy: str
+) -> None:
+    config = tiny_config(tmp_path / "model")
+    with pytest.raises(ConfigError) as refused:
+        profile_config(config, tmp_path / out, no_loops)
+    (problem,) = refused.value.problems
+    assert problem == Problem(field="--out", value=str(tmp_path / out), remedy=remedy)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive
