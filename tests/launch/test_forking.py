@@ -384,13 +384,26 @@ except (ConnectionResetError, BrokenPipeError):
 
 
 def test_a_server_is_for_the_environment_that_it_has_imported_with(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert server.can_be_used
     monkeypatch.setenv("FORGEASYNC_ANYTHING", "1")
     assert server.can_be_used, "no import reads it"
+    assert not caplog.messages
     monkeypatch.setenv("HF_HOME", "/elsewhere")
     assert not server.can_be_used
+    assert caplog.messages == ["procs are forked from a new server: these variables differ: HF_HOME"]
+
+
+def test_imports_that_do_not_end_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "IMPORT_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0{MARK}-{ImportSet.COMMON}")
+        silent.listen(1)
+        ForkServer(MARK).wait(ImportSet.COMMON)
+    assert caplog.messages == [f"the imports of {ImportSet.COMMON} procs have not ended after 0 s"]
 
 
 def test_a_server_that_was_given_is_used(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
