@@ -59,8 +59,8 @@ MOST_CROWDING = 1.0
 class Cores(Section):
     """Cores that a proc keeps busy while it computes; 0: it computes elsewhere, as on a GPU.
 
-    Where the procs of one host want more than ``hardware.num_cores`` at once, all of them slow down alike.
-    Those of the trainer slow down more.
+    Where the procs of one host want more than ``hardware.num_cores`` at once, all of them get as much less as
+    another. Those of the trainer get less than that.
     """
 
     trainer: float = Field(ge=0.0, le=65536.0)
@@ -72,8 +72,8 @@ class Cores(Section):
     """How much more processor time a proc takes for the same, by the share of time that others have its core:
     they use its caches meanwhile. With 0.5 it takes 1.25 times as much where others have the half."""
     trainer_share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """How fast the trainer computes where cores are short, by the share of them that others get. Its ranks
-    wait for each other many times a step, and each for a core: they get less of the cores than others."""
+    """How much of the cores the trainer gets where they are short, by what others get. Its ranks wait for
+    each other many times a step, and each for a core: they get less of the cores than others."""
 
 
 class DecodePoint(Section):

@@ -50,6 +50,7 @@ from forgeasync.profiling.step_times import step_cases, time_steps, train_beside
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
+from forgeasync.simulation.clock import share_of_speed
 from forgeasync.simulation.engine import engine_cost
 from forgeasync.tracing.lanes import Lane
 from forgeasync.tracing.proc_trace import SUFFIX
@@ -157,10 +158,9 @@ async def measure(
         first_step=config.max_steps + 1,
     )
     call_s = await _time_calls(roles, engine.actor)
-    trainer_share = 1.0
     if not has_gpus:
         console.phase("timing optimizer steps beside an engine and scorers")
-        crowded, trainer_share = await _crowd(
+        crowded, times_longer = await _crowd(
             prepared,
             roles,
             sampled,
@@ -185,7 +185,6 @@ async def measure(
             trainer=0.0 if has_gpus else steps.cores,
             generator=0.0 if has_gpus else engine_cores,
             scorer=scorers_s / (num_responses * score_s.mean.mean),
-            trainer_share=trainer_share,
         ),
         decode=decode,
         prefill_tokens_per_s=prefill,
@@ -206,14 +205,22 @@ async def measure(
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
-    return profile if has_gpus else _with_rest(profile, limits, loads, crowded, loops)
+    return profile if has_gpus else _with_rest(profile, limits, loads, crowded, times_longer, loops)
 
 
 def _with_rest(
-    profile: Profile, limits: EngineLimits, loads: Sequence[Load], crowded: Load, loops: LoopTimes
+    profile: Profile,
+    limits: EngineLimits,
+    loads: Sequence[Load],
+    crowded: Load,
+    times_longer: float,
+    loops: LoopTimes,
 ) -> Profile:
     """Return the profile with what engines needed for loads besides its steps and prompts, and with what
-    sharing cores costs, here and in the loops."""
+    sharing cores costs, here and in the loops.
+
+    Beside the load ``crowded`` a step of the trainer took so many ``times_longer``.
+    """
     cost = engine_cost(
         profile,
         max_num_seqs=limits.max_num_seqs,
@@ -225,7 +232,12 @@ def _with_rest(
     speed = loads[0].speed(rest.crowding)
     controller_s = profile.controller_s.mean * speed
     loops_s = loops.rest_s(controller_s=controller_s, speed=crowded.speed(rest.crowding))
-    cores = {"crowding": rest.crowding, "scorer": profile.cores.scorer * speed}
+    of_trainer = share_of_speed(min(1.0, 1.0 / times_longer), rest.crowding)
+    cores = {
+        "crowding": rest.crowding,
+        "scorer": profile.cores.scorer * speed,
+        "trainer_share": min(1.0, of_trainer / crowded.core_share),
+    }
     found = {
         "cores": profile.cores.model_copy(update=cores),
         "controller_s": Estimate.of([controller_s]),
@@ -316,8 +328,8 @@ async def _crowd(
     *,
     first_step: int,
 ) -> tuple[Load, float]:
-    """Sample beside a trainer that makes steps and scorers that score; return the load and
-    ``Cores.trainer_share``."""
+    """Sample beside a trainer that makes steps and scorers that score; return the load, and how many times
+    longer than alone the steps took."""
 
     async def sample_beside_scorers() -> Load:
         # The trainer has made its steps alone by now.
@@ -331,10 +343,9 @@ async def _crowd(
             await scoring
 
     groups = [one.group for one in scored]
-    load, times_longer = await train_beside(
+    return await train_beside(
         prepared.config, roles.trainer, groups, sample_beside_scorers, first_step=first_step
     )
-    return load, min(1.0, 1.0 / times_longer / load.core_share)
 
 
 def _batches(prepared: Prepared) -> Iterator[list[Task]]:

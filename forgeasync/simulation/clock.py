@@ -54,6 +54,19 @@ class Timeline:
         return self._events[0][2] if self._events else None
 
 
+def crowded_speed(core_share: float, crowding: float) -> float:
+    """How fast a proc goes on that has its cores for a share of the time, and others for the rest.
+
+    ``crowding`` is ``Cores.crowding``.
+    """
+    return core_share / (1.0 + crowding * (1.0 - core_share))
+
+
+def share_of_speed(speed: float, crowding: float) -> float:
+    """The ``core_share`` with which a proc goes on so fast: the inverse of ``crowded_speed``."""
+    return speed * (1.0 + crowding) / (1.0 + speed * crowding)
+
+
 class Clock:
     """The timelines, and which of them an activity belongs to."""
 
@@ -118,7 +131,8 @@ class Clock:
         # What procs in lockstep do not get is for the others, and what these do not want for the former.
         each = min(1.0, self._num_cores / (self._wanted + self._share * self._wanted_in_lockstep))
         left = (self._num_cores - self._wanted) / self._wanted_in_lockstep if each == 1.0 else 0.0
-        return each / (1.0 + self._crowding * (1.0 - each)), max(self._share * each, left)
+        shares = each, max(self._share * each, left)
+        return crowded_speed(shares[0], self._crowding), crowded_speed(shares[1], self._crowding)
 
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forgeasync.simulation.clock import Clock
+from forgeasync.simulation.clock import Clock, crowded_speed, share_of_speed
 
 
 def _ends(num_cores: int, works: list[tuple[float, float]], *, crowding: float = 0.0) -> list[float]:
@@ -65,6 +65,32 @@ def test_sharing_itself_costs_something() -> None:
     assert _ends(1, [(1.0, 1.0)] * 3, crowding=0.5) == pytest.approx([4.0] * 3)
     assert _ends(2, [(1.0, 1.0), (3.0, 1.0)], crowding=0.5) == pytest.approx([1.0, 3.0])
     assert _ends(1, [(2.0, 1.0), (1.0, 0.0)], crowding=0.5) == pytest.approx([2.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("lockstep_share", "ends"),
+    [
+        # All have the half: 0.5 / 1.25 of the speed until 1.25 s.
+        (1.0, [1.25, 4.75, 4.75]),
+        # The others have two thirds, 4 / 7 of the speed; the ranks one third, a quarter of it, until 2 s.
+        (0.5, [2.0, 2.0 + 20 / 7, 2.0 + 20 / 7]),
+    ],
+)
+def test_sharing_costs_procs_in_lockstep_as_much(lockstep_share: float, ends: list[float]) -> None:
+    clock = Clock(2, crowding=0.5, lockstep_share=lockstep_share)
+    found = [0.0] * 3
+    clock.compute_in_lockstep(0.5, 2.0, lambda: found.__setitem__(0, clock.now_s))
+    for index in (1, 2):
+        clock.compute(4.0, 1.0, lambda index=index: found.__setitem__(index, clock.now_s))
+    while clock.step():
+        pass
+    assert found == pytest.approx(ends)
+
+
+@pytest.mark.parametrize("crowding", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("core_share", [0.1, 0.5, 1.0])
+def test_a_speed_says_what_share_of_the_cores_it_needs(core_share: float, crowding: float) -> None:
+    assert share_of_speed(crowded_speed(core_share, crowding), crowding) == pytest.approx(core_share)
 
 
 def test_one_proc_that_wants_more_cores_than_there_are_is_slow() -> None:
