@@ -4,10 +4,11 @@
         [--folder DIR]
 
 Measures a profile of the config (`python -m apps.profile`), or reads the one that is given. Then every case
-is simulated and run, one after the other: synchronous and asynchronous, with one to four generators, with
-bounds from 0 to 8, and with responses cut at a quarter of their length. A run's first third is left out, as
-the simulator leaves it out. Prints predicted and measured seconds a step, trained tokens a second, idle
-shares and mean ages, and the median and the worst error; writes DIR/simulation_validation.json.
+is simulated with eight seeds and run, one after the other: synchronous and asynchronous, with one to four
+generators, with bounds from 0 to 8, and with responses cut at a quarter of their length. A run's first third
+is left out, as the simulator leaves it out. Prints predicted and measured seconds a step, trained tokens a
+second, idle shares and mean ages, and the median and the worst error; writes
+DIR/simulation_validation.json.
 
 A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides. With
 a profile that was measured here, a second table has the prediction at the speed that the machine had during
@@ -20,7 +21,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,8 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.prediction.measured import MeasuredWindow
 from forgeasync.profile.profile import Profile
 from forgeasync.profile.profile_file import read_profile
-from forgeasync.simulation.prediction import Prediction
 from forgeasync.simulation.run import simulate
-from forgeasync.simulation.shape import of_config
+from forgeasync.simulation.shape import SimulatedRun, of_config
 
 CASES: dict[str, tuple[str, ...]] = {
     "synchronous": ("max_off_policy_steps=0",),
@@ -64,6 +64,8 @@ QUIET = (
 )
 """Nothing that the simulator does not have; and lengths that stay as the profile has them."""
 
+NUM_SEEDS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
@@ -76,13 +78,11 @@ class Figures:
     mean_age: float
 
 
-def predicted(prediction: Prediction) -> Figures:
+def predicted(run: SimulatedRun, profile: Profile) -> Figures:
+    """Means over runs that differ in what they draw: one of them draws lengths with another mean."""
+    found = [simulate(replace(run, seed=run.seed + number), profile) for number in range(NUM_SEEDS)]
     return Figures(
-        step_s=prediction.step_s,
-        trained_tokens_per_s=prediction.trained_tokens_per_s,
-        trainer_idle_share=prediction.trainer_idle_share,
-        generators_idle_share=prediction.generators_idle_share,
-        mean_age=prediction.mean_age,
+        **{one.name: statistics.fmean(getattr(each, one.name) for each in found) for one in fields(Figures)}
     )
 
 
@@ -115,7 +115,7 @@ def run_case(
     loaded = load_config([str(config)], settings)
     facts = read_model_facts(loaded.model.path)
     loaded = resolve(loaded, facts)
-    expected = predicted(simulate(of_config(loaded, facts, profile, num_steps=num_steps), profile))
+    expected = predicted(of_config(loaded, facts, profile, num_steps=num_steps), profile)
     shutil.rmtree(folder, ignore_errors=True)
     with SpeedProbe() as probe:
         start_app("apps.grpo", config, [*settings, f"run_dir={folder}"])
