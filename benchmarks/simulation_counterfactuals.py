@@ -96,7 +96,7 @@ SCENARIOS: dict[str, Scenario] = {
         cured_by=(_bound(1),),
     ),
     "far scorer, bound 1": Scenario(
-        overrides=(_bound(1), "scorer.num_workers=4"),
+        overrides=(_bound(1), "scorer.num_workers=8"),
         sleep_s=4.0,
         is_far=True,
         cure="max_off_policy_steps 2",

@@ -144,4 +144,7 @@ class HostAgent(Actor):
 
 def _end_host() -> None:
     # The procs of a host end with the process that started them.
-    os.kill(starter_pid(), signal.SIGKILL)
+    worker = starter_pid()
+    # In a pod the worker is process 1, which the kernel lets nobody in the pod kill. SIGINT ends it: Python
+    # handles that one, and Monarch's loop looks for it.
+    os.kill(worker, signal.SIGINT if worker == 1 else signal.SIGKILL)

@@ -102,7 +102,15 @@ class Scorers:
             _, score_s = self._responses[assignment.item]
             self._free[replica] -= 1
             self.busy_s += score_s
-            self._clock.compute(score_s, self._cores, lambda given=assignment: self._scored(given))
+            self._score(score_s, lambda given=assignment: self._scored(given))
+
+    def _score(self, score_s: float, then: Callable[[], None]) -> None:
+        """Wait for what others compute, then compute: only the latter takes longer where cores are short."""
+        computing = min(1.0, self._cores)
+        self._clock.wall.after(
+            (1.0 - computing) * score_s,
+            lambda: self._clock.compute(computing * score_s, max(1.0, self._cores), then),
+        )
 
     def _scored(self, assignment: Assignment) -> None:
         group, _ = self._responses.pop(assignment.item)
