@@ -1,0 +1,42 @@
+"""An agent ends its host's worker where that is process 1, as in a pod."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.procs
+
+WORKER = """
+import os, time
+from monarch.actor import run_worker_loop_forever
+from forgeasync.launch import agent
+if os.fork() == 0:
+    time.sleep(2.0)
+    assert os.getppid() == 1
+    agent._end_host()
+    time.sleep(60.0)
+    print("still here", flush=True)
+    os._exit(0)
+print("waits for the controller", flush=True)
+run_worker_loop_forever(address="tcp://127.0.0.1:0", ca="trust_all_connections")
+"""
+
+
+def can_make_pid_namespaces() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_make_pid_namespaces(), reason="this machine makes no namespaces of processes")
+def test_a_worker_that_is_process_one_is_ended() -> None:
+    ended = subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", WORKER],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode != 0 and "KeyboardInterrupt" in ended.stderr, ended.stderr
+    assert "waits for the controller" in ended.stdout and "still here" not in ended.stdout
