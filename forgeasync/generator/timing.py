@@ -17,6 +17,9 @@ from forgeasync.generator.engine import GeneratorEngine
 from forgeasync.generator.interruption import EPISODE_ARGUMENT, GROUP_ARGUMENT, NO_GROUP, SAMPLE_ARGUMENT
 from forgeasync.generator.reports import DecodeSteps, DecodeTiming, PrefillTiming
 
+MOST_TRIES = 5
+"""Where other processes have the cores, sequences may begin so far apart that they never all decode."""
+
 
 class NothingTimed(RuntimeError):
     """No step of the wanted kind was seen, for instance since the KV cache is too small."""
@@ -31,24 +34,29 @@ async def time_engine(
         NothingTimed: no step had so many sequences that all decoded.
     """
     rng = np.random.default_rng(seed)
-    num_prompts = timing.num_running if isinstance(timing, DecodeTiming) else timing.num_prompts
-    # No two prompts have a prefix in common, or the engine would compute it once.
-    prompts = rng.integers(0, engine.vocab_size, (num_prompts, timing.num_prompt_tokens)).tolist()
+
+    def prompts(num_prompts: int) -> list[list[int]]:
+        # No two prompts have a prefix in common, or the engine would compute it once.
+        return rng.integers(0, engine.vocab_size, (num_prompts, timing.num_prompt_tokens)).tolist()
+
     if isinstance(timing, PrefillTiming):
+        given = prompts(timing.num_prompts)
         start_s = time.perf_counter()
-        await _sample(engine, prompts, sampling, num_tokens=1)
-        return (time.perf_counter() - start_s) / (num_prompts * timing.num_prompt_tokens)
-    load = num_prompts.bit_length()
-    before = engine.stats().decode_steps.get(load, DecodeSteps())
-    await _sample(engine, prompts, sampling, num_tokens=timing.num_steps)
-    after = engine.stats().decode_steps.get(load, DecodeSteps())
-    num_steps = after.num_steps - before.num_steps
-    if not num_steps:
-        raise NothingTimed(
-            f"of {num_prompts} sequences with {timing.num_prompt_tokens} prompt tokens no step decoded one "
-            "token each: generator.kv_cache_gib or generator.max_num_seqs is too small for them"
-        )
-    return (after.took_s - before.took_s) / num_steps
+        await _sample(engine, given, sampling, num_tokens=1)
+        return (time.perf_counter() - start_s) / (timing.num_prompts * timing.num_prompt_tokens)
+    load = timing.num_running.bit_length()
+    for _ in range(MOST_TRIES):
+        before = engine.stats().decode_steps.get(load, DecodeSteps())
+        await _sample(engine, prompts(timing.num_running), sampling, num_tokens=timing.num_steps)
+        after = engine.stats().decode_steps.get(load, DecodeSteps())
+        num_steps = after.num_steps - before.num_steps
+        if num_steps:
+            return (after.took_s - before.took_s) / num_steps
+    raise NothingTimed(
+        f"of {timing.num_running} sequences with {timing.num_prompt_tokens} prompt tokens no step decoded "
+        f"one token each, {MOST_TRIES} times: generator.kv_cache_gib or generator.max_num_seqs is too small "
+        "for them, or other processes have the cores"
+    )
 
 
 async def _sample(
