@@ -100,16 +100,22 @@ COMMANDS: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-def processes_with(mark: str) -> int:
+def pids_with(mark: str) -> set[int]:
     """Processes of the host whose command has a mark; this one's own aside."""
-    found = 0
+    found = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/cmdline", "rb") as file:
-                found += mark.encode() in file.read()
+                if mark.encode() in file.read():
+                    found.add(int(name))
         except OSError:
             continue
     return found
+
+
+def processes_with(mark: str) -> int:
+    """How many there are."""
+    return len(pids_with(mark))
 
 
 async def _largest_lag(stop: asyncio.Event) -> float:
