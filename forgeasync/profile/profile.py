@@ -59,8 +59,8 @@ MOST_CROWDING = 1.0
 class Cores(Section):
     """Cores that a proc keeps busy while it computes; 0: it computes elsewhere, as on a GPU.
 
-    Where the procs of one host want more than ``hardware.num_cores`` at once, all of them get as much less as
-    another. Those of the trainer get less than that.
+    Where the procs of one host want more than ``hardware.num_cores`` at once, all of them get the same share;
+    those of the trainer get less.
     """
 
     trainer: float = Field(ge=0.0, le=65536.0)

@@ -14,7 +14,7 @@ from forgeasync.buffer.decisions import Start
 from forgeasync.profile.fitting import fit_not_negative
 from forgeasync.profile.profile import MOST_CROWDING
 from forgeasync.profiling.sampled_groups import Sampled
-from forgeasync.simulation.clock import Clock
+from forgeasync.simulation.clock import Clock, core_second
 from forgeasync.simulation.draws import DrawnRollout
 from forgeasync.simulation.engine import Engine, EngineCost
 from forgeasync.simulation.groups import SimulatedGroup
@@ -39,7 +39,7 @@ class Load:
 
     def speed(self, crowding: float) -> float:
         """What a second of a core brought, as a share of what it brings a proc that has it to itself."""
-        return 1.0 / (1.0 + crowding * (1.0 - self.core_share))
+        return core_second(self.core_share, crowding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

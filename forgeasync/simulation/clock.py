@@ -54,12 +54,18 @@ class Timeline:
         return self._events[0][2] if self._events else None
 
 
+def core_second(core_share: float, crowding: float) -> float:
+    """What a second of a core brings a proc that has it for a share of the time, by what it brings one alone;
+    ``crowding`` is ``Cores.crowding``."""
+    return 1.0 / (1.0 + crowding * (1.0 - core_share))
+
+
 def crowded_speed(core_share: float, crowding: float) -> float:
     """How fast a proc goes on that has its cores for a share of the time, and others for the rest.
 
     ``crowding`` is ``Cores.crowding``.
     """
-    return core_share / (1.0 + crowding * (1.0 - core_share))
+    return core_share * core_second(core_share, crowding)
 
 
 def share_of_speed(speed: float, crowding: float) -> float:
