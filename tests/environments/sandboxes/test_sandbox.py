@@ -96,11 +96,14 @@ def test_a_cancelled_call_is_killed_and_the_box_goes_on(section) -> None:
 
 def test_a_box_that_is_cancelled_while_it_starts_leaves_nothing() -> None:
     async def run() -> None:
-        for delay_s in (0.0, 0.002, 0.005, 0.01):
-            starting = asyncio.create_task(fa.Sandbox(fa.Bubblewrap(env={"MARK": "x"})).__aenter__())
+        for delay_s in (0.0, 0.001, 0.002, 0.004, 0.006, 0.01):
+            box = fa.Sandbox(fa.Bubblewrap(env={"MARK": "x"}))
+            starting = asyncio.create_task(box.__aenter__())
             await asyncio.sleep(delay_s)
             starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            # In a warm process the last ones may have started by now, and are the caller's to close.
+            if not isinstance((await asyncio.gather(starting, return_exceptions=True))[0], BaseException):
+                await box.close()
         async with fa.Sandbox() as box:
             assert (await box.exec("echo works", timeout_s=20)).stdout == "works\n"
 
