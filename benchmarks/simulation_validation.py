@@ -1,19 +1,20 @@
 """What the simulator predicts against what runs do, from a profile that was taken before.
 
     python benchmarks/simulation_validation.py [--config FILE] [--profile FILE] [--cases NAME ...] [--steps N]
-        [--folder DIR]
+        [--rounds N] [--folder DIR]
 
 Measures a profile of the config (`python -m apps.profile`), or reads the one that is given. Then every case
-is simulated with eight seeds and run, one after the other: synchronous and asynchronous, with one to four
+is simulated with sixteen seeds and run, one after the other: synchronous and asynchronous, with one to four
 generators, with bounds from 0 to 8, and with responses cut at a quarter of their length. A run's first third
 is left out, as the simulator leaves it out. Prints predicted and measured seconds a step, trained tokens a
 second, idle shares and mean ages, and the median and the worst error; writes
 DIR/simulation_validation.json.
 
-A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides. With
-a profile that was measured here, a second table has the prediction at the speed that the machine had during
-each run (``machine_speed.py``): seconds a step are longer by as much as a small loop took longer than during
-the profile.
+A machine that is shared with others is not as fast in one quarter of an hour as in the next. With several
+rounds all of this is done again, profile and runs, with another seed, and the table has the means over rounds
+of what was predicted and of what was measured.
+
+A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
-from machine_speed import SpeedProbe
 from rich.console import Console
 from rich.table import Table
 
@@ -64,7 +64,7 @@ QUIET = (
 )
 """Nothing that the simulator does not have; and lengths that stay as the profile has them."""
 
-NUM_SEEDS = 8
+NUM_SEEDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,17 @@ class Figures:
     mean_age: float
 
 
+Pair = tuple[Figures, Figures]
+"""Predicted, and measured."""
+
+
 def predicted(run: SimulatedRun, profile: Profile) -> Figures:
     """Means over runs that differ in what they draw: one of them draws lengths with another mean."""
-    found = [simulate(replace(run, seed=run.seed + number), profile) for number in range(NUM_SEEDS)]
-    return Figures(
-        **{one.name: statistics.fmean(getattr(each, one.name) for each in found) for one in fields(Figures)}
+    found = [
+        simulate(replace(run, seed=NUM_SEEDS * run.seed + number), profile) for number in range(NUM_SEEDS)
+    ]
+    return mean_of(
+        [Figures(**{one.name: getattr(each, one.name) for one in fields(Figures)}) for each in found]
     )
 
 
@@ -107,28 +113,40 @@ def measured(lines: Sequence[Mapping[str, Any]]) -> Figures:
     )
 
 
-def run_case(
-    config: Path, overrides: Sequence[str], profile: Profile, num_steps: int, folder: Path
-) -> tuple[Figures, Figures, float]:
-    """Simulate a case, then run it; returns both, and the seconds of the probe's loop during the run."""
-    settings = [*QUIET, *overrides, f"max_steps={num_steps}"]
+def run_case(config: Path, settings: Sequence[str], profile: Profile, num_steps: int, folder: Path) -> Pair:
+    """Simulate a case, then run it."""
+    settings = [*QUIET, *settings, f"max_steps={num_steps}"]
     loaded = load_config([str(config)], settings)
     facts = read_model_facts(loaded.model.path)
     loaded = resolve(loaded, facts)
     expected = predicted(of_config(loaded, facts, profile, num_steps=num_steps), profile)
     shutil.rmtree(folder, ignore_errors=True)
-    with SpeedProbe() as probe:
-        start_app("apps.grpo", config, [*settings, f"run_dir={folder}"])
-    found = measured(read_json_lines(folder / "metrics.jsonl"))
-    return expected, found, probe.loop_s
+    start_app("apps.grpo", config, [*settings, f"run_dir={folder}"])
+    return expected, measured(read_json_lines(folder / "metrics.jsonl"))
 
 
-def slower(figures: Figures, times: float) -> Figures:
-    """What is predicted of a machine that takes so many times longer for everything."""
-    return replace(
-        figures,
-        step_s=times * figures.step_s,
-        trained_tokens_per_s=figures.trained_tokens_per_s / times,
+def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Pair]:
+    """Measure a profile, unless there is one, and run all cases."""
+    folder, file = arguments.folder / f"round-{number}", arguments.profile
+    folder.mkdir(exist_ok=True)
+    seed = f"seed={number}"
+    if file is None:
+        file = folder / "profile.json"
+        start_app("apps.profile", arguments.config, [seed, "--out", str(file)])
+    profile, pairs = read_profile(file), {}
+    for name in arguments.cases:
+        run_dir = folder / name.replace(",", "").replace(" ", "-")
+        settings = [seed, *CASES[name]]
+        pairs[name] = run_case(arguments.config, settings, profile, arguments.steps, run_dir)
+        expected, real = pairs[name]
+        console.print(f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
+    return pairs
+
+
+def mean_of(figures: Sequence[Figures]) -> Figures:
+    """The mean of each figure."""
+    return Figures(
+        **{one.name: statistics.fmean(getattr(each, one.name) for each in figures) for one in fields(Figures)}
     )
 
 
@@ -138,7 +156,7 @@ def start_app(app: str, config: Path, arguments: Sequence[str]) -> None:
     run_watched(command, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
-def errors(pairs: Sequence[tuple[Figures, Figures]], field: str, *, is_relative: bool) -> list[float]:
+def errors(pairs: Sequence[Pair], field: str, *, is_relative: bool) -> list[float]:
     """How far each prediction is from what was measured, by share of it or as a difference."""
     found = []
     for expected, real in pairs:
@@ -147,7 +165,7 @@ def errors(pairs: Sequence[tuple[Figures, Figures]], field: str, *, is_relative:
     return found
 
 
-def results(pairs: Mapping[str, tuple[Figures, Figures]], *, title: str) -> Table:
+def results(pairs: Mapping[str, Pair], *, title: str) -> Table:
     """A row for each case, predicted / measured."""
     table = Table(title=title, caption="errors: median, worst")
     for column in ("case", "s a step", "tokens/s", "trainer idle", "generators idle", "age"):
@@ -188,37 +206,27 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    file, profile_loop_s = arguments.profile, None
-    if file is None:
-        file = arguments.folder / "profile.json"
-        with SpeedProbe() as probe:
-            start_app("apps.profile", arguments.config, ["--out", str(file)])
-        profile_loop_s = probe.loop_s
-    profile = read_profile(file)
-    console, pairs, at_speed = Console(width=110), {}, {}
-    for name in arguments.cases:
-        run_dir = arguments.folder / name.replace(",", "").replace(" ", "-")
-        expected, real, loop_s = run_case(arguments.config, CASES[name], profile, arguments.steps, run_dir)
-        pairs[name] = expected, real
-        words = f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured"
-        if profile_loop_s is not None:
-            times = loop_s / profile_loop_s
-            at_speed[name] = slower(expected, times), real
-            words += (
-                f"; at the machine's speed, {1.0 / times:.2f} of the profile's: {times * expected.step_s:.2f}"
-            )
-        console.print(words)
-    console.print(results(pairs, title="predicted / measured"))
-    if at_speed:
-        console.print(results(at_speed, title="predicted at the machine's speed in the run / measured"))
+    console, rounds = Console(width=110), list[dict[str, Pair]]()
+    for number in range(arguments.rounds):
+        rounds.append(run_round(arguments, number, console))
+        console.print(results(rounds[-1], title=f"round {number}: predicted / measured"))
+    pairs = {
+        name: (mean_of([one[name][0] for one in rounds]), mean_of([one[name][1] for one in rounds]))
+        for name in arguments.cases
+    }
+    if len(rounds) > 1:
+        console.print(results(pairs, title=f"means of {len(rounds)} rounds: predicted / measured"))
     cases = {
         name: {
             "predicted": asdict(expected),
             "measured": asdict(real),
-            "at_speed": asdict(at_speed[name][0]) if name in at_speed else None,
+            "rounds": [
+                {"predicted": asdict(one[name][0]), "measured": asdict(one[name][1])} for one in rounds
+            ],
         }
         for name, (expected, real) in pairs.items()
     }

@@ -59,9 +59,6 @@ from forgeasync.tracing.states import State
 NUM_CALLS = 20
 """Calls that are timed until a group begins."""
 
-FIRST_GROUP = 1_000_000
-"""Number of the first group that is sampled here: none of the loops had such a number."""
-
 LOAD_S = 15.0
 """No further groups are sampled for a load after so long."""
 
@@ -122,9 +119,9 @@ async def measure(
     of_scorers.passed_s()
     controller_start_s = time.process_time()
     await of_engines.begin()
-    tasks, numbers = _batches(prepared), itertools.count(FIRST_GROUP)
+    tasks, draw_ids = _batches(prepared), itertools.count()
     # Only the first batch has its arrays still.
-    batches = await _sample(prepared, roles, tasks, numbers)
+    batches = await _sample(prepared, roles, tasks, draw_ids)
     sampled, all_sampled = batches[0], list(itertools.chain.from_iterable(batches))
     num_responses = sum(len(one.group.rollouts) for one in all_sampled)
     controller_s = (time.process_time() - controller_start_s) / num_responses
@@ -136,7 +133,7 @@ async def measure(
         console.phase("sampling one group after the other")
         await of_engines.begin()
         one_by_one = ([task] for task in itertools.chain.from_iterable(tasks))
-        loads.append(await of_engines.end(await _sample_load(prepared, roles, one_by_one, numbers, console)))
+        loads.append(await of_engines.end(await _sample_load(prepared, roles, one_by_one, draw_ids, console)))
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
@@ -164,7 +161,7 @@ async def measure(
             prepared,
             roles,
             sampled,
-            lambda: _sample_load(prepared, roles, tasks, numbers, console),
+            lambda: _sample_load(prepared, roles, tasks, draw_ids, console),
             of_engines,
             first_step=config.max_steps + 1 + num_steps,
         )
@@ -274,13 +271,14 @@ def _limits(prepared: Prepared) -> EngineLimits:
 
 
 async def _sample(
-    prepared: Prepared, roles: Roles, batches: Iterator[list[Task]], numbers: Iterator[int]
+    prepared: Prepared, roles: Roles, batches: Iterator[list[Task]], draw_ids: Iterator[int]
 ) -> list[list[Sampled]]:
-    """Sample and score batches of the run's data until their lengths are known."""
+    """Sample and score batches of the run's data until their lengths are known: a run's own first groups,
+    with the seeds that they have in it."""
     seed = prepared.config.seed
 
     async def sample() -> list[Sampled]:
-        return await sample_groups(roles.groups, roles.scorer, next(batches), numbers=numbers, seed=seed)
+        return await sample_groups(roles.groups, roles.scorer, next(batches), draw_ids=draw_ids, seed=seed)
 
     return await sample_until_known(sample, partial(_free, roles))
 
@@ -289,7 +287,7 @@ async def _sample_load(
     prepared: Prepared,
     roles: Roles,
     batches: Iterator[list[Task]],
-    numbers: Iterator[int],
+    draw_ids: Iterator[int],
     console: StepConsole,
 ) -> list[list[Sampled]]:
     """Sample and score batches one after the other, for ``LOAD_S``.
@@ -301,7 +299,7 @@ async def _sample_load(
     end_s = time.perf_counter() + LOAD_S
     for tasks in batches:
         try:
-            found.append(await sample_groups(roles.groups, roles.scorer, tasks, numbers=numbers, seed=seed))
+            found.append(await sample_groups(roles.groups, roles.scorer, tasks, draw_ids=draw_ids, seed=seed))
         except NotProfiled as problem:
             problems.append(problem)
         else:

@@ -16,6 +16,9 @@ from forgeasync.rollouts.rollout import Group, StoredRollout
 from forgeasync.rollouts.score import Score, steps_of
 from forgeasync.rollouts.task import Task
 
+FIRST_GROUP = 1_000_000
+"""Number of the first group that is sampled here: none of the loops had such a number."""
+
 NUM_SCORED_TOGETHER = 256
 """Most responses that are scored all at once."""
 
@@ -73,17 +76,18 @@ def lengths_are_known(sampled: Sequence[Sampled]) -> bool:
 
 
 async def sample_groups(
-    groups: GroupSampler, scorer: GroupScoring, tasks: Sequence[Task], *, numbers: Iterator[int], seed: int
+    groups: GroupSampler, scorer: GroupScoring, tasks: Sequence[Task], *, draw_ids: Iterator[int], seed: int
 ) -> list[Sampled]:
-    """Sample and score a group for each task, all at once; ``numbers`` are those of the groups.
+    """Sample and score a group for each task, all at once, with the seeds that ``draw_ids`` have in a run.
 
     Raises:
         NotProfiled: no group could be sampled and scored.
     """
     problems: list[str] = []
 
-    async def one(number: int, task: Task) -> Sampled | None:
-        answer = await groups.sample(number, task, seed=sampling_seed(seed, number))
+    async def one(draw_id: int, task: Task) -> Sampled | None:
+        number = FIRST_GROUP + draw_id
+        answer = await groups.sample(number, task, seed=sampling_seed(seed, draw_id))
         if not isinstance(answer, SampledGroup):
             problems.append(f"task {task.task_id}: {answer}")
             return None
@@ -97,7 +101,7 @@ async def sample_groups(
             scores = found
         return _sampled(number, task, answer, scores)
 
-    found = await asyncio.gather(*(one(next(numbers), task) for task in tasks))
+    found = await asyncio.gather(*(one(next(draw_ids), task) for task in tasks))
     sampled = [one for one in found if one is not None]
     if not sampled:
         raise NotProfiled(f"none of {len(tasks)} groups was sampled and scored; the first: {problems[0]}")
