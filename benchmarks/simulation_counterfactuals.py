@@ -180,7 +180,8 @@ def play(scenario: Scenario, profile: Profile, *, num_steps: int, seed: int, fol
         run_dir = folder / name
         shutil.rmtree(run_dir, ignore_errors=True)
         start_app("apps.grpo", CONFIG, [*settings, *more, f"run_dir={run_dir}"])
-        figures.append(measured(read_json_lines(run_dir / "metrics.jsonl")))
+        run, _ = simulated(scenario, [*settings, *more], profile)
+        figures.append(measured(read_json_lines(run_dir / "metrics.jsonl"), run))
     return Outcome(
         found=found.gains[0].change.name,
         is_right=found.gains[0].change.name == scenario.cure,

@@ -6,9 +6,9 @@
 Measures a profile of the config (`python -m apps.profile`), or reads the one that is given. Then every case
 is simulated with sixteen seeds and run, one after the other: synchronous and asynchronous, with one to four
 generators, with bounds from 0 to 8, and with responses cut at a quarter of their length. A run's first third
-is left out, as the simulator leaves it out. Prints predicted and measured seconds a step, trained tokens a
-second, idle shares and mean ages, and the median and the worst error; writes
-DIR/simulation_validation.json.
+is left out, and so are its last steps, which have less and less to sample, as the simulator leaves them out.
+Prints predicted and measured seconds a step, trained tokens a second, idle shares and mean ages, and the
+median and the worst error; writes DIR/simulation_validation.json.
 
 A machine that is shared with others is not as fast in one quarter of an hour as in the next. With several
 rounds all of this is done again, profile and runs, with another seed, and the table has the means over rounds
@@ -92,16 +92,15 @@ def predicted(run: SimulatedRun, profile: Profile) -> Figures:
     )
 
 
-def measured(lines: Sequence[Mapping[str, Any]]) -> Figures:
-    """The last two thirds of a run's steps, without what they waited for an evaluation."""
+def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
+    """The steps of a run that its prediction has the means of, without what they waited for evaluations."""
     steps = [line for line in lines if line["step"] > 0]
-    num_left_out = len(steps) // 3
-    window = MeasuredWindow(num_left_out=num_left_out)
+    window = MeasuredWindow.of_run(run.num_steps, num_steps_ahead=run.num_steps_ahead)
     for line in steps:
         window.add(line)
     found = window.measured()
     assert found is not None and found.busy_share is not None, "a run of this version has all metrics"
-    steady = steps[num_left_out:]
+    steady = [line for line in steps if window.num_left_out < line["step"] <= window.last_step]
     tokens = [line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in steady]
     ages = [line["off_policy/age_mean"] for line in steady]
     return Figures(
@@ -119,10 +118,11 @@ def run_case(config: Path, settings: Sequence[str], profile: Profile, num_steps:
     loaded = load_config([str(config)], settings)
     facts = read_model_facts(loaded.model.path)
     loaded = resolve(loaded, facts)
-    expected = predicted(of_config(loaded, facts, profile, num_steps=num_steps), profile)
+    run = of_config(loaded, facts, profile, num_steps=num_steps)
+    expected = predicted(run, profile)
     shutil.rmtree(folder, ignore_errors=True)
     start_app("apps.grpo", config, [*settings, f"run_dir={folder}"])
-    return expected, measured(read_json_lines(folder / "metrics.jsonl"))
+    return expected, measured(read_json_lines(folder / "metrics.jsonl"), run)
 
 
 def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Pair]:
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=REPOSITORY / "configs" / "tiny_moe_cpu.yaml")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()

@@ -14,13 +14,14 @@ from forgeasync.controller.simulating import Simulating
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.planning.layouts import GPU_GIB
 from forgeasync.prediction.growth import Growth
-from forgeasync.prediction.measured import MeasuredSteps, MeasuredWindow, num_first_steps
+from forgeasync.prediction.measured import MeasuredSteps, MeasuredWindow
 from forgeasync.prediction.process import PredictionRequest
 from forgeasync.prediction.profile_checks import origin_words
 from forgeasync.prediction.record import Prediction
 from forgeasync.prediction.simulated import SampledLengths
 from forgeasync.prediction.verdict import SplitAdvice, bound_words, verdict_lines
 from forgeasync.profile.profile_file import read_profile
+from forgeasync.profile.steady_steps import num_steps_ahead
 from forgeasync.rollouts.rollout import Group
 
 END_S = 10.0
@@ -58,7 +59,14 @@ class PredictionWatch:
         """
         self._config = config
         self._tell = tell
-        self._window = MeasuredWindow(num_left_out=num_first_steps(config.max_steps))
+        self._window = MeasuredWindow.of_run(
+            config.max_steps,
+            num_steps_ahead=num_steps_ahead(
+                max_off_policy_steps=config.max_off_policy_steps,
+                max_groups=config.buffer.max_groups,
+                groups_per_step=config.algorithm.groups_per_step,
+            ),
+        )
         self._advice = SplitAdvice()
         self._section = config.prediction
         self._simulating: Simulating | None = None

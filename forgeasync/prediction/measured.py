@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forgeasync.prediction.record import NUM_SIMULATED_STEPS
+from forgeasync.profile.steady_steps import steady_steps
 
 WINDOW_STEPS = 50
 """Newest steps that are measured."""
@@ -69,17 +70,26 @@ def num_first_steps(max_steps: int) -> int:
 
 
 class MeasuredWindow:
-    """The newest steps of a run, but for the first ones after its start.
+    """The newest steps of a run, but for the first ones after its start and the last ones before its end.
 
     A run that was started again begins anew here: its generators had nothing to do meanwhile.
     """
 
-    def __init__(self, *, num_left_out: int) -> None:
-        """Leave out the first ``num_left_out`` steps, and at least the one that a later one is timed from."""
-        self._num_left_out = num_left_out
+    def __init__(self, *, num_left_out: int, last_step: int) -> None:
+        """Leave out the first ``num_left_out`` steps after the start, at least the one that a later one is
+        timed from, and all after the run's ``last_step``."""
+        self.num_left_out = num_left_out
+        self.last_step = last_step
         self._num_seen = 0
         self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
         self._before: Mapping[str, float] | None = None
+
+    @classmethod
+    def of_run(cls, max_steps: int, *, num_steps_ahead: int) -> "MeasuredWindow":
+        """The window of a run of so many steps, as a prediction of it has it."""
+        num_first = num_first_steps(max_steps)
+        steady = steady_steps(max_steps, num_first=num_first, num_ahead=num_steps_ahead)
+        return cls(num_left_out=num_first, last_step=steady.stop)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Take the line of the next step; it has all of ``KEYS``."""
@@ -95,7 +105,7 @@ class MeasuredWindow:
             self._num_seen = 0
             self._steps.clear()
         self._num_seen += 1
-        if before is not None and self._num_seen > self._num_left_out:
+        if before is not None and self._num_seen > self.num_left_out and metrics["step"] <= self.last_step:
             self._steps.append(_step(before, metrics))
 
     def measured(self) -> MeasuredSteps | None:

@@ -11,7 +11,7 @@ from forgeasync.schema.section import Count, CountOrZero, Section
 FORMAT_VERSION = 2
 
 NUM_SIMULATED_STEPS = 30
-"""Most steps of a run that are simulated; the first third is left out of the means."""
+"""Most steps of a run that are simulated; its start and its end are left out of the means."""
 
 HOW_TO_PREDICT = (
     "python -m apps.profile with the run's --config and --out FILE measures a profile, and "
@@ -27,7 +27,7 @@ Text = Annotated[str, Field(max_length=4096)]
 
 
 class PredictedRun(Section):
-    """Means over the last two thirds of the simulated steps."""
+    """Means over the steady steps of a simulated run."""
 
     step_s: Annotated[float, Field(gt=0.0, le=1e18)]
     """Seconds from when the trainer comes for a batch to when it comes for the next one."""

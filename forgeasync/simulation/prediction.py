@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forgeasync.profile.steady_steps import steady_steps
 from forgeasync.simulation.training import SimulatedStep
 
 
@@ -32,9 +33,12 @@ class GroupCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A simulated run. Means leave out the first steps, until the buffer is as full as it will be."""
+    """A simulated run. Means leave out the first steps, until the buffer is as full as it will be, and the
+    last ones, for which there is less and less to sample."""
 
     steps: tuple[SimulatedStep, ...]
+    num_steps_ahead: int
+    """As in ``steady_steps``."""
     num_replicas: int
     counts: GroupCounts
     num_in_flight: int
@@ -53,8 +57,13 @@ class Prediction:
 
     @property
     def steady(self) -> Sequence[SimulatedStep]:
-        """The last two thirds of the steps."""
-        return self.steps[len(self.steps) // 3 :]
+        """The steps that means are over."""
+        return self.steps[self._steady.start : self._steady.stop]
+
+    @property
+    def _steady(self) -> range:
+        num_steps = len(self.steps)
+        return steady_steps(num_steps, num_first=num_steps // 3, num_ahead=self.num_steps_ahead)
 
     @property
     def run_s(self) -> float:
@@ -81,7 +90,8 @@ class Prediction:
     def generators_idle_share(self) -> float:
         """Share of the generators' time without a request."""
         first, last = self.steady[0], self.steady[-1]
-        before_s = self.steps[len(self.steps) // 3 - 1].generators_busy_s if len(self.steps) >= 3 else 0.0
+        num_before = self._steady.start
+        before_s = self.steps[num_before - 1].generators_busy_s if num_before else 0.0
         busy_s = last.generators_busy_s - before_s
         return max(0.0, 1.0 - busy_s / (self.num_replicas * (last.end_s - first.begin_s)))
 

@@ -10,6 +10,7 @@ from forgeasync.config.run import RunConfig, ScorerSection, longest_response, nu
 from forgeasync.config.weights import WeightsSection
 from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.profile.profile import Profile
+from forgeasync.profile.steady_steps import num_steps_ahead
 from forgeasync.schema.problems import Problem, raise_if_any
 
 
@@ -55,6 +56,15 @@ class SimulatedRun:
     keeps_in_flight: bool = True
     faults: FaultRates = field(default_factory=FaultRates)
     seed: int = 0
+
+    @property
+    def num_steps_ahead(self) -> int:
+        """Steps that groups may be under way for besides the one that is trained."""
+        return num_steps_ahead(
+            max_off_policy_steps=self.max_off_policy_steps,
+            max_groups=self.buffer.max_groups,
+            groups_per_step=self.groups_per_step,
+        )
 
     def __post_init__(self) -> None:
         if self.num_replicas % self.num_generator_hosts:

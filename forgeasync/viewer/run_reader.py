@@ -23,6 +23,7 @@ DEMO_RUN = Path(__file__).parent / "demo"
 """A small recorded run; its generator was killed on the way."""
 
 MAX_SHOWN_KEYS = 5
+MAX_DIGITS = 18
 
 _LAST_LOG_BYTES = 4096
 
@@ -168,6 +169,11 @@ class RunReader:
     def settings(self) -> Mapping[str, str]:
         """The config's values as text by their dotted keys; empty if it cannot be read."""
         return self._settings
+
+    def whole_setting(self, key: str) -> int | None:
+        """A value of the config that is a whole number; None if it has none there."""
+        text = self._settings.get(key, "")
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
     @property
     def progress(self) -> list[Progress]:

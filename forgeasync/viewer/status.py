@@ -35,7 +35,7 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
     """Return a run's status as JSON's types. ``now_s`` is the time, as ``time.time`` says it."""
     now_s = time.time() if now_s is None else now_s
     life = run_life(run.run_dir.lock)
-    max_steps = _whole(run.settings.get("max_steps"))
+    max_steps = run.whole_setting("max_steps")
     step_s = recent_step_s(run)
     num_left = None if max_steps is None else max(0, max_steps - run.metrics.step)
     goes_on = life.life in (Life.RUNNING, Life.ELSEWHERE)
@@ -60,7 +60,7 @@ def status_of(run: RunReader, *, now_s: float | None = None) -> dict[str, object
             if (newest := run.metrics.newest(key)) is not None
         },
         "groups": {fate.word: num for fate, num in lives.num_of_fate().items() if num},
-        "verdict": verdict_of(run, max_steps),
+        "verdict": verdict_of(run),
         "num_resumptions": lives.num_resumptions,
         "num_faults": len(faults),
         "num_open_faults": run.faults.num_open,
@@ -89,10 +89,6 @@ def _written_ago_s(run: RunReader, now_s: float) -> float | None:
         except OSError:
             continue
     return round(max(0.0, now_s - max(times)), 3) if times else None
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() and len(text) < 18 else None
 
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
         lengths=(4.0, 8.0), token_s=1e-6, setup=Setup.model_validate(setup | {"num_data_ranks": 2})
     )
     write_profile(profile, folder / "profile.json")
-    more = ("max_steps=6", "max_off_policy_steps=2", "generator.max_num_seqs=4", f"model.path={folder}/model")
+    more = ("max_steps=6", "max_off_policy_steps=1", "generator.max_num_seqs=4", f"model.path={folder}/model")
     procs = ("trainer.parallel.num_procs=2", f"prediction.profile={folder}/profile.json")
     return load_config(file, [*more, *procs, *overrides])
 

@@ -11,6 +11,7 @@ from forgeasync.prediction.measured import (
     MeasuredWindow,
     num_first_steps,
 )
+from forgeasync.profile.steady_steps import num_steps_ahead, steady_steps
 
 
 def line(step: int, elapsed_s: float, **values: float) -> dict[str, float]:
@@ -33,8 +34,8 @@ def line(step: int, elapsed_s: float, **values: float) -> dict[str, float]:
     return found | changed
 
 
-def measured(lines: list[dict[str, float]], *, num_left_out: int = 0):
-    window = MeasuredWindow(num_left_out=num_left_out)
+def measured(lines: list[dict[str, float]], *, num_left_out: int = 0, last_step: int = 10**6):
+    window = MeasuredWindow(num_left_out=num_left_out, last_step=last_step)
     for one in lines:
         window.add(one)
     return window.measured()
@@ -64,6 +65,33 @@ def test_the_first_steps_are_left_out() -> None:
     found = measured(slow_first, num_left_out=2)
     assert found is not None and (found.num_steps, found.step_s) == (2, 5.0)
     assert [num_first_steps(num) for num in (1, 4, 30, 1000)] == [0, 1, 10, 10]
+
+
+def test_the_last_steps_of_a_run_are_left_out_as_it_has_ever_less_to_sample() -> None:
+    fast_last = [line(1, 5.0), line(2, 10.0), line(3, 15.0), line(4, 15.1), line(5, 15.2)]
+    found = measured(fast_last, last_step=3)
+    assert found is not None and (found.num_steps, found.step_s) == (2, 5.0)
+    window = MeasuredWindow.of_run(30, num_steps_ahead=3)
+    for step in range(1, 31):
+        window.add(line(step, 5.0 * min(step, 27) + 0.1 * max(0, step - 27)))
+    found = window.measured()
+    assert found is not None and (found.num_steps, found.step_s) == (17, pytest.approx(5.0))
+
+
+def test_a_short_run_keeps_half_of_its_steps() -> None:
+    for num_steps in range(1, 40):
+        for num_first in range(num_steps):
+            for num_ahead in range(40):
+                steady = steady_steps(num_steps, num_first=num_first, num_ahead=num_ahead)
+                assert steady.start == num_first and num_steps - steady.stop <= num_ahead
+                assert 2 * len(steady) >= num_steps - num_first
+
+
+def test_how_far_a_run_samples_ahead() -> None:
+    assert num_steps_ahead(max_off_policy_steps=4, max_groups=None, groups_per_step=24) == 4
+    assert num_steps_ahead(max_off_policy_steps=4, max_groups=72, groups_per_step=24) == 3
+    assert num_steps_ahead(max_off_policy_steps=4, max_groups=73, groups_per_step=24) == 4
+    assert num_steps_ahead(max_off_policy_steps=0, max_groups=72, groups_per_step=24) == 0
 
 
 def test_a_start_in_between_begins_anew() -> None:

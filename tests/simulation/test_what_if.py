@@ -43,7 +43,7 @@ SCENARIOS = {
         0.5,
     ),
     "weights": (
-        small_run(num_steps=20, max_off_policy_steps=32, num_prompts=10_000),
+        small_run(num_steps=20, max_off_policy_steps=0),
         simple_profile(lengths=FIXED, token_s=1e-6, swap_s=4.0),
         "weights twice as fast",
         0.3,

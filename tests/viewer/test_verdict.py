@@ -90,6 +90,12 @@ def test_a_run_with_a_prediction_says_what_changes_would_bring(folder: Path) -> 
     assert set(lines) <= {line.removeprefix("  ") for line in status_lines(status_of(reader))}
 
 
+def test_the_last_steps_of_a_run_that_samples_ahead_are_left_out(folder: Path) -> None:
+    with (folder / "config.yaml").open("a") as file:
+        file.write("max_off_policy_steps: 8\nbuffer: {max_groups: 72}\nalgorithm: {groups_per_step: 24}\n")
+    assert "(last 17 steps)" in status_of(read(folder))["verdict"][0]
+
+
 def test_what_is_predicted_while_it_looks_is_shown(folder: Path) -> None:
     with (folder / "config.yaml").open("a") as file:
         file.write("prediction:\n  profile: p.json\n")
