@@ -110,8 +110,7 @@ class GrpoRun:
             storage=self.storage,
         )
         resumed = prepared.resumed
-        self.first_version = 0 if resumed is None else resumed.state.step
-        self.version = self.first_version
+        self.version = self.first_version = 0 if resumed is None else resumed.state.step
         self.bad_steps = BadStepWatch(config.trainer.bad_steps.max_in_a_row)
         position = 0 if resumed is None else resumed.state.buffer.num_submitted
         weights = {source.name: source.weight for source in named_sources(config.data)}
@@ -161,17 +160,18 @@ class GrpoRun:
                 task.cancel()
 
     async def collect(self) -> None:
-        """Start a group whenever the buffer lets one start and the payload store has room for it."""
+        """Start groups when the buffer lets them and there is room for them; without it one waits."""
         await self.serving.until_served(self.first_version)
         await self.serving.until_taught_by(self.first_version)
         await self.submit(self.endings.num_first_prompts)
         await self.endings.restore()
         async with asyncio.TaskGroup() as groups:
             while True:
-                start, num_wanted = await self.buffer.start.call_one()
+                starts, num_wanted = await self.buffer.start.call_one(max(1, self.payloads.num_free))
+                for start in starts:
+                    await self.payloads.reserve(start.group_id)
+                    groups.create_task(self.sample(start))
                 await self.submit(num_wanted)
-                await self.payloads.reserve(start.group_id)
-                groups.create_task(self.sample(start))
 
     async def submit(self, num_prompts: int) -> None:
         """Submit the next prompts of the data's order."""

@@ -78,9 +78,10 @@ class BufferActor(Actor):
         await self._buffer.submit(tasks)
 
     @concurrent_endpoint
-    async def start(self) -> tuple[Start, int]:
-        """Wait until a group may start; also return how many prompts are wanted now."""
-        return await self._buffer.start()
+    async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
+        """Wait until a group may start; return all that may now, at most so many, and how many prompts are
+        wanted."""
+        return await self._buffer.start(most)
 
     @concurrent_endpoint
     async def progressed(self, groups: Sequence[GroupProgress]) -> None:

@@ -25,10 +25,12 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
         for task in tasks:
             self.change(lambda buffer, task=task: buffer.submit(task))
 
-    async def start(self) -> tuple[Start, int]:
-        """Wait until a group may start; with it, how many prompts are wanted now."""
-        start = await self.until(lambda buffer: buffer.start())
-        return start, self.state.num_wanted
+    async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
+        """Wait until a group may start; all that may, at most ``most``, and how many prompts are wanted now."""
+        starts = [await self.until(lambda buffer: buffer.start())]
+        while len(starts) < most and (start := self.change(lambda buffer: buffer.start())) is not None:
+            starts.append(start)
+        return tuple(starts), self.state.num_wanted
 
     async def progressed(self, groups: Sequence[GroupProgress]) -> None:
         """Take in what a generator reports about its running groups at an update."""

@@ -64,7 +64,7 @@ class Cores(Section):
     """
 
     trainer: float = Field(ge=0.0, le=65536.0)
-    """All procs of the trainer together."""
+    """All procs of the trainer together; one with more data ranks than ``setup`` keeps more of them busy."""
     generator: float = Field(ge=0.0, le=65536.0)
     scorer: float = Field(ge=0.0, le=65536.0)
     """One response that is being scored."""

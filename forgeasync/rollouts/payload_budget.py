@@ -61,6 +61,11 @@ class PayloadBudget:
         """Bytes of the groups that are written."""
         return self._num_bytes_held
 
+    def num_free(self, worst_case_bytes: int) -> int:
+        """Groups that could reserve so many bytes each now."""
+        free_bytes = self._capacity_bytes - self._num_bytes_held - self._num_bytes_reserved
+        return max(0, free_bytes // worst_case_bytes)
+
     def reserve(self, group_id: int, worst_case_bytes: int) -> bool:
         """Whether a group may start; if so, ``worst_case_bytes`` are kept for it."""
         assert group_id not in self._reserved and group_id not in self._held, f"group {group_id} is present"
@@ -118,6 +123,11 @@ class AsyncPayloadBudget(Monitor[PayloadBudget]):
             "payload/num_bytes_reserved": self.state.num_bytes_reserved,
             "payload/num_waits": self.num_waits,
         }
+
+    @property
+    def num_free(self) -> int:
+        """Groups that would not have to wait."""
+        return self.state.num_free(self._largest_group_bytes)
 
     async def reserve(self, group_id: int) -> None:
         """Wait until the group's largest payload fits in."""

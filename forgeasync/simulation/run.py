@@ -110,7 +110,8 @@ class RunSimulation:
             TrainTable(profile.train),
             self.clock,
             self._draws,
-            cores=profile.cores.trainer,
+            # A split may have more ranks than the trainer that was measured, or fewer.
+            cores=profile.cores.trainer * run.num_data_ranks / profile.setup.num_data_ranks,
             between_s=profile.between_steps_s,
             restart_s=profile.trainer_start_s.mean,
             take=self.buffer.take,

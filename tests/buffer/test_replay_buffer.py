@@ -1,6 +1,7 @@
 """The replay buffer's promises on histories made by hand."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -341,6 +342,24 @@ def test_what_filters_drop_is_not_missed() -> None:
     assert snapshot.deficits == () and snapshot.num_censored == 0
 
 
+@pytest.mark.parametrize(("most", "expected"), [(1, [1, 1]), (3, [3, 3]), (99, [4, 2])])
+def test_groups_start_together_as_far_as_prompts_and_bounds_allow(most: int, expected: list[int]) -> None:
+    async def starts() -> list[list[int]]:
+        world = make_world(4, 1, max_groups=6)
+        buffer = AsyncReplayBuffer(world.buffer)
+        found = []
+        for _ in expected:
+            await buffer.submit([make_task(number) for number in range(world.buffer.num_wanted)])
+            some, num_wanted = await buffer.start(most)
+            assert num_wanted == world.buffer.num_wanted == len(some)
+            found.append([one.group_id for one in some])
+        return found
+
+    found = asyncio.run(asyncio.wait_for(starts(), 10.0))
+    assert [len(some) for some in found] == expected
+    assert list(itertools.chain.from_iterable(found)) == list(range(sum(expected)))
+
+
 def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None:
     """Whoever waits for the depth bound is woken by the batch, not only by its commit."""
 
@@ -348,8 +367,8 @@ def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None
         world = make_world(1, 1, max_groups=1)
         buffer = AsyncReplayBuffer(world.buffer)
         await buffer.submit([make_task(0), make_task(1)])
-        start, _ = await buffer.start()
-        waiting = asyncio.create_task(buffer.start())
+        (start,), _ = await buffer.start(9)
+        waiting = asyncio.create_task(buffer.start(9))
         rollouts = tuple(make_stored_rollout((0, 0, 4)) for _ in range(2))
         group = Group(group_id=0, draw_id=start.draw_id, task=start.task, rollouts=rollouts)
         await buffer.finished(group)
@@ -357,7 +376,7 @@ def test_a_batch_makes_room_for_the_next_group_before_it_is_trained_on() -> None
         await asyncio.sleep(0)
         assert not waiting.done()
         await buffer.take()
-        next_start, _ = await waiting
+        (next_start,), _ = await waiting
         return next_start.group_id
 
     assert asyncio.run(asyncio.wait_for(first_start_after_a_batch(), 10.0)) == 1

@@ -59,7 +59,7 @@ class JournaledRun:
         if not self.buffer.state.num_pending:
             await self.buffer.submit([make_task(self._num_submitted), make_task(self._num_submitted + 1)])
             self._num_submitted += 2
-        start, _ = await self.buffer.start()
+        (start,), _ = await self.buffer.start(1)
         rollout = make_stored_rollout((self._version, 0, 4))
         group = Group(group_id=start.group_id, draw_id=start.draw_id, task=start.task, rollouts=(rollout,))
         await self.buffer.finished(group)

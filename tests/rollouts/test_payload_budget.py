@@ -67,7 +67,10 @@ class BudgetHistory(RuleBasedStateMachine):
     def sums_are_right_and_bounded(self) -> None:
         assert self.budget.num_bytes_reserved == sum(self.reserved.values())
         assert self.budget.num_bytes_held == sum(self.held.values())
-        assert self.budget.num_bytes_reserved + self.budget.num_bytes_held <= self.capacity
+        used = self.budget.num_bytes_reserved + self.budget.num_bytes_held
+        assert used <= self.capacity
+        num_free = self.budget.num_free(self.worst)
+        assert used + num_free * self.worst <= self.capacity < used + (num_free + 1) * self.worst
 
 
 BudgetHistory.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

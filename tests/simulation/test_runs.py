@@ -16,7 +16,7 @@ from forgeasync.profile.profile import Cores, EnvironmentTimes, Profile
 from forgeasync.simulation.prediction import Prediction
 from forgeasync.simulation.run import RunSimulation, simulate
 from forgeasync.simulation.shape import FaultRates, SimulatedRun
-from tests.support.profiles import simple_profile
+from tests.support.profiles import NO_SETUP, simple_profile
 from tests.support.simulated import small_run
 
 runs = st.builds(
@@ -73,6 +73,16 @@ def _played(run: SimulatedRun, profile: Profile) -> tuple[RunSimulation, Predict
 
     clock.step = counted_step
     return simulation, simulation.simulate(), area_s
+
+
+@pytest.mark.parametrize(("num_ranks", "seconds"), [(1, 1.0), (2, 1.0), (4, 2.0), (6, 3.0)])
+def test_a_trainer_with_more_ranks_than_were_measured_takes_more_cores(
+    num_ranks: int, seconds: float
+) -> None:
+    setup = NO_SETUP.model_copy(update={"num_trainer_procs": 2, "num_data_ranks": 2})
+    cores = Cores(trainer=2.0, generator=0.0, scorer=0.0)
+    profile = simple_profile(token_s=0.0, fixed_s=1.0, decode_s=1e-6, num_cores=2, cores=cores, setup=setup)
+    assert simulate(small_run(num_data_ranks=num_ranks), profile).step_s == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("max_groups", [None, 8])
