@@ -26,7 +26,7 @@ class AsyncReplayBuffer(Monitor[ReplayBuffer]):
             self.change(lambda buffer, task=task: buffer.submit(task))
 
     async def start(self, most: int) -> tuple[tuple[Start, ...], int]:
-        """Wait until a group may start; all that may, at most ``most``, and how many prompts are wanted now."""
+        """Wait until a group may start; all that may, at most ``most``, and how many prompts are wanted."""
         starts = [await self.until(lambda buffer: buffer.start())]
         while len(starts) < most and (start := self.change(lambda buffer: buffer.start())) is not None:
             starts.append(start)

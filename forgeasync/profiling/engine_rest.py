@@ -1,8 +1,7 @@
-"""What an engine's process needs besides decode steps and prompts, as what is left over of three loads.
+"""What an engine's process needs besides decode steps and prompts, as what is left over of two loads.
 
 Many groups at once make few steps with many sequences, one group after the other makes many steps with few.
-What is needed for each step and what is needed for each response are told apart by this. A third load, beside
-a trainer and scorers that want the same cores, shows how much more of the processor the same takes then.
+What is needed for each step and what is needed for each response are told apart by this.
 """
 
 from collections.abc import Sequence
@@ -12,15 +11,11 @@ import numpy as np
 
 from forgeasync.buffer.decisions import Start
 from forgeasync.profile.fitting import fit_not_negative
-from forgeasync.profile.profile import MOST_CROWDING
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.simulation.clock import Clock, core_second
 from forgeasync.simulation.draws import DrawnRollout
 from forgeasync.simulation.engine import Engine, EngineCost
 from forgeasync.simulation.groups import SimulatedGroup
-
-NUM_ROUNDS = 10
-"""Rounds in which what is needed alone and what crowding costs are found, each from the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,38 +45,23 @@ class EngineRest:
     """Processor seconds for each decode step."""
     response_s: float
     """Processor seconds for each turn."""
-    crowding: float
-    """See ``Cores``."""
 
 
-def engine_rest(loads: Sequence[Load], crowded: Load, cost: EngineCost, *, num_replicas: int) -> EngineRest:
+def engine_rest(loads: Sequence[Load], cost: EngineCost, *, crowding: float, num_replicas: int) -> EngineRest:
     """Return what engines need for steps and turns besides ``cost``, never below 0.
 
     What their steps and prompts take of a load is simulated, with the lengths that were sampled, ``cost`` and
-    ``cost.cores``. Each of ``loads`` counts as much as its number of turns. With ``crowded`` more cores were
-    wanted than there are.
+    ``cost.cores``. Each load counts as much as its number of turns, and as what it takes alone: ``crowding``
+    is ``Cores.crowding``.
     """
     played = [_played(load, cost, num_replicas=num_replicas) for load in loads]
     terms = np.array([[one.num_steps / one.num_turns, 1.0] for one in played])
-    of_crowded = _played(crowded, cost, num_replicas=num_replicas)
-    crowding = 0.0
-    # Loads that had nearly all of their cores say what is needed alone, and that says what crowding costs.
-    for _ in range(NUM_ROUNDS):
-        rests_s = [
-            max(0.0, load.alone_s(crowding) - one.known_s) / one.num_turns
-            for load, one in zip(loads, played, strict=True)
-        ]
-        step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
-        alone_s = of_crowded.known_s + of_crowded.num_steps * step_s + of_crowded.num_turns * turn_s
-        crowding = _crowding(crowded, alone_s)
-    return EngineRest(step_s=step_s, response_s=turn_s, crowding=crowding)
-
-
-def _crowding(crowded: Load, alone_s: float) -> float:
-    others_share = 1.0 - crowded.core_share
-    if others_share <= 0.0:
-        return 0.0
-    return min(MOST_CROWDING, max(0.0, crowded.computed_s / alone_s - 1.0) / others_share)
+    rests_s = [
+        max(0.0, load.alone_s(crowding) - one.known_s) / one.num_turns
+        for load, one in zip(loads, played, strict=True)
+    ]
+    step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
+    return EngineRest(step_s=step_s, response_s=turn_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,11 +46,10 @@ from forgeasync.profiling.sampled_groups import (
     time_scoring,
 )
 from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
-from forgeasync.profiling.step_times import step_cases, time_steps, train_beside
+from forgeasync.profiling.step_times import Beside, step_cases, time_steps, train_beside
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
-from forgeasync.simulation.clock import share_of_speed
 from forgeasync.simulation.engine import engine_cost
 from forgeasync.tracing.lanes import Lane
 from forgeasync.tracing.proc_trace import SUFFIX
@@ -104,6 +103,7 @@ async def measure(
     others = OtherLoad()
     engine = roles.generators.pool.replicas[0]
     of_engine, of_scorers = ProcessorTime([engine.pid]), ProcessorTime(_pids(procs, "scorer"))
+    of_trainer = ProcessorTime(_pids(procs, "trainer"))
     limits = _limits(prepared)
     grid = decode_grid(limits)
     console.phase("timing decode steps", num_parts=len(grid) * (NUM_ROUNDS + 1))
@@ -150,19 +150,20 @@ async def measure(
         roles.trainer,
         roles.generators,
         groups,
-        ProcessorTime(_pids(procs, "trainer")),
+        of_trainer,
         console.part_done,
         first_step=config.max_steps + 1,
     )
     call_s = await _time_calls(roles, engine.actor)
     if not has_gpus:
         console.phase("timing optimizer steps beside an engine and scorers")
-        crowded, times_longer = await _crowd(
+        crowded, beside = await _crowd(
             prepared,
             roles,
             sampled,
             lambda: _sample_load(prepared, roles, tasks, draw_ids, console),
             of_engines,
+            of_trainer,
             first_step=config.max_steps + 1 + num_steps,
         )
     console.end_phase()
@@ -202,7 +203,7 @@ async def measure(
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
-    return profile if has_gpus else _with_rest(profile, limits, loads, crowded, times_longer, loops)
+    return profile if has_gpus else _with_rest(profile, limits, loads, crowded, beside, loops)
 
 
 def _with_rest(
@@ -210,13 +211,14 @@ def _with_rest(
     limits: EngineLimits,
     loads: Sequence[Load],
     crowded: Load,
-    times_longer: float,
+    beside: Beside,
     loops: LoopTimes,
 ) -> Profile:
     """Return the profile with what engines needed for loads besides its steps and prompts, and with what
     sharing cores costs, here and in the loops.
 
-    Beside the load ``crowded`` a step of the trainer took so many ``times_longer``.
+    ``beside`` has the trainer's steps beside the load ``crowded``: the same step again and again, so what it
+    takes there by what it takes alone says what sharing costs.
     """
     cost = engine_cost(
         profile,
@@ -224,16 +226,16 @@ def _with_rest(
         max_kv_tokens=limits.max_kv_tokens,
         shares_prefixes=False,
     )
-    rest = engine_rest(loads, crowded, cost, num_replicas=profile.setup.num_replicas)
+    crowding = beside.crowding
+    rest = engine_rest(loads, cost, crowding=crowding, num_replicas=profile.setup.num_replicas)
     # Controller and scorers were measured beside the engines of the first load.
-    speed = loads[0].speed(rest.crowding)
+    speed = loads[0].speed(crowding)
     controller_s = profile.controller_s.mean * speed
-    loops_s = loops.rest_s(controller_s=controller_s, speed=crowded.speed(rest.crowding))
-    of_trainer = share_of_speed(min(1.0, 1.0 / times_longer), rest.crowding)
+    loops_s = loops.rest_s(controller_s=controller_s, speed=crowded.speed(crowding))
     cores = {
-        "crowding": rest.crowding,
+        "crowding": crowding,
         "scorer": profile.cores.scorer * speed,
-        "trainer_share": min(1.0, of_trainer / crowded.core_share),
+        "trainer_share": min(1.0, beside.core_share / crowded.core_share),
     }
     found = {
         "cores": profile.cores.model_copy(update=cores),
@@ -323,11 +325,11 @@ async def _crowd(
     scored: Sequence[Sampled],
     sample: Callable[[], Awaitable[list[list[Sampled]]]],
     of_engines: EngineLoads,
+    of_trainer: ProcessorTime,
     *,
     first_step: int,
-) -> tuple[Load, float]:
-    """Sample beside a trainer that makes steps and scorers that score; return the load, and how many times
-    longer than alone the steps took."""
+) -> tuple[Load, Beside]:
+    """Sample beside a trainer that makes steps and scorers that score; return the load, and the steps."""
 
     async def sample_beside_scorers() -> Load:
         # The trainer has made its steps alone by now.
@@ -342,7 +344,7 @@ async def _crowd(
 
     groups = [one.group for one in scored]
     return await train_beside(
-        prepared.config, roles.trainer, groups, sample_beside_scorers, first_step=first_step
+        prepared.config, roles.trainer, groups, sample_beside_scorers, of_trainer, first_step=first_step
     )
 
 

@@ -14,7 +14,7 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import TrainPoint, WeightTimes
+from forgeasync.profile.profile import MOST_CROWDING, TrainPoint, WeightTimes
 from forgeasync.profiling.processor_time import ProcessorTime
 from forgeasync.profiling.sampled_groups import NotProfiled
 from forgeasync.rollouts.rollout import Group
@@ -116,38 +116,74 @@ async def time_steps(
     return StepTimes(points=points, weights=measured.times(), cores=sum(cores) / len(cores))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """One optimizer step, as it is made alone and while others want the same cores: medians."""
+
+    alone_s: float
+    alone_processor_s: float
+    """Of all ranks together."""
+    beside_s: float
+    beside_processor_s: float
+
+    @property
+    def core_share(self) -> float:
+        """Share of the time that its cores were the trainer's while it computed beside others."""
+        cores = self.alone_processor_s / self.alone_s
+        return min(1.0, self.beside_processor_s / (self.beside_s * cores))
+
+    @property
+    def crowding(self) -> float:
+        """How much more processor time it took, by the share of time that others had: ``Cores.crowding``."""
+        if (others_share := 1.0 - self.core_share) <= 0.0:
+            return 0.0
+        more = self.beside_processor_s / self.alone_processor_s - 1.0
+        return min(MOST_CROWDING, max(0.0, more) / others_share)
+
+
 async def train_beside(
     config: RunConfig,
     trainer: TrainerRecovery,
     groups: Sequence[Group],
     other: Callable[[], Awaitable[T]],
+    processor_time: ProcessorTime,
     *,
     first_step: int,
-) -> tuple[T, float]:
-    """Make steps on the groups, first alone and then for as long as something else takes.
+) -> tuple[T, Beside]:
+    """Make steps on the groups for as long as something else takes, and before and after it alone.
 
-    Returns what that returns, and how many times longer a step took beside it than alone.
+    Returns what that returns, and what the steps took. ``processor_time`` is that of the trainer's ranks.
     """
     numbers = itertools.count(first_step)
     rows = _rows(config, trainer, groups, tokens_per_row=config.trainer.tokens_per_row)
 
-    async def step_s() -> float:
+    async def step() -> tuple[float, float]:
+        processor_time.passed_s()
         start_s = time.perf_counter()
         await trainer.train_items([rows], step=next(numbers))
-        return time.perf_counter() - start_s
+        return time.perf_counter() - start_s, processor_time.passed_s()
 
     # The first one shapes the memory, as in ``time_steps``.
-    _, *alone_s = [await step_s() for _ in range(1 + NUM_ROUNDS)]
+    _, *alone = [await step() for _ in range(1 + NUM_ROUNDS)]
     waiting = asyncio.ensure_future(other())
-    beside_s: list[float] = []
+    beside: list[tuple[float, float]] = []
     try:
         while not waiting.done():
-            beside_s.append(await step_s())
+            beside.append(await step())
         result = await waiting
     finally:
         waiting.cancel()
+    # A machine that others use as well may have become faster or slower meanwhile.
+    alone += [await step() for _ in range(NUM_ROUNDS)]
     # The end of the last one was alone.
-    return result, statistics.median(beside_s[:-1] or beside_s) / statistics.median(alone_s)
+    beside_s, beside_processor_s = map(statistics.median, zip(*(beside[:-1] or beside), strict=True))
+    alone_s, alone_processor_s = map(statistics.median, zip(*alone, strict=True))
+    return result, Beside(
+        alone_s=alone_s,
+        alone_processor_s=alone_processor_s,
+        beside_s=beside_s,
+        beside_processor_s=beside_processor_s,
+    )
 
 
 def _rows(

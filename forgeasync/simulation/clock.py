@@ -68,11 +68,6 @@ def crowded_speed(core_share: float, crowding: float) -> float:
     return core_share * core_second(core_share, crowding)
 
 
-def share_of_speed(speed: float, crowding: float) -> float:
-    """The ``core_share`` with which a proc goes on so fast: the inverse of ``crowded_speed``."""
-    return speed * (1.0 + crowding) / (1.0 + speed * crowding)
-
-
 class Clock:
     """The timelines, and which of them an activity belongs to."""
 

@@ -17,7 +17,7 @@ from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.config.load import load_config
 from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import DecodePoint
+from forgeasync.profile.profile import MOST_CROWDING, DecodePoint
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling import sampled_groups
 from forgeasync.profiling.engine_rest import Load, engine_rest
@@ -31,7 +31,7 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     sample_until_known,
 )
-from forgeasync.profiling.step_times import size_of, step_cases
+from forgeasync.profiling.step_times import Beside, size_of, step_cases
 from forgeasync.rollouts.rollout import Group
 from forgeasync.simulation.engine import EngineCost
 from forgeasync.trainer.batch import assign_rows, training_items
@@ -184,26 +184,13 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
     known_s = (4 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
     alone_s = (2 * 0.006 + 20 * 0.01) + (0.006 + 10 * 0.01)
 
-    # 10 steps of 2 responses.
-    beside = [plain(make_group(11, 4))]
-    beside_s = 2 * 0.006 + 10 * 0.01
-
     def rest(together_s: float, alone_more_s: float, *, num_replicas: int = 1) -> tuple[float, float]:
         loads = [
             Load(batches=together, computed_s=0.5 * known_s + together_s, core_share=1.0),
             Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, core_share=1.0),
         ]
-        found = engine_rest(loads, loads[0], cost, num_replicas=num_replicas)
-        own_s = found.step_s, found.response_s
-        for times in (0.9, 1.0, 1.25):
-            computed_s = times * (0.5 * beside_s + 10 * own_s[0] + 2 * own_s[1])
-            crowded = Load(batches=beside, computed_s=computed_s, core_share=0.5)
-            found = engine_rest(loads, crowded, cost, num_replicas=num_replicas)
-            # Half of the time others had the core.
-            assert found.crowding == pytest.approx(max(0.0, 2.0 * (times - 1.0)))
-            assert crowded.speed(found.crowding) == pytest.approx(min(1.0, 1.0 / times))
-            assert (found.step_s, found.response_s) == own_s, "of what had the host to itself"
-        return own_s
+        found = engine_rest(loads, cost, crowding=0.5, num_replicas=num_replicas)
+        return found.step_s, found.response_s
 
     # 28 steps of 5 responses, and 30 of 3.
     for step_s, turn_s in ((0.0, 0.0), (0.0, 0.25), (0.02, 0.0), (0.02, 0.25)):
@@ -218,23 +205,33 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
     episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in together[0]]
     computed_s = 0.5 * (4 * 0.006 + 8 * 0.01) + 1.0
     load = Load(batches=[episodes], computed_s=computed_s, core_share=1.0)
-    found = engine_rest([load], load, cost, num_replicas=1)
+    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
     assert found.response_s == pytest.approx(1 / 20) and found.step_s == 0.0
 
 
 def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
-    """With a crowding of 0.5 it took 1.1 times as much as alone, one with half of its cores 1.25."""
+    """With a crowding of 0.5 it took 1.1 times as much as alone."""
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
     batches = [plain(make_group(11))]
     # 10 steps, and 1 s for the response: 2 s alone.
     load = Load(batches=batches, computed_s=2.0 * 1.1, core_share=0.8)
-    crowded = Load(batches=batches, computed_s=2.0 * 1.25, core_share=0.5)
-    found = engine_rest([load], crowded, cost, num_replicas=1)
-    assert found.crowding == pytest.approx(0.5, rel=0.01)
+    found = engine_rest([load], cost, crowding=0.5, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.0, rel=0.01)
-    assert engine_rest([load], load, cost, num_replicas=1).crowding == 0.0
-    whole = dataclasses.replace(crowded, core_share=1.0)
-    assert engine_rest([load], whole, cost, num_replicas=1).crowding == 0.0
+    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
+    assert 10 * found.step_s + found.response_s == pytest.approx(1.2, rel=0.01)
+
+
+def test_what_sharing_costs_is_told_from_one_step_alone_and_beside_others() -> None:
+    """Two ranks keep 1.6 cores busy alone. Beside others they had 1.2 cores for a second: three quarters of
+    theirs, and they took 1.25 times as much for the same, so with all of the time lost 2 times."""
+    beside = Beside(alone_s=0.6, alone_processor_s=0.96, beside_s=1.0, beside_processor_s=1.2)
+    assert beside.core_share == pytest.approx(0.75)
+    assert beside.crowding == pytest.approx(1.0)
+    half = dataclasses.replace(beside, beside_s=1.32, beside_processor_s=1.056)
+    assert (half.core_share, half.crowding) == pytest.approx((0.5, 0.2))
+    assert dataclasses.replace(half, beside_s=0.5).crowding == 0.0, "nobody had its cores"
+    assert dataclasses.replace(half, beside_processor_s=0.9).crowding == 0.0, "noise"
+    assert dataclasses.replace(half, beside_processor_s=1.6).crowding == MOST_CROWDING
 
 
 def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forgeasync.simulation.clock import Clock, crowded_speed, share_of_speed
+from forgeasync.simulation.clock import Clock
 
 
 def _ends(num_cores: int, works: list[tuple[float, float]], *, crowding: float = 0.0) -> list[float]:
@@ -85,12 +85,6 @@ def test_sharing_costs_procs_in_lockstep_as_much(lockstep_share: float, ends: li
     while clock.step():
         pass
     assert found == pytest.approx(ends)
-
-
-@pytest.mark.parametrize("crowding", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("core_share", [0.1, 0.5, 1.0])
-def test_a_speed_says_what_share_of_the_cores_it_needs(core_share: float, crowding: float) -> None:
-    assert share_of_speed(crowded_speed(core_share, crowding), crowding) == pytest.approx(core_share)
 
 
 def test_one_proc_that_wants_more_cores_than_there_are_is_slow() -> None:
