@@ -118,6 +118,8 @@ class RunSimulation:
             commit=self._commit,
             publish=self._serving.publish,
             busy_s=lambda: self.generators.busy_s,
+            # The next batch makes room for groups.
+            on_ended=self._go_on,
         )
         self._groups: dict[int, SimulatedGroup] = {}
         """Those in flight."""

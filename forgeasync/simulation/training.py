@@ -57,6 +57,7 @@ class Training:
         commit: Callable[[Batch, float], None],
         publish: Callable[[int, Callable[[], None]], None],
         busy_s: Callable[[], float],
+        on_ended: Callable[[], None],
     ) -> None:
         self._run = run
         self._table = table
@@ -69,6 +70,7 @@ class Training:
         self._commit = commit
         self._publish = publish
         self._busy_s = busy_s
+        self._on_ended = on_ended
         self._is_idle = True
         self._begin_s = 0.0
         self.version = 0
@@ -123,7 +125,7 @@ class Training:
             )
             self._begin_s = self._clock.now_s
             self._is_idle = True
-            self.go_on()
+            self._on_ended()
 
         self._clock.compute_in_lockstep(work_s, self._cores, trained)
 

@@ -75,6 +75,14 @@ def _played(run: SimulatedRun, profile: Profile) -> tuple[RunSimulation, Predict
     return simulation, simulation.simulate(), area_s
 
 
+def test_groups_start_as_soon_as_a_batch_makes_room_for_them() -> None:
+    """Training takes 1 s, and generating the next batch beside it 0.4 s; new weights come later."""
+    buffer = BufferSection(max_groups=4, adapt_load=False)
+    profile = simple_profile(token_s=0.0, fixed_s=1.0, decode_s=0.01, lengths=(40.0, 40.0), publish_s=0.9)
+    found = simulate(small_run(max_off_policy_steps=4, buffer=buffer), profile)
+    assert found.step_s == pytest.approx(1.0, rel=0.01)
+
+
 @pytest.mark.parametrize(("num_ranks", "seconds"), [(1, 1.0), (2, 1.0), (4, 2.0), (6, 3.0)])
 def test_a_trainer_with_more_ranks_than_were_measured_takes_more_cores(
     num_ranks: int, seconds: float
