@@ -36,6 +36,7 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.prediction.measured import MeasuredWindow
 from forgeasync.profile.profile import Profile
 from forgeasync.profile.profile_file import read_profile
+from forgeasync.profile.steady_steps import steady_steps
 from forgeasync.simulation.run import simulate
 from forgeasync.simulation.shape import SimulatedRun, of_config
 
@@ -95,14 +96,15 @@ def predicted(run: SimulatedRun, profile: Profile) -> Figures:
 def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
     """The steps of a run that its prediction has the means of, without what they waited for evaluations."""
     steps = [line for line in lines if line["step"] > 0]
-    window = MeasuredWindow.of_run(run.num_steps, num_steps_ahead=run.num_steps_ahead)
+    steady = steady_steps(run.num_steps, num_first=run.num_steps // 3, num_ahead=run.num_steps_ahead)
+    window = MeasuredWindow(num_left_out=steady.start, last_step=steady.stop)
     for line in steps:
         window.add(line)
     found = window.measured()
     assert found is not None and found.busy_share is not None, "a run of this version has all metrics"
-    steady = [line for line in steps if window.num_left_out < line["step"] <= window.last_step]
-    tokens = [line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in steady]
-    ages = [line["off_policy/age_mean"] for line in steady]
+    counted = [line for line in steps if line["step"] - 1 in steady]
+    tokens = [line["throughput/train_tokens_per_s"] * line["time/step_s"] for line in counted]
+    ages = [line["off_policy/age_mean"] for line in counted]
     return Figures(
         step_s=found.step_s,
         trained_tokens_per_s=found.trained_tokens_per_s,

@@ -86,7 +86,7 @@ class MeasuredWindow:
 
     @classmethod
     def of_run(cls, max_steps: int, *, num_steps_ahead: int) -> "MeasuredWindow":
-        """The window of a run of so many steps, as a prediction of it has it."""
+        """The window of a run of so many steps, which goes on: whole waves are not waited for."""
         num_first = num_first_steps(max_steps)
         steady = steady_steps(max_steps, num_first=num_first, num_ahead=num_steps_ahead)
         return cls(num_left_out=num_first, last_step=steady.stop)

@@ -17,8 +17,12 @@ def num_steps_ahead(*, max_off_policy_steps: int, max_groups: int | None, groups
 def steady_steps(num_steps: int, *, num_first: int, num_ahead: int) -> range:
     """Return the steps in between, counted from 0.
 
-    ``num_first`` steps are left out at the start, and ``num_ahead`` at the end, but at most half of what
-    is left: a short run has some steps too.
+    At least ``num_first`` steps are left out at the start, and ``num_ahead`` at the end, but at most half of
+    what is left: a short run has some steps too. Groups that begin together may end together, and a run then
+    goes in waves of ``num_ahead`` + 1 steps, of which one waits for most of the time: where there is a whole
+    wave, there are only whole ones.
     """
     assert 0 <= num_first < max(1, num_steps)
-    return range(num_first, num_steps - min(num_ahead, (num_steps - num_first) // 2))
+    end = num_steps - min(num_ahead, (num_steps - num_first) // 2)
+    num_beyond = (end - num_first) % (num_ahead + 1)
+    return range(num_first + num_beyond if end - num_first > num_ahead else num_first, end)

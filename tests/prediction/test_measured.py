@@ -83,8 +83,11 @@ def test_a_short_run_keeps_half_of_its_steps() -> None:
         for num_first in range(num_steps):
             for num_ahead in range(40):
                 steady = steady_steps(num_steps, num_first=num_first, num_ahead=num_ahead)
-                assert steady.start == num_first and num_steps - steady.stop <= num_ahead
-                assert 2 * len(steady) >= num_steps - num_first
+                assert steady.start >= num_first and num_steps - steady.stop <= num_ahead
+                num_between = steady.stop - num_first
+                assert 2 * num_between >= num_steps - num_first
+                num_waves = num_between // (num_ahead + 1)
+                assert len(steady) == (num_waves * (num_ahead + 1) if num_waves else num_between)
 
 
 def test_how_far_a_run_samples_ahead() -> None:
