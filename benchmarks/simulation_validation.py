@@ -36,7 +36,6 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.prediction.measured import MeasuredWindow
 from forgeasync.profile.profile import Profile
 from forgeasync.profile.profile_file import read_profile
-from forgeasync.profile.steady_steps import steady_steps
 from forgeasync.simulation.run import simulate
 from forgeasync.simulation.shape import SimulatedRun, of_config
 
@@ -96,7 +95,7 @@ def predicted(run: SimulatedRun, profile: Profile) -> Figures:
 def measured(lines: Sequence[Mapping[str, Any]], run: SimulatedRun) -> Figures:
     """The steps of a run that its prediction has the means of, without what they waited for evaluations."""
     steps = [line for line in lines if line["step"] > 0]
-    steady = steady_steps(run.num_steps, num_first=run.num_steps // 3, num_ahead=run.num_steps_ahead)
+    steady = run.steady_steps
     window = MeasuredWindow(num_left_out=steady.start, last_step=steady.stop)
     for line in steps:
         window.add(line)

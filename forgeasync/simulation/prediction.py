@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forgeasync.profile.steady_steps import steady_steps
 from forgeasync.simulation.training import SimulatedStep
 
 
@@ -37,8 +36,8 @@ class Prediction:
     last ones, for which there is less and less to sample."""
 
     steps: tuple[SimulatedStep, ...]
-    num_steps_ahead: int
-    """As in ``steady_steps``."""
+    steady_steps: range
+    """Those that means are over, counted from 0."""
     num_replicas: int
     counts: GroupCounts
     num_in_flight: int
@@ -58,12 +57,7 @@ class Prediction:
     @property
     def steady(self) -> Sequence[SimulatedStep]:
         """The steps that means are over."""
-        return self.steps[self._steady.start : self._steady.stop]
-
-    @property
-    def _steady(self) -> range:
-        num_steps = len(self.steps)
-        return steady_steps(num_steps, num_first=num_steps // 3, num_ahead=self.num_steps_ahead)
+        return self.steps[self.steady_steps.start : self.steady_steps.stop]
 
     @property
     def run_s(self) -> float:
@@ -90,7 +84,7 @@ class Prediction:
     def generators_idle_share(self) -> float:
         """Share of the generators' time without a request."""
         first, last = self.steady[0], self.steady[-1]
-        num_before = self._steady.start
+        num_before = self.steady_steps.start
         before_s = self.steps[num_before - 1].generators_busy_s if num_before else 0.0
         busy_s = last.generators_busy_s - before_s
         return max(0.0, 1.0 - busy_s / (self.num_replicas * (last.end_s - first.begin_s)))

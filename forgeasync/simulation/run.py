@@ -140,7 +140,7 @@ class RunSimulation:
             assert has_gone_on, "nothing will ever happen again"
         return Prediction(
             steps=tuple(self._training.steps),
-            num_steps_ahead=self._run.num_steps_ahead,
+            steady_steps=self._run.steady_steps,
             num_replicas=self._run.num_replicas,
             counts=self._counts,
             num_in_flight=self.buffer.num_in_flight,

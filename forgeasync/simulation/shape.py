@@ -10,7 +10,7 @@ from forgeasync.config.run import RunConfig, ScorerSection, longest_response, nu
 from forgeasync.config.weights import WeightsSection
 from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.profile.profile import Profile
-from forgeasync.profile.steady_steps import num_steps_ahead
+from forgeasync.profile.steady_steps import num_steps_ahead, steady_steps
 from forgeasync.schema.problems import Problem, raise_if_any
 
 
@@ -65,6 +65,11 @@ class SimulatedRun:
             max_groups=self.buffer.max_groups,
             groups_per_step=self.groups_per_step,
         )
+
+    @property
+    def steady_steps(self) -> range:
+        """The steps that means are over, counted from 0: not the first third, and not the last ones."""
+        return steady_steps(self.num_steps, num_first=self.num_steps // 3, num_ahead=self.num_steps_ahead)
 
     def __post_init__(self) -> None:
         if self.num_replicas % self.num_generator_hosts:
