@@ -3,25 +3,25 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.replica import LiveReplica
 from forgeasync.config.launcher import LocalLauncher
 from forgeasync.config.run import RunConfig
 from forgeasync.config.serving import ServedSource
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.starting import Roles
-from forgeasync.environments.order import weighted_order
 from forgeasync.models.sizes import kv_bytes_per_token
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import Cores, Origin, Profile, Setup
+from forgeasync.profile.profile import Cores, DecodePoint, Origin, Profile, Setup
 from forgeasync.profiling.engine_loads import EngineLoads
 from forgeasync.profiling.engine_rest import Load, engine_rest
 from forgeasync.profiling.engine_times import (
@@ -34,20 +34,17 @@ from forgeasync.profiling.engine_times import (
 from forgeasync.profiling.hardware import this_machine
 from forgeasync.profiling.loop_times import LoopTimes
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
+from forgeasync.profiling.run_batches import RunBatches
 from forgeasync.profiling.sampled_groups import (
-    NotProfiled,
     Sampled,
     count_places,
     environment_times,
     lengths_by_source,
-    sample_groups,
-    sample_until_known,
     score_until,
     time_scoring,
 )
 from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
 from forgeasync.profiling.step_times import Beside, step_cases, time_steps, train_beside
-from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.simulation.engine import engine_cost
@@ -57,9 +54,6 @@ from forgeasync.tracing.states import State
 
 NUM_CALLS = 20
 """Calls that are timed until a group begins."""
-
-LOAD_S = 15.0
-"""No further groups are sampled for a load after so long."""
 
 MIN_CORES = 1e-3
 """An engine on a GPU may keep next to no core busy."""
@@ -83,6 +77,20 @@ def check_profiled(config: RunConfig) -> None:
     raise_if_any(problems)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampledRun:
+    """The groups that lengths are known by, and what they took."""
+
+    first_batch: Sequence[Sampled]
+    """The only ones that still have their arrays."""
+    everything: Sequence[Sampled]
+    load: Load
+    controller_s: float
+    """Processor seconds of the controller for each response."""
+    scorers_s: float
+    """Processor seconds of all scorers for each response."""
+
+
 async def measure(
     prepared: Prepared,
     roles: Roles,
@@ -100,49 +108,31 @@ async def measure(
         NotProfiled: something that has to be timed did not work.
     """
     config = prepared.config
+    has_gpus = torch.cuda.is_available()
     others = OtherLoad()
     engine = roles.generators.pool.replicas[0]
-    of_engine, of_scorers = ProcessorTime([engine.pid]), ProcessorTime(_pids(procs, "scorer"))
     of_trainer = ProcessorTime(_pids(procs, "trainer"))
     limits = _limits(prepared)
-    grid = decode_grid(limits)
-    console.phase("timing decode steps", num_parts=len(grid) * (NUM_ROUNDS + 1))
-    decode_start_s = time.perf_counter()
-    of_engine.passed_s()
-    decode = await time_decoding(engine.actor, grid, config.sampling, console.part_done)
-    engine_cores = of_engine.passed_s() / (time.perf_counter() - decode_start_s)
-
-    console.phase("sampling groups until their lengths are known")
+    decode, engine_cores = await _time_decoding(engine, limits, config, console)
     of_engines = EngineLoads(
         roles.generators.pool, _pids(procs, "generator"), engine_cores=max(MIN_CORES, engine_cores)
     )
-    of_scorers.passed_s()
-    controller_start_s = time.process_time()
-    await of_engines.begin()
-    tasks, draw_ids = _batches(prepared), itertools.count()
-    # Only the first batch has its arrays still.
-    batches = await _sample(prepared, roles, tasks, draw_ids)
-    sampled, all_sampled = batches[0], list(itertools.chain.from_iterable(batches))
-    num_responses = sum(len(one.group.rollouts) for one in all_sampled)
-    controller_s = (time.process_time() - controller_start_s) / num_responses
-    scorers_s = of_scorers.passed_s()
-    loads = [await of_engines.end(batches)]
-    lengths = lengths_by_source(all_sampled)
-    has_gpus = torch.cuda.is_available()
+    batches = RunBatches(prepared, roles)
+    run = await _sample(batches, of_engines, ProcessorTime(_pids(procs, "scorer")), console)
     if not has_gpus:
         console.phase("sampling one group after the other")
         await of_engines.begin()
-        one_by_one = ([task] for task in itertools.chain.from_iterable(tasks))
-        loads.append(await of_engines.end(await _sample_load(prepared, roles, one_by_one, draw_ids, console)))
+        one_by_one = await of_engines.end(await batches.load(console, one_by_one=True))
+    lengths = lengths_by_source(run.everything)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
         engine.actor, limits, config.sampling, num_prompt_tokens=max(1, num_prompt_tokens)
     )
-    score_s = await time_scoring(roles.scorer, sampled)
-    num_places = await count_places(roles.scorer, sampled, alone_s=score_s.mean.mean)
+    score_s = await time_scoring(roles.scorer, run.first_batch)
+    num_places = await count_places(roles.scorer, run.first_batch, alone_s=score_s.mean.mean)
 
-    groups = [one.group for one in sampled]
+    groups = [one.group for one in run.first_batch]
     num_steps = 2 * (NUM_STEP_ROUNDS * len(step_cases(config, groups)) + 1)
     console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=num_steps)
     steps = await time_steps(
@@ -160,8 +150,8 @@ async def measure(
         crowded, beside = await _crowd(
             prepared,
             roles,
-            sampled,
-            lambda: _sample_load(prepared, roles, tasks, draw_ids, console),
+            run.first_batch,
+            lambda: batches.load(console),
             of_engines,
             of_trainer,
             first_step=config.max_steps + 1 + num_steps,
@@ -182,7 +172,7 @@ async def measure(
             # What computes on a GPU keeps a core busy only with waiting for it.
             trainer=0.0 if has_gpus else steps.cores,
             generator=0.0 if has_gpus else engine_cores,
-            scorer=scorers_s / (num_responses * score_s.mean.mean),
+            scorer=run.scorers_s / score_s.mean.mean,
         ),
         decode=decode,
         prefill_tokens_per_s=prefill,
@@ -192,18 +182,50 @@ async def measure(
         weights=steps.weights,
         score_s=score_s,
         score_places=max(config.scorer.num_workers, num_places // config.scorer.num_replicas),
-        controller_s=Estimate.of([controller_s]),
-        loops_s=Estimate.of([loops.rest_s(controller_s=controller_s, speed=1.0)]),
+        controller_s=Estimate.of([run.controller_s]),
+        loops_s=Estimate.of([loops.rest_s(controller_s=run.controller_s, speed=1.0)]),
         step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths=lengths,
-        filtered_share=_filtered_share(config, all_sampled),
-        environment=environment_times(all_sampled),
+        filtered_share=_filtered_share(config, run.everything),
+        environment=environment_times(run.everything),
         start_s=Estimate.of([start_s]),
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
-    return profile if has_gpus else _with_rest(profile, limits, loads, crowded, beside, loops)
+    if has_gpus:
+        return profile
+    return _with_rest(profile, limits, (run.load, one_by_one), crowded, beside, loops)
+
+
+async def _time_decoding(
+    engine: LiveReplica, limits: EngineLimits, config: RunConfig, console: StepConsole
+) -> tuple[tuple[DecodePoint, ...], float]:
+    """Return the decode steps of an engine, and the cores that it keeps busy with them."""
+    grid = decode_grid(limits)
+    console.phase("timing decode steps", num_parts=len(grid) * (NUM_ROUNDS + 1))
+    of_engine, start_s = ProcessorTime([engine.pid]), time.perf_counter()
+    decode = await time_decoding(engine.actor, grid, config.sampling, console.part_done)
+    return decode, of_engine.passed_s() / (time.perf_counter() - start_s)
+
+
+async def _sample(
+    batches: RunBatches, of_engines: EngineLoads, of_scorers: ProcessorTime, console: StepConsole
+) -> _SampledRun:
+    """Sample and score batches of the run's data until their lengths are known."""
+    console.phase("sampling groups until their lengths are known")
+    controller_start_s = time.process_time()
+    await of_engines.begin()
+    known = await batches.until_known()
+    everything = list(itertools.chain.from_iterable(known))
+    num_responses = sum(len(one.group.rollouts) for one in everything)
+    return _SampledRun(
+        first_batch=known[0],
+        everything=everything,
+        controller_s=(time.process_time() - controller_start_s) / num_responses,
+        scorers_s=of_scorers.passed_s() / num_responses,
+        load=await of_engines.end(known),
+    )
 
 
 def _with_rest(
@@ -272,53 +294,6 @@ def _limits(prepared: Prepared) -> EngineLimits:
     )
 
 
-async def _sample(
-    prepared: Prepared, roles: Roles, batches: Iterator[list[Task]], draw_ids: Iterator[int]
-) -> list[list[Sampled]]:
-    """Sample and score batches of the run's data until their lengths are known: a run's own first groups,
-    with the seeds that they have in it."""
-    seed = prepared.config.seed
-
-    async def sample() -> list[Sampled]:
-        return await sample_groups(roles.groups, roles.scorer, next(batches), draw_ids=draw_ids, seed=seed)
-
-    return await sample_until_known(sample, partial(_free, roles))
-
-
-async def _sample_load(
-    prepared: Prepared,
-    roles: Roles,
-    batches: Iterator[list[Task]],
-    draw_ids: Iterator[int],
-    console: StepConsole,
-) -> list[list[Sampled]]:
-    """Sample and score batches one after the other, for ``LOAD_S``.
-
-    Raises:
-        NotProfiled: not one could be sampled and scored.
-    """
-    found, problems, seed = list[list[Sampled]](), list[NotProfiled](), prepared.config.seed
-    end_s = time.perf_counter() + LOAD_S
-    for tasks in batches:
-        try:
-            found.append(await sample_groups(roles.groups, roles.scorer, tasks, draw_ids=draw_ids, seed=seed))
-        except NotProfiled as problem:
-            problems.append(problem)
-        else:
-            await _free(roles, found[-1])
-        if time.perf_counter() > end_s:
-            break
-    if not found:
-        raise problems[0]
-    if problems:
-        console.message(f"{len(problems)} times no group could be sampled; first {problems[0]}")
-    return found
-
-
-async def _free(roles: Roles, sampled: Sequence[Sampled]) -> None:
-    await roles.generators.free_payloads(rollout for one in sampled for rollout in one.group.rollouts)
-
-
 async def _crowd(
     prepared: Prepared,
     roles: Roles,
@@ -346,21 +321,6 @@ async def _crowd(
     return await train_beside(
         prepared.config, roles.trainer, groups, sample_beside_scorers, of_trainer, first_step=first_step
     )
-
-
-def _batches(prepared: Prepared) -> Iterator[list[Task]]:
-    """Yield the problems of batch after batch in the run's order, with two of every source that one leaves
-    out."""
-    by_source: dict[str, list[Task]] = {}
-    for task in prepared.train:
-        by_source.setdefault(task.source, []).append(task)
-    order = weighted_order(prepared.train, dict.fromkeys(by_source, 1.0), seed=prepared.config.seed)
-    others = {source: itertools.cycle(tasks) for source, tasks in by_source.items()}
-    while True:
-        tasks = [order.next() for _ in range(prepared.config.algorithm.groups_per_step)]
-        for source in sorted(others.keys() - {task.source for task in tasks}):
-            tasks += itertools.islice(others[source], 2)
-        yield tasks
 
 
 def _pids(procs: Sequence[ProcEntry], role: str) -> list[int]:

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from forgeasync.actors.group_sampling import GroupSampler, SampledGroup
 from forgeasync.actors.group_scoring import GroupScoring, Unscored
+from forgeasync.buffer.submissions import Submission
 from forgeasync.environments.order import sampling_seed
 from forgeasync.environments.reward import response_of
 from forgeasync.profile.fitted_lengths import fit_lengths, mean_of_groups
@@ -76,18 +77,18 @@ def lengths_are_known(sampled: Sequence[Sampled]) -> bool:
 
 
 async def sample_groups(
-    groups: GroupSampler, scorer: GroupScoring, tasks: Sequence[Task], *, draw_ids: Iterator[int], seed: int
+    groups: GroupSampler, scorer: GroupScoring, batch: Sequence[Submission], *, seed: int
 ) -> list[Sampled]:
-    """Sample and score a group for each task, all at once, with the seeds that ``draw_ids`` have in a run.
+    """Sample and score a group for each prompt, all at once, with the seeds that they have in a run.
 
     Raises:
         NotProfiled: no group could be sampled and scored.
     """
     problems: list[str] = []
 
-    async def one(draw_id: int, task: Task) -> Sampled | None:
-        number = FIRST_GROUP + draw_id
-        answer = await groups.sample(number, task, seed=sampling_seed(seed, draw_id))
+    async def one(submission: Submission) -> Sampled | None:
+        number, task = FIRST_GROUP + submission.draw_id, submission.task
+        answer = await groups.sample(number, task, seed=sampling_seed(seed, submission.draw_id))
         if not isinstance(answer, SampledGroup):
             problems.append(f"task {task.task_id}: {answer}")
             return None
@@ -101,10 +102,10 @@ async def sample_groups(
             scores = found
         return _sampled(number, task, answer, scores)
 
-    found = await asyncio.gather(*(one(next(draw_ids), task) for task in tasks))
+    found = await asyncio.gather(*(one(submission) for submission in batch))
     sampled = [one for one in found if one is not None]
     if not sampled:
-        raise NotProfiled(f"none of {len(tasks)} groups was sampled and scored; the first: {problems[0]}")
+        raise NotProfiled(f"none of {len(batch)} groups was sampled and scored; the first: {problems[0]}")
     return sampled
 
 

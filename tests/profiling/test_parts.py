@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from forgeasync.actors.group_scoring import GroupScoring
 from forgeasync.config.load import load_config
+from forgeasync.environments.order import weighted_order
 from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import MOST_CROWDING, DecodePoint
@@ -23,6 +26,7 @@ from forgeasync.profiling import sampled_groups
 from forgeasync.profiling.engine_rest import Load, engine_rest
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessGone, ProcessorTime
+from forgeasync.profiling.run_batches import FIRST_EXTRA, batches_of
 from forgeasync.profiling.sampled_groups import (
     Sampled,
     count_places,
@@ -155,6 +159,25 @@ def test_batches_are_sampled_until_lengths_are_known(limit_s: float, monkeypatch
     assert 10 < num_sampled < 24
     everything = [one for batch in batches for one in batch]
     assert lengths_are_known(everything) and not lengths_are_known(everything[:-8])
+
+
+def test_a_profile_samples_the_first_groups_of_the_run_with_their_seeds() -> None:
+    tasks = [make_task(number) for number in range(40)]
+    order = weighted_order(tasks, {tasks[0].source: 1.0}, seed=7)
+    batches = batches_of(tasks, groups_per_step=6, seed=7)
+    found = list(itertools.chain.from_iterable(itertools.islice(batches, 10)))
+    assert [one.draw_id for one in found] == list(range(60))
+    assert [one.task for one in found] == [order.next() for _ in range(60)]
+
+
+def test_two_problems_of_every_source_are_sampled_that_a_batch_leaves_out() -> None:
+    tasks = [dataclasses.replace(make_task(number), source=f"of {number % 3}") for number in range(30)]
+    for batch in itertools.islice(batches_of(tasks, groups_per_step=1, seed=7), 10):
+        first, *others = batch
+        assert Counter(one.task.source for one in others) == {
+            f"of {number}": 2 for number in range(3) if f"of {number}" != first.task.source
+        }
+        assert first.draw_id < 10 and all(one.draw_id >= FIRST_EXTRA for one in others)
 
 
 def engine_cost(
