@@ -46,6 +46,9 @@ def fail_or_wait(folder: Path, how: str) -> None:
             time.sleep(0.01)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "aborts":
+            os.write(2, b"a library's last words\n")
+            os.abort()
         raise ValueError("what was wrong")
     time.sleep(600)
 
@@ -67,7 +70,14 @@ def test_forks_know_their_index_and_nothing_of_earlier_ones(
     assert server.run(left, [""], environments=environments(1)) == [None]
 
 
-@pytest.mark.parametrize(("how", "says"), [("raises", "what was wrong"), ("killed", "killed by signal 9")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raises", "what was wrong"),
+        ("killed", "killed by signal 9"),
+        ("aborts", "killed by signal 6(?s:.*)a library's last words(?s:.*)Aborted(?s:.*)fail_or_wait"),
+    ],
+)
 def test_one_that_fails_is_told_and_ends_the_others(
     server: ForkServer, tmp_path: Path, how: str, says: str
 ) -> None:

@@ -27,6 +27,10 @@ SAFE_THREADS = {"jemalloc_bg_thd"}
 """pyarrow's allocator stops and starts its thread around a fork; any other could hold a lock just then."""
 
 
+MAX_LAST_CHARS = 6000
+"""Characters of a process's stderr that its failure repeats: one that dies of a signal says there why."""
+
+
 class ProcessFailed(RuntimeError):
     """A process has raised or died; says which one, and how."""
 
@@ -42,7 +46,15 @@ class _Request:
     search_path: list[str]
     working_directory: str
     out: Path
-    """Each fork writes its result into a file named by its index."""
+    """Each fork writes its result into a file named by its index, and stderr into another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failed:
+    """The first fork that has failed."""
+
+    index: int
+    message: str
 
 
 class ForkServer:
@@ -72,13 +84,18 @@ class ForkServer:
                 working_directory=os.getcwd(),
                 out=Path(out),
             )
-            with self._connected() as link:
-                link.send(request)
-                failure: str | None = link.recv()
-            if failure is not None:
-                # Another one may have been the reason and have ended a moment later.
-                raised = [file.read_text() for file in sorted(Path(out).glob("*.error"))]
-                raise ProcessFailed("\n".join([failure, *raised]))
+            try:
+                with self._connected() as link:
+                    link.send(request)
+                    failed: _Failed | None = link.recv()
+                if failed is not None:
+                    # Another one may have been the reason and have ended a moment later.
+                    raised = [file.read_text() for file in sorted(Path(out).glob("*.error"))]
+                    died = [] if raised else [_stderr(request.out, failed.index)[-MAX_LAST_CHARS:]]
+                    raise ProcessFailed("\n".join([failed.message, *raised, *died]))
+            finally:
+                for index in range(len(environments)):
+                    sys.stderr.write(_stderr(request.out, index))
             return [pickle.loads(Path(out, str(index)).read_bytes()) for index in range(len(environments))]
 
     @contextlib.contextmanager
@@ -131,8 +148,8 @@ def _serve(link: Connection, modules: Sequence[str]) -> None:
         link.send(_run_forks(request, set_by_imports, link))
 
 
-def _run_forks(request: _Request, set_by_imports: dict[str, str], link: Connection) -> str | None:
-    """How the first fork that failed has ended; None if all have ended well."""
+def _run_forks(request: _Request, set_by_imports: dict[str, str], link: Connection) -> _Failed | None:
+    """The first fork that failed; None if all have ended well."""
     context = multiprocessing.get_context("fork")
     forks = [
         context.Process(target=_fork, args=(request, set_by_imports | environment, index))
@@ -154,11 +171,13 @@ def _run_forks(request: _Request, set_by_imports: dict[str, str], link: Connecti
                     fork.kill()
                     fork.join()
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                return f"process {index} of {len(forks)} {how}"
+                return _Failed(index=index, message=f"process {index} of {len(forks)} {how}")
     return None
 
 
 def _fork(request: _Request, environment: dict[str, str], index: int) -> None:
+    stderr = os.open(_stderr_file(request.out, index), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stderr, sys.stderr.fileno())
     # A process that dies of a signal shows where it was.
     faulthandler.enable()
     os.environ.clear()
@@ -171,3 +190,13 @@ def _fork(request: _Request, environment: dict[str, str], index: int) -> None:
     except BaseException:
         (request.out / f"{index}.error").write_text(traceback.format_exc())
         raise
+
+
+def _stderr_file(out: Path, index: int) -> Path:
+    return out / f"{index}.stderr"
+
+
+def _stderr(out: Path, index: int) -> str:
+    """What a fork has written to stderr so far."""
+    file = _stderr_file(out, index)
+    return file.read_text(errors="replace") if file.exists() else ""
