@@ -30,7 +30,7 @@ class EngineLoads:
         return Load(
             batches=batches,
             computed_s=computed_s,
-            core_share=min(1.0, computed_s / (busy_s * self._engine_cores)),
+            wanted_s=busy_s * self._engine_cores,
         )
 
     async def _busy_so_far_s(self) -> float:

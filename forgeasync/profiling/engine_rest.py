@@ -4,6 +4,7 @@ Many groups at once make few steps with many sequences, one group after the othe
 What is needed for each step and what is needed for each response are told apart by this.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from forgeasync.buffer.decisions import Start
 from forgeasync.profile.fitting import fit_not_negative
+from forgeasync.profile.profile import MOST_CROWDING
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.simulation.clock import Clock, core_second
 from forgeasync.simulation.draws import DrawnRollout
@@ -25,8 +27,13 @@ class Load:
     batches: Sequence[Sequence[Sampled]]
     computed_s: float
     """Processor seconds of all engines' processes meanwhile."""
-    core_share: float
-    """Share of time that engines with sequences had their cores; others had them for the rest."""
+    wanted_s: float
+    """Processor seconds that engines with sequences would have had if nobody else had used their cores."""
+
+    @property
+    def core_share(self) -> float:
+        """Share of time that engines with sequences had their cores; others had them for the rest."""
+        return min(1.0, self.computed_s / self.wanted_s)
 
     def alone_s(self, crowding: float) -> float:
         """Processor seconds that it would have taken with cores to itself (``Cores.crowding``)."""
@@ -35,6 +42,15 @@ class Load:
     def speed(self, crowding: float) -> float:
         """What a second of a core brought, as a share of what it brings a proc that has it to itself."""
         return core_second(self.core_share, crowding)
+
+
+def together(loads: Sequence[Load]) -> Load:
+    """Return several loads as one."""
+    return Load(
+        batches=list(itertools.chain.from_iterable(load.batches for load in loads)),
+        computed_s=sum(load.computed_s for load in loads),
+        wanted_s=sum(load.wanted_s for load in loads),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +78,23 @@ def engine_rest(loads: Sequence[Load], cost: EngineCost, *, crowding: float, num
     ]
     step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
     return EngineRest(step_s=step_s, response_s=turn_s)
+
+
+def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_replicas: int) -> float:
+    """Return ``Cores.crowding``, from one kind of load when others want many cores and when they want few.
+
+    Steps and prompts of both are simulated with ``cost``. What else engines do is taken to grow with these.
+    """
+    more, less = (
+        load.computed_s / _played(load, cost, num_replicas=num_replicas).known_s
+        for load in (crowded, uncrowded)
+    )
+    # more / less = (1 + crowding * others of the first) / (1 + crowding * others of the second)
+    ratio = more / less
+    others = 1.0 - crowded.core_share - ratio * (1.0 - uncrowded.core_share)
+    if ratio <= 1.0:
+        return 0.0
+    return min(MOST_CROWDING, (ratio - 1.0) / others) if others > 0.0 else MOST_CROWDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
 """One profile: every part of a run timed in turn, while the others have nothing to do."""
 
-import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +22,7 @@ from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Cores, DecodePoint, Origin, Profile, Setup
 from forgeasync.profiling.engine_loads import EngineLoads
-from forgeasync.profiling.engine_rest import Load, engine_rest
+from forgeasync.profiling.engine_rest import Load, engine_crowding, engine_rest
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
     EngineLimits,
@@ -40,11 +39,11 @@ from forgeasync.profiling.sampled_groups import (
     count_places,
     environment_times,
     lengths_by_source,
-    score_until,
     time_scoring,
 )
+from forgeasync.profiling.shared_cores import SharedCores, share_cores
 from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
-from forgeasync.profiling.step_times import Beside, step_cases, time_steps, train_beside
+from forgeasync.profiling.step_times import step_cases, time_steps
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.simulation.engine import engine_cost
@@ -146,9 +145,9 @@ async def measure(
     )
     call_s = await _time_calls(roles, engine.actor)
     if not has_gpus:
-        console.phase("timing optimizer steps beside an engine and scorers")
-        crowded, beside = await _crowd(
-            prepared,
+        console.phase("timing what procs cost each other")
+        shared = await share_cores(
+            config,
             roles,
             run.first_batch,
             lambda: batches.load(console),
@@ -195,7 +194,7 @@ async def measure(
     )
     if has_gpus:
         return profile
-    return _with_rest(profile, limits, (run.load, one_by_one), crowded, beside, loops)
+    return _with_rest(profile, limits, (run.load, one_by_one), shared, loops)
 
 
 async def _time_decoding(
@@ -232,32 +231,29 @@ def _with_rest(
     profile: Profile,
     limits: EngineLimits,
     loads: Sequence[Load],
-    crowded: Load,
-    beside: Beside,
+    shared: SharedCores,
     loops: LoopTimes,
 ) -> Profile:
     """Return the profile with what engines needed for loads besides its steps and prompts, and with what
-    sharing cores costs, here and in the loops.
-
-    ``beside`` has the trainer's steps beside the load ``crowded``: the same step again and again, so what it
-    takes there by what it takes alone says what sharing costs.
-    """
+    sharing cores costs, here and in the loops."""
     cost = engine_cost(
         profile,
         max_num_seqs=limits.max_num_seqs,
         max_kv_tokens=limits.max_kv_tokens,
         shares_prefixes=False,
     )
-    crowding = beside.crowding
-    rest = engine_rest(loads, cost, crowding=crowding, num_replicas=profile.setup.num_replicas)
+    num_replicas = profile.setup.num_replicas
+    crowding = engine_crowding(shared.crowded, shared.uncrowded, cost, num_replicas=num_replicas)
+    rest = engine_rest([*loads, shared.uncrowded], cost, crowding=crowding, num_replicas=num_replicas)
     # Controller and scorers were measured beside the engines of the first load.
     speed = loads[0].speed(crowding)
     controller_s = profile.controller_s.mean * speed
-    loops_s = loops.rest_s(controller_s=controller_s, speed=crowded.speed(crowding))
+    loops_s = loops.rest_s(controller_s=controller_s, speed=shared.crowded.speed(crowding))
     cores = {
         "crowding": crowding,
+        "trainer_crowding": shared.trainer.crowding,
         "scorer": profile.cores.scorer * speed,
-        "trainer_share": min(1.0, beside.core_share / crowded.core_share),
+        "trainer_share": shared.trainer_share,
     }
     found = {
         "cores": profile.cores.model_copy(update=cores),
@@ -291,35 +287,6 @@ def _limits(prepared: Prepared) -> EngineLimits:
         max_context_length=config.model.max_context_length,
         max_kv_tokens=num_kv_bytes // kv_bytes_per_token(config, prepared.facts),
         max_num_batched_tokens=config.generator.max_num_batched_tokens,
-    )
-
-
-async def _crowd(
-    prepared: Prepared,
-    roles: Roles,
-    scored: Sequence[Sampled],
-    sample: Callable[[], Awaitable[list[list[Sampled]]]],
-    of_engines: EngineLoads,
-    of_trainer: ProcessorTime,
-    *,
-    first_step: int,
-) -> tuple[Load, Beside]:
-    """Sample beside a trainer that makes steps and scorers that score; return the load, and the steps."""
-
-    async def sample_beside_scorers() -> Load:
-        # The trainer has made its steps alone by now.
-        done = asyncio.Event()
-        await of_engines.begin()
-        scoring = asyncio.create_task(score_until(done, roles.scorer, scored))
-        try:
-            return await of_engines.end(await sample())
-        finally:
-            done.set()
-            await scoring
-
-    groups = [one.group for one in scored]
-    return await train_beside(
-        prepared.config, roles.trainer, groups, sample_beside_scorers, of_trainer, first_step=first_step
     )
 
 

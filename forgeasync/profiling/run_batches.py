@@ -12,7 +12,7 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.profiling.sampled_groups import NotProfiled, Sampled, sample_groups, sample_until_known
 from forgeasync.rollouts.task import Task
 
-LOAD_S = 15.0
+LOAD_S = 10.0
 """No further groups are sampled for a load after so long."""
 
 FIRST_EXTRA = 500_000

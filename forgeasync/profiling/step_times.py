@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -134,11 +134,21 @@ class Beside:
 
     @property
     def crowding(self) -> float:
-        """How much more processor time it took, by the share of time that others had: ``Cores.crowding``."""
+        """How much more processor time it took, by the share that others had: ``Cores.trainer_crowding``."""
         if (others_share := 1.0 - self.core_share) <= 0.0:
             return 0.0
         more = self.beside_processor_s / self.alone_processor_s - 1.0
         return min(MOST_CROWDING, max(0.0, more) / others_share)
+
+
+def mean_of(parts: Sequence[Beside]) -> Beside:
+    """Return the mean of each number."""
+    return Beside(
+        alone_s=statistics.fmean(one.alone_s for one in parts),
+        alone_processor_s=statistics.fmean(one.alone_processor_s for one in parts),
+        beside_s=statistics.fmean(one.beside_s for one in parts),
+        beside_processor_s=statistics.fmean(one.beside_processor_s for one in parts),
+    )
 
 
 async def train_beside(
@@ -148,13 +158,13 @@ async def train_beside(
     other: Callable[[], Awaitable[T]],
     processor_time: ProcessorTime,
     *,
-    first_step: int,
+    numbers: Iterator[int],
 ) -> tuple[T, Beside]:
     """Make steps on the groups for as long as something else takes, and before and after it alone.
 
-    Returns what that returns, and what the steps took. ``processor_time`` is that of the trainer's ranks.
+    Returns what that returns, and what the steps took. ``processor_time`` is that of the trainer's ranks;
+    ``numbers`` are those of the steps.
     """
-    numbers = itertools.count(first_step)
     rows = _rows(config, trainer, groups, tokens_per_row=config.trainer.tokens_per_row)
 
     async def step() -> tuple[float, float]:

@@ -71,11 +71,19 @@ def crowded_speed(core_share: float, crowding: float) -> float:
 class Clock:
     """The timelines, and which of them an activity belongs to."""
 
-    def __init__(self, num_cores: int, *, crowding: float = 0.0, lockstep_share: float = 1.0) -> None:
-        """``crowding`` is ``Cores.crowding``; while cores are short, procs in lockstep get ``lockstep_share``
-        of what others get."""
+    def __init__(
+        self,
+        num_cores: int,
+        *,
+        crowding: float = 0.0,
+        lockstep_share: float = 1.0,
+        lockstep_crowding: float = 0.0,
+    ) -> None:
+        """``crowding`` is ``Cores.crowding``, and ``lockstep_crowding`` that of procs in lockstep; where
+        cores are short, these get ``lockstep_share`` of what others get."""
         self._num_cores = num_cores
         self._crowding = crowding
+        self._lockstep_crowding = lockstep_crowding
         self._share = lockstep_share
         self._wanted = 0.0
         self._wanted_in_lockstep = 0.0
@@ -133,7 +141,7 @@ class Clock:
         each = min(1.0, self._num_cores / (self._wanted + self._share * self._wanted_in_lockstep))
         left = (self._num_cores - self._wanted) / self._wanted_in_lockstep if each == 1.0 else 0.0
         shares = each, max(self._share * each, left)
-        return crowded_speed(shares[0], self._crowding), crowded_speed(shares[1], self._crowding)
+        return crowded_speed(shares[0], self._crowding), crowded_speed(shares[1], self._lockstep_crowding)
 
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""

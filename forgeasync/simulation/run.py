@@ -52,6 +52,7 @@ class RunSimulation:
             num_cores,
             crowding=profile.cores.crowding,
             lockstep_share=profile.cores.trainer_share,
+            lockstep_crowding=profile.cores.trainer_crowding,
         )
         self._draws = Draws(run, profile)
         cost = engine_cost(

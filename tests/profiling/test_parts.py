@@ -23,7 +23,7 @@ from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import MOST_CROWDING, DecodePoint
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling import sampled_groups
-from forgeasync.profiling.engine_rest import Load, engine_rest
+from forgeasync.profiling.engine_rest import Load, engine_crowding, engine_rest, together
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessGone, ProcessorTime
 from forgeasync.profiling.run_batches import FIRST_EXTRA, batches_of
@@ -35,7 +35,7 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     sample_until_known,
 )
-from forgeasync.profiling.step_times import Beside, size_of, step_cases
+from forgeasync.profiling.step_times import Beside, mean_of, size_of, step_cases
 from forgeasync.rollouts.rollout import Group
 from forgeasync.simulation.engine import EngineCost
 from forgeasync.trainer.batch import assign_rows, training_items
@@ -209,8 +209,8 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
 
     def rest(together_s: float, alone_more_s: float, *, num_replicas: int = 1) -> tuple[float, float]:
         loads = [
-            Load(batches=together, computed_s=0.5 * known_s + together_s, core_share=1.0),
-            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, core_share=1.0),
+            Load(batches=together, computed_s=0.5 * known_s + together_s, wanted_s=0.01),
+            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, wanted_s=0.01),
         ]
         found = engine_rest(loads, cost, crowding=0.5, num_replicas=num_replicas)
         return found.step_s, found.response_s
@@ -227,7 +227,7 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
     assert rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_replicas=2) == pytest.approx((0.02, 0.25))
     episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in together[0]]
     computed_s = 0.5 * (4 * 0.006 + 8 * 0.01) + 1.0
-    load = Load(batches=[episodes], computed_s=computed_s, core_share=1.0)
+    load = Load(batches=[episodes], computed_s=computed_s, wanted_s=computed_s)
     found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
     assert found.response_s == pytest.approx(1 / 20) and found.step_s == 0.0
 
@@ -237,14 +237,35 @@ def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
     batches = [plain(make_group(11))]
     # 10 steps, and 1 s for the response: 2 s alone.
-    load = Load(batches=batches, computed_s=2.0 * 1.1, core_share=0.8)
+    load = Load(batches=batches, computed_s=2.0 * 1.1, wanted_s=2.0 * 1.1 / 0.8)
     found = engine_rest([load], cost, crowding=0.5, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.0, rel=0.01)
     found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.2, rel=0.01)
 
 
-def test_what_sharing_costs_is_told_from_one_step_alone_and_beside_others() -> None:
+def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
+    """Others have half of their cores, and a tenth: with a crowding of 0.4 they take 1.2 and 1.04 times as
+    much, for 10 steps of 0.1 s and for 20."""
+    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
+    crowded = Load(batches=[plain(make_group(11))], computed_s=1.2, wanted_s=2.4)
+    halves = [dataclasses.replace(crowded, computed_s=part, wanted_s=1.2) for part in (0.5, 0.7)]
+    uncrowded = Load(batches=[plain(make_group(21))], computed_s=2.0 * 1.04, wanted_s=2.0 * 1.04 / 0.9)
+
+    def crowding(crowded: Load) -> float:
+        return engine_crowding(crowded, uncrowded, cost, num_replicas=1)
+
+    assert crowding(crowded) == pytest.approx(0.4)
+    assert crowding(dataclasses.replace(together(halves), batches=crowded.batches)) == pytest.approx(0.4)
+    assert len(together(halves).batches) == 2
+    assert crowding(dataclasses.replace(crowded, computed_s=1.0)) == 0.0, "noise"
+    assert crowding(dataclasses.replace(crowded, computed_s=2.0)) == MOST_CROWDING
+    assert crowding(dataclasses.replace(crowded, wanted_s=1.2)) == MOST_CROWDING, (
+        "others had less than before"
+    )
+
+
+def test_what_sharing_costs_the_trainer_is_told_from_one_step_alone_and_beside_others() -> None:
     """Two ranks keep 1.6 cores busy alone. Beside others they had 1.2 cores for a second: three quarters of
     theirs, and they took 1.25 times as much for the same, so with all of the time lost 2 times."""
     beside = Beside(alone_s=0.6, alone_processor_s=0.96, beside_s=1.0, beside_processor_s=1.2)
@@ -255,6 +276,8 @@ def test_what_sharing_costs_is_told_from_one_step_alone_and_beside_others() -> N
     assert dataclasses.replace(half, beside_s=0.5).crowding == 0.0, "nobody had its cores"
     assert dataclasses.replace(half, beside_processor_s=0.9).crowding == 0.0, "noise"
     assert dataclasses.replace(half, beside_processor_s=1.6).crowding == MOST_CROWDING
+    both = mean_of([beside, half])
+    assert dataclasses.astuple(both) == pytest.approx((0.6, 0.96, 1.16, 1.128))
 
 
 def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) -> None:

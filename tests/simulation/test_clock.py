@@ -68,16 +68,20 @@ def test_sharing_itself_costs_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lockstep_share", "ends"),
+    ("lockstep_share", "lockstep_crowding", "ends"),
     [
         # All have the half: 0.5 / 1.25 of the speed until 1.25 s.
-        (1.0, [1.25, 4.75, 4.75]),
+        (1.0, 0.5, [1.25, 4.75, 4.75]),
         # The others have two thirds, 4 / 7 of the speed; the ranks one third, a quarter of it, until 2 s.
-        (0.5, [2.0, 2.0 + 20 / 7, 2.0 + 20 / 7]),
+        (0.5, 0.5, [2.0, 2.0 + 20 / 7, 2.0 + 20 / 7]),
+        # The ranks take no more for the same, and have half of the speed until 1 s; the others 0.4 of it.
+        (1.0, 0.0, [1.0, 4.6, 4.6]),
     ],
 )
-def test_sharing_costs_procs_in_lockstep_as_much(lockstep_share: float, ends: list[float]) -> None:
-    clock = Clock(2, crowding=0.5, lockstep_share=lockstep_share)
+def test_what_sharing_costs_procs_in_lockstep_is_their_own(
+    lockstep_share: float, lockstep_crowding: float, ends: list[float]
+) -> None:
+    clock = Clock(2, crowding=0.5, lockstep_share=lockstep_share, lockstep_crowding=lockstep_crowding)
     found = [0.0] * 3
     clock.compute_in_lockstep(0.5, 2.0, lambda: found.__setitem__(0, clock.now_s))
     for index in (1, 2):
