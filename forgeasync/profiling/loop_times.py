@@ -58,6 +58,8 @@ class LoopTimes:
 
     response_s: float
     """Processor seconds of controller and buffer for each response."""
+    score_s: float
+    """Processor seconds of all scorers for each response."""
     between_s: Distribution
     """Seconds of a step in which training neither waited nor trained nor published."""
 
@@ -95,8 +97,10 @@ async def time_loops(
     make_loops: MakeLoops,
 ) -> LoopTimes:
     """Make ``NUM_STEPS`` steps of the prepared short run, and wait until its engines are idle."""
-    buffers = [one.pid for one in fleet.listing.entries if one.role == "buffer"]
-    with _TimedRecorder(prepared, files, console, buffers=buffers) as recorder:
+    pids = {
+        role: [one.pid for one in fleet.listing.entries if one.role == role] for role in ("buffer", "scorer")
+    }
+    with _TimedRecorder(prepared, files, console, buffers=pids["buffer"], scorers=pids["scorer"]) as recorder:
         loops = make_loops(prepared.config, prepared, roles, recorder=recorder, files=files)
         await loops.run(fleet)
     await _until_idle(roles.generators)
@@ -110,6 +114,8 @@ class Mark:
     at_s: float
     processor_s: float
     """Of controller and buffer."""
+    scorers_s: float
+    """Of all scorers."""
     num_responses: int
     """Those that were scored."""
     times: StepTimes
@@ -123,8 +129,10 @@ def loop_times(marks: Sequence[Mark]) -> LoopTimes:
         times = after.times
         known_s = times.wait_for_batch_s + times.train_s + times.publish_weights_s + times.eval_s
         between_s.append(max(0.0, after.at_s - before.at_s - known_s))
+    num_responses = max(1, last.num_responses - first.num_responses)
     return LoopTimes(
-        response_s=(last.processor_s - first.processor_s) / max(1, last.num_responses - first.num_responses),
+        response_s=(last.processor_s - first.processor_s) / num_responses,
+        score_s=(last.scorers_s - first.scorers_s) / num_responses,
         between_s=Distribution.of(between_s),
     )
 
@@ -133,12 +141,20 @@ class _TimedRecorder(RunRecorder):
     """The run's recorder, which looks at the clocks at every step."""
 
     def __init__(
-        self, prepared: Prepared, files: RunFiles, console: StepConsole, *, buffers: Iterable[int]
+        self,
+        prepared: Prepared,
+        files: RunFiles,
+        console: StepConsole,
+        *,
+        buffers: Iterable[int],
+        scorers: Iterable[int],
     ) -> None:
         super().__init__(prepared.config, files.run_dir, console, None, prompts=prepared.prompts)
         self.marks: list[Mark] = []
         self._buffers = ProcessorTime(buffers)
         self._buffers_s = 0.0
+        self._scorers = ProcessorTime(scorers)
+        self._scorers_s = 0.0
         self._num_responses = 0
 
     def record_scored(self, scores: Sequence[Score], lengths: Sequence[int]) -> None:
@@ -148,11 +164,13 @@ class _TimedRecorder(RunRecorder):
     def record(self, record: StepRecord) -> None:
         super().record(record)
         self._buffers_s += self._buffers.passed_s()
+        self._scorers_s += self._scorers.passed_s()
         self.marks.append(
             Mark(
                 at_s=time.perf_counter(),
                 # Without its children, which are all the other procs.
                 processor_s=time.process_time() + self._buffers_s,
+                scorers_s=self._scorers_s,
                 num_responses=self._num_responses,
                 times=record.times,
             )

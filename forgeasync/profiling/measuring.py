@@ -86,8 +86,6 @@ class _SampledRun:
     load: Load
     controller_s: float
     """Processor seconds of the controller for each response."""
-    scorers_s: float
-    """Processor seconds of all scorers for each response."""
 
 
 async def measure(
@@ -117,7 +115,7 @@ async def measure(
         roles.generators.pool, _pids(procs, "generator"), engine_cores=max(MIN_CORES, engine_cores)
     )
     batches = RunBatches(prepared, roles)
-    run = await _sample(batches, of_engines, ProcessorTime(_pids(procs, "scorer")), console)
+    run = await _sample(batches, of_engines, console)
     if not has_gpus:
         console.phase("sampling one group after the other")
         await of_engines.begin()
@@ -171,7 +169,7 @@ async def measure(
             # What computes on a GPU keeps a core busy only with waiting for it.
             trainer=0.0 if has_gpus else steps.cores,
             generator=0.0 if has_gpus else engine_cores,
-            scorer=run.scorers_s / score_s.mean.mean,
+            scorer=loops.score_s / score_s.mean.mean,
         ),
         decode=decode,
         prefill_tokens_per_s=prefill,
@@ -208,9 +206,7 @@ async def _time_decoding(
     return decode, of_engine.passed_s() / (time.perf_counter() - start_s)
 
 
-async def _sample(
-    batches: RunBatches, of_engines: EngineLoads, of_scorers: ProcessorTime, console: StepConsole
-) -> _SampledRun:
+async def _sample(batches: RunBatches, of_engines: EngineLoads, console: StepConsole) -> _SampledRun:
     """Sample and score batches of the run's data until their lengths are known."""
     console.phase("sampling groups until their lengths are known")
     controller_start_s = time.process_time()
@@ -222,7 +218,6 @@ async def _sample(
         first_batch=known[0],
         everything=everything,
         controller_s=(time.process_time() - controller_start_s) / num_responses,
-        scorers_s=of_scorers.passed_s() / num_responses,
         load=await of_engines.end(known),
     )
 
@@ -245,10 +240,11 @@ def _with_rest(
     num_replicas = profile.setup.num_replicas
     crowding = engine_crowding(shared.crowded, shared.uncrowded, cost, num_replicas=num_replicas)
     rest = engine_rest([*loads, shared.uncrowded], cost, crowding=crowding, num_replicas=num_replicas)
-    # Controller and scorers were measured beside the engines of the first load.
-    speed = loads[0].speed(crowding)
-    controller_s = profile.controller_s.mean * speed
-    loops_s = loops.rest_s(controller_s=controller_s, speed=shared.crowded.speed(crowding))
+    # The controller was measured beside the engines of the first load; the loops, and scorers in them, beside
+    # everybody.
+    controller_s = profile.controller_s.mean * loads[0].speed(crowding)
+    speed = shared.crowded.speed(crowding)
+    loops_s = loops.rest_s(controller_s=controller_s, speed=speed)
     cores = {
         "crowding": crowding,
         "trainer_crowding": shared.trainer.crowding,

@@ -103,6 +103,8 @@ class RunSimulation:
             self.clock,
             self._draws,
             num_hosts=run.num_generator_hosts,
+            trainer_cores=profile.cores.trainer,
+            generator_cores=profile.cores.generator,
             on_progress=self._progressed,
             on_served=self._served,
         )

@@ -32,14 +32,20 @@ class Serving:
         draws: Draws,
         *,
         num_hosts: int,
+        trainer_cores: float,
+        generator_cores: float,
         on_progress: Callable[[list[GroupProgress]], None],
         on_served: Callable[[int], None],
     ) -> None:
+        """One thread of the trainer stages, and one of each generator fetches: they keep one core busy where
+        ``trainer_cores`` and ``generator_cores`` (``Cores``) say that these compute on cores."""
         self._section = section
         self._times = times
         self._generators = generators
         self._clock = clock
         self._draws = draws
+        self._staging_cores = min(1.0, trainer_cores)
+        self._fetching_cores = min(1.0, generator_cores)
         self._on_progress = on_progress
         self._on_served = on_served
         self.ledger = WeightLedger(lease_timeout_s=section.lease_timeout_s)
@@ -73,12 +79,11 @@ class Serving:
 
         def wait_ended() -> None:
             # Planned first: what follows from going on may publish again.
-            self._clock.wall.after(
-                self._draws.time_s(self._times.publish_s), lambda: self._staged(version, slot)
-            )
+            publish_s = self._draws.time_s(self._times.publish_s)
+            self._clock.compute(publish_s, self._staging_cores, lambda: self._staged(version, slot))
             begun()
 
-        self._clock.wall.after(self._draws.time_s(self._times.wait_s), wait_ended)
+        self._clock.compute(self._draws.time_s(self._times.wait_s), self._staging_cores, wait_ended)
 
     def _staged(self, version: int, slot: int) -> None:
         manifest = Manifest(
@@ -125,7 +130,8 @@ class Serving:
                 self._generators.engines[number].pause()
         self._is_busy[host] = True
         fetch_s = self._draws.time_s(self._times.fetch_s)
-        self._clock.wall.after(fetch_s, lambda: self._fetched(host, numbers, version))
+        cores = len(numbers) * self._fetching_cores
+        self._clock.compute(fetch_s, cores, lambda: self._fetched(host, numbers, version))
 
     def _fetched(self, host: int, numbers: tuple[int, ...], version: int) -> None:
         self.ledger.release(host)

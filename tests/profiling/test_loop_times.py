@@ -21,7 +21,13 @@ def mark(at_s: float, *, processor_s: float, num_responses: int, eval_s: float =
     times = StepTimes(
         step_s=2.0 + eval_s, wait_for_batch_s=0.5, train_s=1.0, publish_weights_s=0.25, eval_s=eval_s
     )
-    return Mark(at_s=at_s, processor_s=processor_s, num_responses=num_responses, times=times)
+    return Mark(
+        at_s=at_s,
+        processor_s=processor_s,
+        scorers_s=3.0 * processor_s,
+        num_responses=num_responses,
+        times=times,
+    )
 
 
 def test_processor_time_by_response_and_what_is_left_of_a_step() -> None:
@@ -33,7 +39,7 @@ def test_processor_time_by_response_and_what_is_left_of_a_step() -> None:
             mark(17.0, processor_s=6.0, num_responses=120, eval_s=3.0),
         ]
     )
-    assert found.response_s == pytest.approx(1.0 / 20)
+    assert (found.response_s, found.score_s) == pytest.approx((1.0 / 20, 3.0 / 20))
     # 2 s and 5 s of which 1.75 s and 4.75 s are known.
     assert found.between_s.mean.mean == pytest.approx(0.25)
 
@@ -73,6 +79,6 @@ def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loops_need_less_alone_than_beside_engines_and_trainer() -> None:
     """10 ms a response on crowded cores are 8 alone, of which the controller has 3 already."""
-    found = LoopTimes(response_s=0.010, between_s=Distribution.point(0.0))
+    found = LoopTimes(response_s=0.010, score_s=0.0, between_s=Distribution.point(0.0))
     assert found.rest_s(controller_s=0.003, speed=0.8) == pytest.approx(0.005)
     assert found.rest_s(controller_s=0.009, speed=0.8) == 0.0
