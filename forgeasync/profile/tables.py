@@ -62,14 +62,15 @@ class TrainTable:
     """Seconds of an optimizer step: fixed + per row + per token, none of them negative.
 
     Fitted to the points by least squares of the relative error, so that short steps count as much as long
-    ones. With too few points for three terms the simplest fit that is as good is taken: tokens, then fixed,
-    then rows.
+    ones, and each point as often as it was measured. With too few points for three terms the simplest fit
+    that is as good is taken: tokens, then fixed, then rows.
     """
 
     def __init__(self, points: Sequence[TrainPoint]) -> None:
         measured = np.array([one.step_s.mean for one in points])
         terms = np.array([[one.num_rows, 1.0, one.num_tokens] for one in points])
-        found = fit_not_negative(terms / measured[:, None], np.ones(len(points)))
+        weights = np.sqrt([max(1, one.step_s.num_samples) for one in points])
+        found = fit_not_negative(terms * (weights / measured)[:, None], weights)
         self.row_s, self.fixed_s, self.token_s = found
         fitted = terms @ found
         self.largest_error = float(np.abs(fitted / measured - 1.0).max())

@@ -42,8 +42,7 @@ from forgeasync.profiling.sampled_groups import (
     time_scoring,
 )
 from forgeasync.profiling.shared_cores import SharedCores, share_cores
-from forgeasync.profiling.step_times import NUM_ROUNDS as NUM_STEP_ROUNDS
-from forgeasync.profiling.step_times import step_cases, time_steps
+from forgeasync.profiling.step_times import num_steps_of, step_cases, time_steps
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.simulation.engine import engine_cost
@@ -130,7 +129,7 @@ async def measure(
     num_places = await count_places(roles.scorer, run.first_batch, alone_s=score_s.mean.mean)
 
     groups = [one.group for one in run.first_batch]
-    num_steps = 2 * (NUM_STEP_ROUNDS * len(step_cases(config, groups)) + 1)
+    num_steps = num_steps_of(step_cases(config, groups))
     console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=num_steps)
     steps = await time_steps(
         config,
@@ -146,7 +145,7 @@ async def measure(
         console.phase("timing what procs cost each other")
         shared = await share_cores(
             config,
-            roles,
+            roles.trainer,
             run.first_batch,
             lambda: batches.load(console),
             of_engines,

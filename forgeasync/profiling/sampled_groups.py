@@ -160,12 +160,6 @@ async def count_places(scorer: GroupScoring, sampled: Sequence[Sampled], *, alon
     return max(1, round(len(pairs) * alone_s / (time.perf_counter() - start_s)))
 
 
-async def score_until(done: asyncio.Event, scorer: GroupScoring, sampled: Sequence[Sampled]) -> None:
-    """Score whole groups again and again, several at once, until it is told to stop."""
-    while not done.is_set():
-        await count_places(scorer, sampled, alone_s=0.0)
-
-
 def environment_times(sampled: Sequence[Sampled]) -> EnvironmentTimes | None:
     """Return what episodes took besides sampling; None without an environment."""
     turns = [float(num) for one in sampled for num in one.num_turns]

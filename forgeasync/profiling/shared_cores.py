@@ -4,17 +4,16 @@ A machine that others use as well becomes faster and slower within minutes, by a
 each is measured twice, around what it is compared with.
 """
 
-import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from forgeasync.config.run import RunConfig
-from forgeasync.controller.starting import Roles
+from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.profiling.engine_loads import EngineLoads
 from forgeasync.profiling.engine_rest import Load, together
 from forgeasync.profiling.processor_time import ProcessorTime
-from forgeasync.profiling.sampled_groups import Sampled, score_until
+from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.profiling.step_times import Beside, mean_of, train_beside
 
 
@@ -23,7 +22,7 @@ class SharedCores:
     """Engines and the trainer beside each other, and each without the other."""
 
     crowded: Load
-    """Whole batches, beside the trainer and scorers."""
+    """Whole batches that are sampled and scored, beside the trainer."""
     uncrowded: Load
     """Whole batches, between the two halves of the former."""
     trainer: Beside
@@ -36,42 +35,30 @@ class SharedCores:
 
 async def share_cores(
     config: RunConfig,
-    roles: Roles,
-    scored: Sequence[Sampled],
+    trainer: TrainerRecovery,
+    sampled: Sequence[Sampled],
     sample: Callable[[], Awaitable[list[list[Sampled]]]],
     of_engines: EngineLoads,
     of_trainer: ProcessorTime,
     *,
     first_step: int,
 ) -> SharedCores:
-    """Sample beside a trainer that makes steps and scorers that score, without these, and beside them again.
+    """Sample beside a trainer that makes steps, without it, and beside it again.
 
-    ``scored`` is what is trained on and scored; ``first_step`` is the number of the first step.
+    ``sampled`` is what is trained on; ``first_step`` is the number of the first step.
     """
+    numbers = itertools.count(first_step)
+    groups = [one.group for one in sampled]
 
-    async def sample_alone() -> Load:
+    async def load() -> Load:
         await of_engines.begin()
         return await of_engines.end(await sample())
 
-    async def sample_beside_scorers() -> Load:
-        done = asyncio.Event()
-        scoring = asyncio.create_task(score_until(done, roles.scorer, scored))
-        try:
-            return await sample_alone()
-        finally:
-            done.set()
-            await scoring
-
-    numbers = itertools.count(first_step)
-    groups = [one.group for one in scored]
-
     async def crowd() -> tuple[Load, Beside]:
-        return await train_beside(
-            config, roles.trainer, groups, sample_beside_scorers, of_trainer, numbers=numbers
-        )
+        return await train_beside(config, trainer, groups, load, of_trainer, numbers=numbers)
 
     before, steps_before = await crowd()
-    uncrowded = await sample_alone()
+    uncrowded = await load()
     after, steps_after = await crowd()
     return SharedCores(
         crowded=together([before, after]),

@@ -29,6 +29,9 @@ SHARES = (0.25, 0.5, 1.0)
 
 NUM_ROUNDS = 3
 
+NUM_OWN = 3
+"""Times in a round that the whole batch is timed in the rows that a run has."""
+
 MORE_ROWS = 4
 """Each part is also packed into rows so many times shorter, if its longest sequence lets them be."""
 
@@ -49,6 +52,8 @@ class _Case:
 
     num_groups: int
     tokens_per_row: int
+    num_timed: int
+    """Times in a round."""
 
 
 class _Measured:
@@ -83,8 +88,8 @@ async def time_steps(
 
     ``first_step`` is the number of the first one, behind those that were made before.
 
-    Each step is made twice in a row, and the second one is timed: memory that steps of another size have left
-    is shaped to this one's then, as in a run, whose steps are all alike.
+    Each step is made once more than it is timed, first: memory that steps of another size have left is shaped
+    to this one's then, as in a run, whose steps are all alike.
 
     Raises:
         NotProfiled: a version did not arrive.
@@ -95,7 +100,7 @@ async def time_steps(
     cases = step_cases(config, groups)
     for number in range(NUM_ROUNDS + 1):
         # The first round has only one: it warms up.
-        for case, is_timed in itertools.product(cases if number else cases[:1], (False, True)):
+        for case, is_timed in _round(cases if number else cases[:1]):
             step = next(numbers)
             part = groups[: case.num_groups]
             rows = _rows(config, trainer, part, tokens_per_row=case.tokens_per_row)
@@ -210,12 +215,25 @@ def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:
     cases = []
     for share in SHARES:
         num_groups = max(1, round(share * len(groups)))
-        cases.append(_Case(num_groups, whole))
+        cases.append(_Case(num_groups, whole, NUM_OWN if num_groups == len(groups) else 1))
         num_tokens = sum(roll.num_tokens for one in groups[:num_groups] for roll in one.rollouts)
         shorter = max(longest, math.ceil(num_tokens / (MORE_ROWS * config.trainer.parallel.num_procs)))
         if shorter < min(whole, num_tokens):
-            cases.append(_Case(num_groups, shorter))
+            cases.append(_Case(num_groups, shorter, 1))
     return list(dict.fromkeys(cases))
+
+
+def num_steps_of(cases: Sequence[_Case]) -> int:
+    """Return how many steps ``time_steps`` makes of them."""
+    return sum(1 for _ in _round(cases[:1])) + NUM_ROUNDS * sum(1 for _ in _round(cases))
+
+
+def _round(cases: Sequence[_Case]) -> Iterator[tuple[_Case, bool]]:
+    """Yield the steps of a round, and whether each is timed."""
+    for case in cases:
+        yield case, False
+        for _ in range(case.num_timed):
+            yield case, True
 
 
 def size_of(rows: Sequence[Sequence[Sequence[TrainingItem]]]) -> tuple[int, int]:

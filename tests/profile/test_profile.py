@@ -149,6 +149,19 @@ def test_a_train_step_is_fitted_by_what_it_costs() -> None:
     assert table.largest_error < 1e-9
 
 
+def test_what_was_measured_often_counts_for_more() -> None:
+    """The mean of nine samples counts nine times as much as that of one sample."""
+    points = [
+        TrainPoint(
+            num_rows=1, num_tokens=1_000, step_s=Estimate(mean=mean, low=mean, high=mean, num_samples=num)
+        )
+        for mean, num in ((1.0, 9), (1.1, 1))
+    ]
+    # The least squares of 1 - x / 1.0, nine times, and of 1 - x / 1.1.
+    expected_s = (9.0 + 1.0 / 1.1) / (9.0 + 1.0 / 1.1**2)
+    assert TrainTable(points).step_s(1, 1_000) == pytest.approx(expected_s)
+
+
 def test_no_part_of_a_train_step_is_negative() -> None:
     """With noise the unconstrained fit has negative terms, and predicts negative times for long steps."""
     rng = np.random.default_rng(1)

@@ -35,7 +35,7 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     sample_until_known,
 )
-from forgeasync.profiling.step_times import Beside, mean_of, size_of, step_cases
+from forgeasync.profiling.step_times import Beside, mean_of, num_steps_of, size_of, step_cases
 from forgeasync.rollouts.rollout import Group
 from forgeasync.simulation.engine import EngineCost
 from forgeasync.trainer.batch import assign_rows, training_items
@@ -289,6 +289,9 @@ def test_steps_are_timed_on_parts_of_a_batch_and_in_more_rows(tmp_path: Path) ->
         *((2, 256), (2, 46)),
         *((4, 256), (4, 62)),
     ]
+    assert [one.num_timed for one in cases] == [1, 1, 1, 1, 3, 1], "most often what the run has"
+    # Each once more; the round that warms up has the first one only.
+    assert num_steps_of(cases) == 2 + 3 * (6 + 8)
     sizes = set()
     for case in cases:
         part = groups[: case.num_groups]

@@ -265,6 +265,25 @@ def test_procs_that_share_cores_take_longer() -> None:
     assert one_core.step_s == pytest.approx(1.46, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "expected_s"),
+    # The steps of two generators, training, publishing, two fetches, swaps.
+    [(2, 0.49 + 0.96 + 0.2 + 0.3 + 0.04), (1, 2 * 0.49 + 0.96 + 0.2 + 2 * 0.3 + 0.04)],
+)
+def test_weights_take_cores_on_their_way(num_cores: int, expected_s: float) -> None:
+    profile = simple_profile(
+        lengths=FIXED,
+        token_s=1e-3,
+        publish_s=0.2,
+        fetch_s=0.3,
+        swap_s=0.04,
+        cores=Cores(trainer=1.0, generator=1.0, scorer=0.0),
+        num_cores=num_cores,
+    )
+    prediction = simulate(small_run(max_off_policy_steps=0, num_replicas=2), profile)
+    assert prediction.step_s == pytest.approx(expected_s, rel=1e-3)
+
+
 def test_turns_of_an_environment_take_their_latencies() -> None:
     profile = simple_profile(lengths=FIXED, token_s=1e-6).model_copy(
         update={
