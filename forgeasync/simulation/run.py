@@ -25,6 +25,7 @@ from forgeasync.simulation.prediction import GroupCounts, Prediction
 from forgeasync.simulation.scorers import Scorers
 from forgeasync.simulation.serving import Serving
 from forgeasync.simulation.shape import SimulatedRun
+from forgeasync.simulation.trainer_cost import trainer_cost
 from forgeasync.simulation.training import Training
 
 
@@ -48,10 +49,12 @@ class RunSimulation:
         self._run = run
         self._profile = profile
         num_cores = profile.hardware.num_cores * run.num_generator_hosts
+        # A split may have more ranks than the trainer that was measured, or fewer.
+        trainer = trainer_cost(profile, num_data_ranks=run.num_data_ranks)
         self.clock = Clock(
             num_cores,
             crowding=profile.cores.crowding,
-            lockstep_share=profile.cores.trainer_share,
+            lockstep_share=trainer.core_share,
             lockstep_crowding=profile.cores.trainer_crowding,
         )
         self._draws = Draws(run, profile)
@@ -111,10 +114,9 @@ class RunSimulation:
         self._training = Training(
             run,
             TrainTable(profile.train),
+            trainer,
             self.clock,
             self._draws,
-            # A split may have more ranks than the trainer that was measured, or fewer.
-            cores=profile.cores.trainer * run.num_data_ranks / profile.setup.num_data_ranks,
             between_s=profile.between_steps_s,
             restart_s=profile.trainer_start_s.mean,
             take=self.buffer.take,

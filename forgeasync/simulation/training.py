@@ -11,6 +11,7 @@ from forgeasync.rollouts.row_plan import padded_length, plan_rows
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.shape import SimulatedRun
+from forgeasync.simulation.trainer_cost import TrainerCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,10 @@ class Training:
         self,
         run: SimulatedRun,
         table: TrainTable,
+        cost: TrainerCost,
         clock: Clock,
         draws: Draws,
         *,
-        cores: float,
         between_s: Distribution,
         restart_s: float,
         take: Callable[[], Batch | None],
@@ -61,9 +62,9 @@ class Training:
     ) -> None:
         self._run = run
         self._table = table
+        self._cost = cost
         self._clock = clock
         self._draws = draws
-        self._cores = cores
         self._between_s = between_s
         self._restart_s = restart_s
         self._take = take
@@ -127,7 +128,7 @@ class Training:
             self._is_idle = True
             self._on_ended()
 
-        self._clock.compute_in_lockstep(work_s, self._cores, trained)
+        self._clock.compute_in_lockstep(work_s, self._cost.cores, trained)
 
     def _work(self, batch: Batch) -> tuple[int, int, float]:
         """Rows and tokens of the slowest data rank, and how long the optimizer steps of the batch take."""
@@ -147,7 +148,7 @@ class Training:
             tokens = sum(
                 max(padded_length(sum(lengths[one] for one in row)) for row in rows) for rows in plan
             )
-            work_s += self._table.step_s(len(plan), tokens)
+            work_s += self._cost.time_share * self._table.step_s(len(plan), tokens)
             num_rows += len(plan)
             num_tokens += tokens
         return num_rows, num_tokens, work_s
