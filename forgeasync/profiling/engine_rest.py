@@ -12,7 +12,7 @@ import numpy as np
 
 from forgeasync.buffer.decisions import Start
 from forgeasync.profile.fitting import fit_not_negative
-from forgeasync.profile.profile import MOST_CROWDING
+from forgeasync.profiling.processor_time import crowding_of
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.simulation.clock import Clock, core_second
 from forgeasync.simulation.draws import DrawnRollout
@@ -91,10 +91,7 @@ def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_rep
     )
     # more / less = (1 + crowding * others of the first) / (1 + crowding * others of the second)
     ratio = more / less
-    others = 1.0 - crowded.core_share - ratio * (1.0 - uncrowded.core_share)
-    if ratio <= 1.0:
-        return 0.0
-    return min(MOST_CROWDING, (ratio - 1.0) / others) if others > 0.0 else MOST_CROWDING
+    return crowding_of(ratio - 1.0, 1.0 - crowded.core_share - ratio * (1.0 - uncrowded.core_share))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,19 @@ from collections.abc import Iterable
 
 import psutil
 
+from forgeasync.profile.profile import MOST_CROWDING
+
+MIN_OTHERS_SHARE = 0.05
+"""Others that had less of the cores have cost nothing that could be told from noise."""
+
+
+def crowding_of(more: float, others_share: float) -> float:
+    """Return ``Cores.crowding``: by which share more processor time something took, by the share of its cores
+    that others had; 0 where that was too little to tell."""
+    if others_share < MIN_OTHERS_SHARE:
+        return 0.0
+    return min(MOST_CROWDING, max(0.0, more) / others_share)
+
 
 class ProcessGone(RuntimeError):
     """A process whose time is measured has ended, and its seconds with it."""

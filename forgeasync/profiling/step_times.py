@@ -14,8 +14,8 @@ from forgeasync.actors.router import GeneratorRouter
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import MOST_CROWDING, TrainPoint, WeightTimes
-from forgeasync.profiling.processor_time import ProcessorTime
+from forgeasync.profile.profile import TrainPoint, WeightTimes
+from forgeasync.profiling.processor_time import ProcessorTime, crowding_of
 from forgeasync.profiling.sampled_groups import NotProfiled
 from forgeasync.rollouts.rollout import Group
 from forgeasync.rollouts.row_plan import padded_length
@@ -140,10 +140,7 @@ class Beside:
     @property
     def crowding(self) -> float:
         """How much more processor time it took, by the share that others had: ``Cores.trainer_crowding``."""
-        if (others_share := 1.0 - self.core_share) <= 0.0:
-            return 0.0
-        more = self.beside_processor_s / self.alone_processor_s - 1.0
-        return min(MOST_CROWDING, max(0.0, more) / others_share)
+        return crowding_of(self.beside_processor_s / self.alone_processor_s - 1.0, 1.0 - self.core_share)
 
 
 def mean_of(parts: Sequence[Beside]) -> Beside:
