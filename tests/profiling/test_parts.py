@@ -259,7 +259,7 @@ def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
     assert crowding(dataclasses.replace(together(halves), batches=crowded.batches)) == pytest.approx(0.4)
     assert len(together(halves).batches) == 2
     assert crowding(dataclasses.replace(crowded, computed_s=1.0)) == 0.0, "noise"
-    assert crowding(dataclasses.replace(crowded, computed_s=2.0)) == MOST_CROWDING
+    assert crowding(dataclasses.replace(crowded, computed_s=2.0, wanted_s=8.0)) == MOST_CROWDING
     assert crowding(dataclasses.replace(crowded, wanted_s=1.2)) == 0.0, "others had nothing"
 
 
