@@ -272,6 +272,10 @@ def test_the_loops_take_cores_and_let_no_response_wait() -> None:
     assert of_two.step_s == pytest.approx(12.0, rel=0.05)
     of_three = simulate(run, simple_profile(**values, cores=cores, num_cores=3))
     assert of_three.step_s == pytest.approx(8.0, rel=0.01)
+    # The trainer does half as much a second for 12 s, the loops as much as before; then it is alone for 2 s.
+    crowded = cores.model_copy(update={"trainer_crowding": 1.0})
+    step_s = simulate(run, simple_profile(**values, cores=crowded, num_cores=2)).step_s
+    assert step_s == pytest.approx(14.0, rel=0.05)
 
 
 def test_procs_that_share_cores_take_longer() -> None:
