@@ -129,8 +129,9 @@ async def measure(
     num_places = await count_places(roles.scorer, run.first_batch, alone_s=score_s.mean.mean)
 
     groups = [one.group for one in run.first_batch]
-    num_steps = num_steps_of(step_cases(config, groups))
-    console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=num_steps)
+    numbers = itertools.count(config.max_steps + 1)
+    num_parts = num_steps_of(step_cases(config, groups))
+    console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=num_parts)
     steps = await time_steps(
         config,
         roles.trainer,
@@ -138,7 +139,7 @@ async def measure(
         groups,
         of_trainer,
         console.part_done,
-        first_step=config.max_steps + 1,
+        numbers=numbers,
     )
     call_s = await _time_calls(roles, engine.actor)
     if not has_gpus:
@@ -150,7 +151,7 @@ async def measure(
             lambda: batches.load(console),
             of_engines,
             of_trainer,
-            first_step=config.max_steps + 1 + num_steps,
+            numbers=numbers,
         )
     console.end_phase()
     if (share := others.share()) > MAX_OTHER_LOAD:

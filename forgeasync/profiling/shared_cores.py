@@ -4,8 +4,7 @@ A machine that others use as well becomes faster and slower within minutes, by a
 each is measured twice, around what it is compared with.
 """
 
-import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forgeasync.config.run import RunConfig
@@ -41,13 +40,12 @@ async def share_cores(
     of_engines: EngineLoads,
     of_trainer: ProcessorTime,
     *,
-    first_step: int,
+    numbers: Iterator[int],
 ) -> SharedCores:
     """Sample beside a trainer that makes steps, without it, and beside it again.
 
-    ``sampled`` is what is trained on; ``first_step`` is the number of the first step.
+    ``sampled`` is what is trained on; ``numbers`` are those of the steps.
     """
-    numbers = itertools.count(first_step)
     groups = [one.group for one in sampled]
 
     async def load() -> Load:

@@ -1,7 +1,6 @@
 """Times of the trainer, alone: steps on parts of a batch, and their weights on the way to the generators."""
 
 import asyncio
-import itertools
 import math
 import statistics
 import time
@@ -82,11 +81,11 @@ async def time_steps(
     processors: ProcessorTime,
     on_step: Callable[[], None],
     *,
-    first_step: int,
+    numbers: Iterator[int],
 ) -> StepTimes:
     """Make steps on parts of the groups, publish each, and have the generators take it.
 
-    ``first_step`` is the number of the first one, behind those that were made before.
+    ``numbers`` are those of the steps, behind the ones that were made before.
 
     Each step is made once more than it is timed, first: memory that steps of another size have left is shaped
     to this one's then, as in a run, whose steps are all alike.
@@ -96,7 +95,6 @@ async def time_steps(
     """
     samples: dict[tuple[int, int], list[float]] = defaultdict(list)
     measured, cores = _Measured(), list[float]()
-    numbers = itertools.count(first_step)
     cases = step_cases(config, groups)
     for number in range(NUM_ROUNDS + 1):
         # The first round has only one: it warms up.

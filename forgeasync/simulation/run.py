@@ -73,13 +73,7 @@ class RunSimulation:
             section=run.buffer,
             accounting=run.accounting,
         )
-        excess = largest_excess(run.payload_capacity_bytes, run.num_groups_held, run.largest_group_bytes)
-        if excess < 0:
-            raise ValueError(
-                f"payload_capacity_bytes = {run.payload_capacity_bytes:,} must be at least "
-                f"{run.num_groups_held} groups held x {run.largest_group_bytes:,} bytes"
-            )
-        self._payloads = PayloadBudget(run.payload_capacity_bytes, excess_bytes=excess)
+        self._payloads = _payload_budget(run)
         self.generators = Generators(
             run,
             cost,
@@ -106,8 +100,7 @@ class RunSimulation:
             self.clock,
             self._draws,
             num_hosts=run.num_generator_hosts,
-            trainer_cores=profile.cores.trainer,
-            generator_cores=profile.cores.generator,
+            cores=profile.cores,
             on_progress=self._progressed,
             on_served=self._served,
         )
@@ -277,3 +270,18 @@ class RunSimulation:
         """What its arrays take: as much of a reservation as its tokens are of the most that it can have."""
         longest = max(1, self._run.longest_group_tokens)
         return round(self._run.largest_group_bytes * min(1.0, group.num_tokens / longest))
+
+
+def _payload_budget(run: SimulatedRun) -> PayloadBudget:
+    """Return the memory for the arrays of the run's groups.
+
+    Raises:
+        ValueError: it has no room for those that are held at once.
+    """
+    excess = largest_excess(run.payload_capacity_bytes, run.num_groups_held, run.largest_group_bytes)
+    if excess < 0:
+        raise ValueError(
+            f"payload_capacity_bytes = {run.payload_capacity_bytes:,} must be at least "
+            f"{run.num_groups_held} groups held x {run.largest_group_bytes:,} bytes"
+        )
+    return PayloadBudget(run.payload_capacity_bytes, excess_bytes=excess)

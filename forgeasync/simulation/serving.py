@@ -8,7 +8,7 @@ staging buffer is decided by the real ledger, and which generator has what by th
 from collections.abc import Callable
 
 from forgeasync.config.weights import Interruption, KvAfterSwap, WeightsSection
-from forgeasync.profile.profile import WeightTimes
+from forgeasync.profile.profile import Cores, WeightTimes
 from forgeasync.rollouts.rollout import GroupProgress
 from forgeasync.simulation.clock import Clock
 from forgeasync.simulation.draws import Draws
@@ -32,20 +32,19 @@ class Serving:
         draws: Draws,
         *,
         num_hosts: int,
-        trainer_cores: float,
-        generator_cores: float,
+        cores: Cores,
         on_progress: Callable[[list[GroupProgress]], None],
         on_served: Callable[[int], None],
     ) -> None:
         """One thread of the trainer stages, and one of each generator fetches: they keep one core busy where
-        ``trainer_cores`` and ``generator_cores`` (``Cores``) say that these compute on cores."""
+        these compute on ``cores``."""
         self._section = section
         self._times = times
         self._generators = generators
         self._clock = clock
         self._draws = draws
-        self._staging_cores = min(1.0, trainer_cores)
-        self._fetching_cores = min(1.0, generator_cores)
+        self._staging_cores = min(1.0, cores.trainer)
+        self._fetching_cores = min(1.0, cores.generator)
         self._on_progress = on_progress
         self._on_served = on_served
         self.ledger = WeightLedger(lease_timeout_s=section.lease_timeout_s)
