@@ -165,7 +165,8 @@ def write_tasks(config: RunConfig, num_tasks: int, path: Path) -> None:
         num_held_out=config.data.num_held_out,
         seed=config.seed,
     )
-    order = TaskOrder(problems.split().train, seed=config.seed)
+    tasks = problems.train({task.prompt for task in problems.held_out()}).tasks
+    order = TaskOrder(tasks, seed=config.seed)
     with path.open("w", encoding="utf-8") as file:
         for task in (order.next() for _ in range(num_tasks)):
             # As text: entries differ in shape from problem to problem, columns of a table must not.

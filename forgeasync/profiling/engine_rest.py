@@ -27,8 +27,10 @@ class Load:
     batches: Sequence[Sequence[Sampled]]
     computed_s: float
     """Processor seconds of all engines' processes meanwhile."""
+    busy_s: float
+    """Seconds in which engines have had sequences, of all engines together."""
     wanted_s: float
-    """Processor seconds that engines with sequences would have had if nobody else had used their cores."""
+    """Processor seconds that they would have had meanwhile if nobody else had used their cores."""
 
     @property
     def core_share(self) -> float:
@@ -49,6 +51,7 @@ def together(loads: Sequence[Load]) -> Load:
     return Load(
         batches=list(itertools.chain.from_iterable(load.batches for load in loads)),
         computed_s=sum(load.computed_s for load in loads),
+        busy_s=sum(load.busy_s for load in loads),
         wanted_s=sum(load.wanted_s for load in loads),
     )
 
@@ -61,14 +64,19 @@ class EngineRest:
     """Processor seconds for each decode step."""
     response_s: float
     """Processor seconds for each turn."""
+    response_stall_s: float
+    """Seconds of them for which nothing is decoded."""
 
 
-def engine_rest(loads: Sequence[Load], cost: EngineCost, *, crowding: float, num_replicas: int) -> EngineRest:
+def engine_rest(
+    loads: Sequence[Load], quiet: Load, cost: EngineCost, *, crowding: float, num_replicas: int
+) -> EngineRest:
     """Return what engines need for steps and turns besides ``cost``, never below 0.
 
     What their steps and prompts take of a load is simulated, with the lengths that were sampled, ``cost`` and
     ``cost.cores``. Each load counts as much as its number of turns, and as what it takes alone: ``crowding``
-    is ``Cores.crowding``.
+    is ``Cores.crowding``. ``quiet`` is one during which nobody else had much to do: by how much longer its
+    engines had sequences than steps and prompts take, decoding stood still for responses.
     """
     played = [_played(load, cost, num_replicas=num_replicas) for load in loads]
     terms = np.array([[one.num_steps / one.num_turns, 1.0] for one in played])
@@ -77,7 +85,10 @@ def engine_rest(loads: Sequence[Load], cost: EngineCost, *, crowding: float, num
         for load, one in zip(loads, played, strict=True)
     ]
     step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
-    return EngineRest(step_s=step_s, response_s=turn_s)
+    known = _played(quiet, cost, num_replicas=num_replicas)
+    busy_s = quiet.busy_s * quiet.core_share * quiet.speed(crowding)
+    stall_s = (busy_s - known.busy_s - known.num_steps * step_s) / known.num_turns
+    return EngineRest(step_s=step_s, response_s=turn_s, response_stall_s=min(turn_s, max(0.0, stall_s)))
 
 
 def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_replicas: int) -> float:
@@ -98,16 +109,20 @@ def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_rep
 class _Played:
     num_steps: float
     num_turns: int
+    busy_s: float
+    """Seconds of its steps and prompts, of all engines together."""
     known_s: float
-    """Processor seconds of its steps and prompts."""
+    """Processor seconds of them."""
 
 
 def _played(load: Load, cost: EngineCost, *, num_replicas: int) -> _Played:
     played = [_play(batch, cost, num_replicas=num_replicas) for batch in load.batches]
+    all_busy_s = sum(busy_s for busy_s, _ in played)
     return _Played(
         num_steps=sum(num_steps for _, num_steps in played),
         num_turns=sum(max(1, num) for batch in load.batches for one in batch for num in _turns(one)),
-        known_s=cost.cores * sum(busy_s for busy_s, _ in played),
+        busy_s=all_busy_s,
+        known_s=cost.cores * all_busy_s,
     )
 
 
@@ -117,7 +132,7 @@ def _play(batch: Sequence[Sampled], cost: EngineCost, *, num_replicas: int) -> t
     busy_s = num_steps = 0.0
     for rank in range(num_replicas):
         clock = Clock(num_cores=1)
-        alone = replace(cost, cores=0.0, step_rest_s=0.0, response_s=0.0)
+        alone = replace(cost, cores=0.0, step_rest_s=0.0, response_s=0.0, response_stall_s=0.0)
         engine = Engine(rank, alone, clock, on_turn=lambda sequence: None, version=0)
         engine.add(sequence for one in batch[rank::num_replicas] for sequence in _simulated(one).sequences)
         while clock.step():

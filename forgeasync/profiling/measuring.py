@@ -119,6 +119,9 @@ async def measure(
         console.phase("sampling one group after the other")
         await of_engines.begin()
         one_by_one = await of_engines.end(await batches.load(console, one_by_one=True))
+        console.phase("sampling batches without scoring them")
+        await of_engines.begin()
+        quiet = await of_engines.end(await batches.load(console, is_scored=False))
     lengths = lengths_by_source(run.everything)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
@@ -183,6 +186,7 @@ async def measure(
         loops_s=Estimate.of([loops.rest_s(controller_s=run.controller_s, speed=1.0)]),
         step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
+        response_stall_s=Estimate.stated(0.0),
         lengths=lengths,
         filtered_share=_filtered_share(config, run.everything),
         environment=environment_times(run.everything),
@@ -192,7 +196,7 @@ async def measure(
     )
     if has_gpus:
         return profile
-    return _with_rest(profile, limits, (run.load, one_by_one), shared, loops)
+    return _with_rest(profile, limits, (run.load, one_by_one), quiet, shared, loops)
 
 
 async def _time_decoding(
@@ -226,6 +230,7 @@ def _with_rest(
     profile: Profile,
     limits: EngineLimits,
     loads: Sequence[Load],
+    quiet: Load,
     shared: SharedCores,
     loops: LoopTimes,
 ) -> Profile:
@@ -239,7 +244,9 @@ def _with_rest(
     )
     num_replicas = profile.setup.num_replicas
     crowding = engine_crowding(shared.crowded, shared.uncrowded, cost, num_replicas=num_replicas)
-    rest = engine_rest([*loads, shared.uncrowded], cost, crowding=crowding, num_replicas=num_replicas)
+    rest = engine_rest(
+        [*loads, quiet, shared.uncrowded], quiet, cost, crowding=crowding, num_replicas=num_replicas
+    )
     # The controller was measured beside the engines of the first load; the loops, and scorers in them, beside
     # everybody.
     controller_s = profile.controller_s.mean * loads[0].speed(crowding)
@@ -257,6 +264,7 @@ def _with_rest(
         "loops_s": Estimate.of([loops_s]),
         "step_rest_s": Estimate.of([rest.step_s]),
         "response_s": Estimate.of([rest.response_s]),
+        "response_stall_s": Estimate.of([rest.response_stall_s]),
     }
     return profile.model_copy(update=found)
 

@@ -6,8 +6,12 @@ begins or ends: a sequence that began when the counter was at s and lacks t toke
 Between two such changes contexts grow by one a step, and steps grow by the same time each, which is exact as
 long as the profile is linear there.
 
-Prompts that are computed stop the counter for as long as they take, and so do responses that end and a swap
-of the weights. With its prompt a sequence has its first token.
+Prompts that are computed stop the counter for as long as they take, and so does a swap of the weights. With
+its prompt a sequence has its first token.
+
+A thread of its own prepares and hands over responses, one after the other, while another one decodes. An
+interpreter runs one of them at a time, but not where a thread waits for a kernel: for a part of that time
+decoding stands still.
 """
 
 import heapq
@@ -21,6 +25,7 @@ from forgeasync.profile.profile import Profile
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.simulation.clock import Clock, Event
 from forgeasync.simulation.groups import Sequence
+from forgeasync.simulation.thread import Thread
 
 _EPSILON = 1e-6
 """Counters of steps are sums of floats; a whole step is far more than their error."""
@@ -37,7 +42,9 @@ class EngineCost:
     step_rest_s: float
     """Of each decode step, besides what ``decode`` says."""
     response_s: float
-    """Of a turn that ends, besides its steps and its prompt."""
+    """Of a turn that ends, besides its steps and its prompt: in the thread that hands it over."""
+    response_stall_s: float
+    """Part of ``response_s`` for which sequences that go on stand still."""
     max_num_seqs: int
     max_kv_tokens: int
     cores: float
@@ -55,6 +62,7 @@ def engine_cost(
         kv_block_tokens=profile.setup.kv_block_tokens,
         step_rest_s=profile.step_rest_s.mean,
         response_s=profile.response_s.mean,
+        response_stall_s=min(profile.response_stall_s.mean, profile.response_s.mean),
         max_num_seqs=max_num_seqs,
         max_kv_tokens=max_kv_tokens,
         cores=profile.cores.generator,
@@ -63,7 +71,7 @@ def engine_cost(
 
 
 class Engine:
-    """Sequences of one generator. ``on_turn`` gets those whose turn has ended."""
+    """Sequences of one generator. ``on_turn`` gets those whose turn has ended and was handed over."""
 
     def __init__(
         self, number: int, cost: EngineCost, clock: Clock, on_turn: Callable[[Sequence], None], version: int
@@ -80,6 +88,9 @@ class Engine:
         self._clock = clock
         self._line = clock.timeline(cost.cores)
         self._on_turn = on_turn
+        self._handing_over = Thread(clock)
+        self._ended: dict[Sequence, None] = {}
+        """Those that were not handed over yet, in their order."""
         self._running: list[tuple[float, int, Sequence]] = []
         self._waiting: deque[Sequence] = deque()
         self._numbers = itertools.count()
@@ -167,6 +178,8 @@ class Engine:
         """Its process is gone: what has ended by now has ended, and nobody waits for a drain any more."""
         self._advance()
         self._go_on()
+        for sequence in tuple(self._ended):
+            self._hand_over(sequence)
         self._when_empty = None
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
@@ -179,6 +192,8 @@ class Engine:
         self._running = [entry for entry in self._running if entry[2] not in going]
         heapq.heapify(self._running)
         self._waiting = deque(one for one in self._waiting if one not in going)
+        for sequence in going:
+            self._ended.pop(sequence, None)
         self._go_on()
 
     # ---- inside
@@ -212,17 +227,27 @@ class Engine:
         """End what has ended, let others run, and find out what happens next."""
         ended = []
         while self._running and self._running[0][0] <= self._steps + _EPSILON:
-            sequence = heapq.heappop(self._running)[2]
+            _, number, sequence = heapq.heappop(self._running)
             self._leave(sequence)
-            ended.append(sequence)
-        self._stall(len(ended) * self._cost.response_s)
+            ended.append((number, sequence))
         self._refill()
+        stall_s = self._cost.response_stall_s if self._running else 0.0
+        self._stall(len(ended) * stall_s)
         self._plan()
-        for sequence in ended:
-            self._on_turn(sequence)
+        # Those that end with the same step in the order in which they began.
+        for _, sequence in sorted(ended, key=lambda one: one[0]):
+            self._ended[sequence] = None
+            work_s = self._cost.response_s - stall_s
+            self._handing_over.do(work_s, lambda sequence=sequence: self._hand_over(sequence))
         if self._when_empty is not None and not self._running:
             then, self._when_empty = self._when_empty, None
             then()
+
+    def _hand_over(self, sequence: Sequence) -> None:
+        # Otherwise it was given up, or its engine had to hurry.
+        if sequence in self._ended:
+            del self._ended[sequence]
+            self._on_turn(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Account for the tokens of a sequence that runs no longer."""

@@ -16,7 +16,6 @@ from forgeasync.profile.tables import TrainTable
 from forgeasync.rollouts.payload_budget import PayloadBudget, largest_excess
 from forgeasync.rollouts.rollout import Group, GroupProgress
 from forgeasync.simulation.clock import Clock
-from forgeasync.simulation.controller import Controller
 from forgeasync.simulation.draws import Draws
 from forgeasync.simulation.engine import engine_cost
 from forgeasync.simulation.generators import Generators
@@ -25,6 +24,7 @@ from forgeasync.simulation.prediction import GroupCounts, Prediction
 from forgeasync.simulation.scorers import Scorers
 from forgeasync.simulation.serving import Serving
 from forgeasync.simulation.shape import SimulatedRun
+from forgeasync.simulation.thread import Thread
 from forgeasync.simulation.trainer_cost import trainer_cost
 from forgeasync.simulation.training import Training
 
@@ -83,8 +83,7 @@ class RunSimulation:
             restart_s=profile.generator_start_s.mean,
             on_response=self._response_ended,
         )
-        self._controller = Controller(self.clock, profile.controller_s.mean)
-        self._loops = Controller(self.clock, profile.loops_s.mean)
+        self._controller, self._loops = Thread(self.clock), Thread(self.clock)
         """What controller and buffer do meanwhile."""
         self._scorers = Scorers(
             run.scorer,
@@ -186,13 +185,15 @@ class RunSimulation:
 
     def _response_ended(self, group: SimulatedGroup, index: int) -> None:
         is_whole = group.num_finished == self._run.group_size
-        self._controller.handle(lambda: self._handled(group, index, is_whole=is_whole))
+        self._controller.do(
+            self._profile.controller_s.mean, lambda: self._handled(group, index, is_whole=is_whole)
+        )
 
     def _handled(self, group: SimulatedGroup, index: int, *, is_whole: bool) -> None:
         if group.is_ended:
             # It was given up before the controller came to it.
             return
-        self._loops.handle(lambda: None)
+        self._loops.do(self._profile.loops_s.mean, lambda: None)
         if not self._run.has_environment:
             self._scorers.response_ended(group, index)
         if is_whole:

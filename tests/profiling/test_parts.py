@@ -192,6 +192,7 @@ def engine_cost(
         kv_block_tokens=128,
         step_rest_s=step_rest_s,
         response_s=response_s,
+        response_stall_s=response_s,
         max_num_seqs=64,
         max_kv_tokens=10**6,
         cores=cores,
@@ -209,10 +210,10 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
 
     def rest(together_s: float, alone_more_s: float, *, num_replicas: int = 1) -> tuple[float, float]:
         loads = [
-            Load(batches=together, computed_s=0.5 * known_s + together_s, wanted_s=0.01),
-            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, wanted_s=0.01),
+            Load(batches=together, computed_s=0.5 * known_s + together_s, busy_s=0.0, wanted_s=0.01),
+            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, busy_s=0.0, wanted_s=0.01),
         ]
-        found = engine_rest(loads, cost, crowding=0.5, num_replicas=num_replicas)
+        found = engine_rest(loads, loads[0], cost, crowding=0.5, num_replicas=num_replicas)
         return found.step_s, found.response_s
 
     # 28 steps of 5 responses, and 30 of 3.
@@ -227,8 +228,8 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
     assert rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_replicas=2) == pytest.approx((0.02, 0.25))
     episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in together[0]]
     computed_s = 0.5 * (4 * 0.006 + 8 * 0.01) + 1.0
-    load = Load(batches=[episodes], computed_s=computed_s, wanted_s=computed_s)
-    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
+    load = Load(batches=[episodes], computed_s=computed_s, busy_s=0.0, wanted_s=computed_s)
+    found = engine_rest([load], load, cost, crowding=0.0, num_replicas=1)
     assert found.response_s == pytest.approx(1 / 20) and found.step_s == 0.0
 
 
@@ -237,20 +238,48 @@ def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
     batches = [plain(make_group(11))]
     # 10 steps, and 1 s for the response: 2 s alone.
-    load = Load(batches=batches, computed_s=2.0 * 1.1, wanted_s=2.0 * 1.1 / 0.8)
-    found = engine_rest([load], cost, crowding=0.5, num_replicas=1)
+    load = Load(batches=batches, computed_s=2.0 * 1.1, busy_s=0.0, wanted_s=2.0 * 1.1 / 0.8)
+    found = engine_rest([load], load, cost, crowding=0.5, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.0, rel=0.01)
-    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
+    found = engine_rest([load], load, cost, crowding=0.0, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.2, rel=0.01)
+
+
+def test_decoding_stands_still_for_as_long_as_engines_had_sequences_without_a_step_or_prompt() -> None:
+    """20 steps of 0.1 s, and 0.5 s of processor time for each of two responses."""
+    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
+    one_by_one = Load(batches=[plain(make_group(11))], computed_s=1.5, busy_s=0.0, wanted_s=1.5)
+
+    def stall_s(*, busy_s: float, core_share: float = 1.0, crowding: float = 0.0) -> float:
+        quiet = Load(
+            batches=[plain(make_group(21, 21))],
+            computed_s=3.0,
+            busy_s=busy_s,
+            wanted_s=3.0 / core_share,
+        )
+        return engine_rest(
+            [one_by_one, quiet], quiet, cost, crowding=crowding, num_replicas=1
+        ).response_stall_s
+
+    assert stall_s(busy_s=2.6) == pytest.approx(0.3)
+    assert stall_s(busy_s=1.9) == 0.0 and stall_s(busy_s=3.5) == pytest.approx(0.5), "all of it at most"
+    # A fifth of the time others had the core.
+    assert stall_s(busy_s=2.6 / 0.8, core_share=0.8) == pytest.approx(0.3)
 
 
 def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
     """Others have half of their cores, and a tenth: with a crowding of 0.4 they take 1.2 and 1.04 times as
     much, for 10 steps of 0.1 s and for 20."""
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
-    crowded = Load(batches=[plain(make_group(11))], computed_s=1.2, wanted_s=2.4)
-    halves = [dataclasses.replace(crowded, computed_s=part, wanted_s=1.2) for part in (0.5, 0.7)]
-    uncrowded = Load(batches=[plain(make_group(21))], computed_s=2.0 * 1.04, wanted_s=2.0 * 1.04 / 0.9)
+    crowded = Load(batches=[plain(make_group(11))], computed_s=1.2, busy_s=2.4, wanted_s=2.4)
+    halves = [dataclasses.replace(crowded, computed_s=part, busy_s=1.2, wanted_s=1.2) for part in (0.5, 0.7)]
+    computed_s = 2.0 * 1.04
+    uncrowded = Load(
+        batches=[plain(make_group(21))],
+        computed_s=computed_s,
+        busy_s=computed_s / 0.9,
+        wanted_s=computed_s / 0.9,
+    )
 
     def crowding(crowded: Load) -> float:
         return engine_crowding(crowded, uncrowded, cost, num_replicas=1)

@@ -1,6 +1,7 @@
 """Continuous batching by events against one that goes token by token."""
 
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ def _cost(
     kv_block_tokens: int = 1,
     step_rest_s: float = 0.0,
     response_s: float = 0.0,
+    response_stall_s: float = 0.0,
 ) -> EngineCost:
     """A step takes step_rest_s, BASE_S, SEQUENCE_S a sequence and CONTEXT_S a token of the mean context."""
     points = [
@@ -43,6 +45,7 @@ def _cost(
         kv_block_tokens=kv_block_tokens,
         step_rest_s=step_rest_s,
         response_s=response_s,
+        response_stall_s=response_stall_s,
         max_num_seqs=max_num_seqs,
         max_kv_tokens=max_kv_tokens,
         cores=0.0,
@@ -66,13 +69,14 @@ def _by_tokens(
     kv_block_tokens: int,
     step_rest_s: float = 0.0,
     response_s: float = 0.0,
-) -> dict[tuple[int, int], float]:
-    """Times at which responses end, one step after the other."""
+    response_stall_s: float = 0.0,
+) -> tuple[dict[tuple[int, int], float], float]:
+    """Times at which responses are handed over, one step after the other, and when the last one has ended."""
     waiting = deque((group, index) for group, lengths in enumerate(groups) for index in range(len(lengths)))
     running: dict[tuple[int, int], int] = {}
     computed: set[int] = set()
     ends: dict[tuple[int, int], float] = {}
-    now_s = 0.0
+    now_s = handed_over_s = 0.0
     while waiting or running:
         while waiting and len(running) < max_num_seqs:
             key = waiting.popleft()
@@ -82,17 +86,20 @@ def _by_tokens(
             running[key] = 1
         ended = [key for key, num in running.items() if num == groups[key[0]][key[1]]]
         for key in ended:
-            ends[key] = now_s
             del running[key]
-        now_s += len(ended) * response_s
+        stall_s = response_stall_s if running or waiting else 0.0
+        for key in ended:
+            handed_over_s = max(now_s, handed_over_s) + response_s - stall_s
+            ends[key] = handed_over_s
         if ended:
+            now_s += len(ended) * stall_s
             continue
         context = num_prompt + sum(running.values()) / len(running)
         # The middle of a step: a token longer at its end than at its beginning.
         now_s += step_rest_s + BASE_S + SEQUENCE_S * len(running) + CONTEXT_S * (context + 0.5)
         for key in list(running):
             running[key] += 1
-    return ends
+    return ends, now_s
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +109,7 @@ def _by_tokens(
     st.integers(1, 12),
     st.integers(1, 40),
     st.sampled_from([0.0, 0.002]),
-    st.sampled_from([0.0, 0.003]),
+    st.sampled_from([(0.0, 0.0), (0.003, 0.0), (0.003, 0.002), (0.003, 0.003)]),
 )
 def test_responses_end_when_they_do_token_by_token(
     lengths: list[list[int]],
@@ -110,8 +117,9 @@ def test_responses_end_when_they_do_token_by_token(
     max_num_seqs: int,
     kv_block_tokens: int,
     step_rest_s: float,
-    response_s: float,
+    response: tuple[float, float],
 ) -> None:
+    response_s, response_stall_s = response
     clock = Clock(1)
     ends: dict[tuple[int, int], float] = {}
 
@@ -123,15 +131,46 @@ def test_responses_end_when_they_do_token_by_token(
         kv_block_tokens=kv_block_tokens,
         step_rest_s=step_rest_s,
         response_s=response_s,
+        response_stall_s=response_stall_s,
     )
     engine = Engine(0, cost, clock, ended, version=0)
     groups = [_group(number, one, num_prompt) for number, one in enumerate(lengths)]
     engine.add(sequence for group in groups for sequence in group.sequences)
     while clock.step():
         pass
-    expected = _by_tokens(lengths, num_prompt, max_num_seqs, kv_block_tokens, step_rest_s, response_s)
+    expected, last_s = _by_tokens(
+        lengths, num_prompt, max_num_seqs, kv_block_tokens, step_rest_s, response_s, response_stall_s
+    )
     assert ends == {key: pytest.approx(end_s) for key, end_s in expected.items()}
-    assert engine.total_busy_s == pytest.approx(max(expected.values()))
+    assert engine.total_busy_s == pytest.approx(last_s)
+
+
+def test_what_was_given_up_is_not_handed_over_and_an_engine_that_stops_hands_over_all() -> None:
+    """Three responses of one token; handing over each takes a second."""
+
+    def handed_over(act: Callable[[Engine, list[Sequence]], None]) -> list[tuple[int, float]]:
+        clock, ended = Clock(1), list[tuple[int, float]]()
+        cost = _cost(max_num_seqs=8, response_s=1.0)
+
+        def on_turn(sequence: Sequence) -> None:
+            ended.append((sequence.index, pytest.approx(clock.now_s)))
+
+        engine = Engine(0, cost, clock, on_turn, version=0)
+        sequences = _group(0, [1, 1, 1], num_prompt=1).sequences
+        engine.add(sequences)
+        clock.wall.after(1.5, lambda: act(engine, sequences))
+        while clock.step():
+            pass
+        return ended
+
+    begin_s = 3 * PREFILL_S
+    all_s = [begin_s + 1.0, begin_s + 2.0, begin_s + 3.0]
+    assert handed_over(lambda engine, sequences: None) == list(enumerate(all_s))
+    assert handed_over(lambda engine, sequences: engine.remove(sequences[1:2])) == [
+        (0, all_s[0]),
+        (2, all_s[2]),
+    ]
+    assert handed_over(lambda engine, sequences: engine.stop()) == [(0, all_s[0]), (1, 1.5), (2, 1.5)]
 
 
 def test_tokens_belong_to_the_version_that_was_there() -> None:
@@ -158,7 +197,7 @@ def test_a_swap_costs_its_pause_and_what_is_computed_again() -> None:
             pass
         return clock.now_s
 
-    without = _by_tokens([[100]], 1, 4, 1)[0, 0]
+    without = _by_tokens([[100]], 1, 4, 1)[1]
     assert end_s(False) == pytest.approx(without + 0.25, abs=1e-4)
     # The prompt, 45 tokens of the response, and of the next one what was computed of it.
     assert end_s(True) == pytest.approx(without + 0.25 + 46.5 * PREFILL_S, abs=5e-4)
