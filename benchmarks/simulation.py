@@ -74,7 +74,6 @@ PROFILE = Profile(
     loops_s=Estimate.stated(0.0),
     step_rest_s=Estimate.stated(0.0),
     response_s=Estimate.stated(0.0),
-    response_stall_s=Estimate.stated(0.0),
     lengths={
         "math": Lengths(
             prompt=Distribution.point(256.0),

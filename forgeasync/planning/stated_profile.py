@@ -138,7 +138,6 @@ def stated_profile(
         loops_s=Estimate.stated(0.0),
         step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
-        response_stall_s=Estimate.stated(0.0),
         lengths={
             source.name: Lengths(prompt=prompt, response=lengths, prompt_share=0.5)
             for source in named_sources(config.data)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 7
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -134,7 +134,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[8] = FORMAT_VERSION
+    format_version: Literal[7] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""
@@ -170,8 +170,6 @@ class Profile(Section):
     response_s: Estimate
     """Processor seconds that an engine needs for one response, or one turn of an episode, besides steps and
     prompts: for its arrays and records, in a thread of its own. 0 on a GPU too."""
-    response_stall_s: Estimate
-    """Seconds of them for which the engine decodes nothing: its interpreter runs one thread at a time."""
     lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
     """By name of the source."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)

@@ -30,7 +30,6 @@ class EngineLoads:
         return Load(
             batches=batches,
             computed_s=computed_s,
-            busy_s=busy_s,
             wanted_s=busy_s * self._engine_cores,
         )
 

@@ -16,7 +16,7 @@ from forgeasync.profiling.processor_time import crowding_of
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.simulation.clock import Clock, core_second
 from forgeasync.simulation.draws import DrawnRollout
-from forgeasync.simulation.engine import Engine, EngineCost
+from forgeasync.simulation.engine import STALL_SHARE, Engine, EngineCost
 from forgeasync.simulation.groups import SimulatedGroup
 
 
@@ -27,15 +27,24 @@ class Load:
     batches: Sequence[Sequence[Sampled]]
     computed_s: float
     """Processor seconds of all engines' processes meanwhile."""
-    busy_s: float
-    """Seconds in which engines have had sequences, of all engines together."""
     wanted_s: float
-    """Processor seconds that they would have had meanwhile if nobody else had used their cores."""
+    """Processor seconds that engines with sequences would have had if nobody else had used their cores."""
 
     @property
     def core_share(self) -> float:
         """Share of time that engines with sequences had their cores; others had them for the rest."""
         return min(1.0, self.computed_s / self.wanted_s)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of its rollouts; responses have one."""
+        return sum(max(1, num) for batch in self.batches for one in batch for num in _turns(one))
+
+    def with_handing_over(self, response_s: float) -> "Load":
+        """Return the load with what engines' processes wanted besides, where a response takes them so long:
+        the thread that hands responses over wants a core while another one decodes."""
+        beside_s = (1.0 - STALL_SHARE) * response_s * self.num_turns
+        return replace(self, wanted_s=self.wanted_s + beside_s)
 
     def alone_s(self, crowding: float) -> float:
         """Processor seconds that it would have taken with cores to itself (``Cores.crowding``)."""
@@ -51,7 +60,6 @@ def together(loads: Sequence[Load]) -> Load:
     return Load(
         batches=list(itertools.chain.from_iterable(load.batches for load in loads)),
         computed_s=sum(load.computed_s for load in loads),
-        busy_s=sum(load.busy_s for load in loads),
         wanted_s=sum(load.wanted_s for load in loads),
     )
 
@@ -64,19 +72,14 @@ class EngineRest:
     """Processor seconds for each decode step."""
     response_s: float
     """Processor seconds for each turn."""
-    response_stall_s: float
-    """Seconds of them for which nothing is decoded."""
 
 
-def engine_rest(
-    loads: Sequence[Load], quiet: Load, cost: EngineCost, *, crowding: float, num_replicas: int
-) -> EngineRest:
+def engine_rest(loads: Sequence[Load], cost: EngineCost, *, crowding: float, num_replicas: int) -> EngineRest:
     """Return what engines need for steps and turns besides ``cost``, never below 0.
 
     What their steps and prompts take of a load is simulated, with the lengths that were sampled, ``cost`` and
     ``cost.cores``. Each load counts as much as its number of turns, and as what it takes alone: ``crowding``
-    is ``Cores.crowding``. ``quiet`` is one during which nobody else had much to do: by how much longer its
-    engines had sequences than steps and prompts take, decoding stood still for responses.
+    is ``Cores.crowding``.
     """
     played = [_played(load, cost, num_replicas=num_replicas) for load in loads]
     terms = np.array([[one.num_steps / one.num_turns, 1.0] for one in played])
@@ -85,10 +88,7 @@ def engine_rest(
         for load, one in zip(loads, played, strict=True)
     ]
     step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
-    known = _played(quiet, cost, num_replicas=num_replicas)
-    busy_s = quiet.busy_s * quiet.core_share * quiet.speed(crowding)
-    stall_s = (busy_s - known.busy_s - known.num_steps * step_s) / known.num_turns
-    return EngineRest(step_s=step_s, response_s=turn_s, response_stall_s=min(turn_s, max(0.0, stall_s)))
+    return EngineRest(step_s=step_s, response_s=turn_s)
 
 
 def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_replicas: int) -> float:
@@ -109,20 +109,16 @@ def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_rep
 class _Played:
     num_steps: float
     num_turns: int
-    busy_s: float
-    """Seconds of its steps and prompts, of all engines together."""
     known_s: float
-    """Processor seconds of them."""
+    """Processor seconds of its steps and prompts."""
 
 
 def _played(load: Load, cost: EngineCost, *, num_replicas: int) -> _Played:
     played = [_play(batch, cost, num_replicas=num_replicas) for batch in load.batches]
-    all_busy_s = sum(busy_s for busy_s, _ in played)
     return _Played(
         num_steps=sum(num_steps for _, num_steps in played),
-        num_turns=sum(max(1, num) for batch in load.batches for one in batch for num in _turns(one)),
-        busy_s=all_busy_s,
-        known_s=cost.cores * all_busy_s,
+        num_turns=load.num_turns,
+        known_s=cost.cores * sum(busy_s for busy_s, _ in played),
     )
 
 

@@ -22,7 +22,7 @@ from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Cores, DecodePoint, Origin, Profile, Setup
 from forgeasync.profiling.engine_loads import EngineLoads
-from forgeasync.profiling.engine_rest import Load, engine_crowding, engine_rest
+from forgeasync.profiling.engine_rest import Load
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
     EngineLimits,
@@ -41,7 +41,7 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     time_scoring,
 )
-from forgeasync.profiling.shared_cores import SharedCores, share_cores
+from forgeasync.profiling.shared_cores import SharedCores, fit_engines, share_cores
 from forgeasync.profiling.step_times import num_steps_of, step_cases, time_steps
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
@@ -119,9 +119,6 @@ async def measure(
         console.phase("sampling one group after the other")
         await of_engines.begin()
         one_by_one = await of_engines.end(await batches.load(console, one_by_one=True))
-        console.phase("sampling batches without scoring them")
-        await of_engines.begin()
-        quiet = await of_engines.end(await batches.load(console, is_scored=False))
     lengths = lengths_by_source(run.everything)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
@@ -186,7 +183,6 @@ async def measure(
         loops_s=Estimate.of([loops.rest_s(controller_s=run.controller_s, speed=1.0)]),
         step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
-        response_stall_s=Estimate.stated(0.0),
         lengths=lengths,
         filtered_share=_filtered_share(config, run.everything),
         environment=environment_times(run.everything),
@@ -196,7 +192,7 @@ async def measure(
     )
     if has_gpus:
         return profile
-    return _with_rest(profile, limits, (run.load, one_by_one), quiet, shared, loops)
+    return _with_rest(profile, limits, (run.load, one_by_one), shared, loops)
 
 
 async def _time_decoding(
@@ -230,7 +226,6 @@ def _with_rest(
     profile: Profile,
     limits: EngineLimits,
     loads: Sequence[Load],
-    quiet: Load,
     shared: SharedCores,
     loops: LoopTimes,
 ) -> Profile:
@@ -242,29 +237,24 @@ def _with_rest(
         max_kv_tokens=limits.max_kv_tokens,
         shares_prefixes=False,
     )
-    num_replicas = profile.setup.num_replicas
-    crowding = engine_crowding(shared.crowded, shared.uncrowded, cost, num_replicas=num_replicas)
-    rest = engine_rest(
-        [*loads, quiet, shared.uncrowded], quiet, cost, crowding=crowding, num_replicas=num_replicas
-    )
+    fit = fit_engines(loads, shared, cost, num_replicas=profile.setup.num_replicas)
     # The controller was measured beside the engines of the first load; the loops, and scorers in them, beside
     # everybody.
-    controller_s = profile.controller_s.mean * loads[0].speed(crowding)
-    speed = shared.crowded.speed(crowding)
+    controller_s = profile.controller_s.mean * fit.loads[0].speed(fit.crowding)
+    speed = fit.shared.crowded.speed(fit.crowding)
     loops_s = loops.rest_s(controller_s=controller_s, speed=speed)
     cores = {
-        "crowding": crowding,
+        "crowding": fit.crowding,
         "trainer_crowding": shared.trainer.crowding,
         "scorer": profile.cores.scorer * speed,
-        "trainer_share": shared.trainer_share,
+        "trainer_share": fit.shared.trainer_share,
     }
     found = {
         "cores": profile.cores.model_copy(update=cores),
         "controller_s": Estimate.of([controller_s]),
         "loops_s": Estimate.of([loops_s]),
-        "step_rest_s": Estimate.of([rest.step_s]),
-        "response_s": Estimate.of([rest.response_s]),
-        "response_stall_s": Estimate.of([rest.response_stall_s]),
+        "step_rest_s": Estimate.of([fit.rest.step_s]),
+        "response_s": Estimate.of([fit.rest.response_s]),
     }
     return profile.model_copy(update=found)
 

@@ -41,12 +41,8 @@ class RunBatches:
         """
         return await sample_until_known(lambda: self._sample(next(self._batches)), self._free)
 
-    async def load(
-        self, console: StepConsole, *, one_by_one: bool = False, is_scored: bool = True
-    ) -> list[list[Sampled]]:
+    async def load(self, console: StepConsole, *, one_by_one: bool = False) -> list[list[Sampled]]:
         """Sample batches, or groups, one after the other for ``LOAD_S``; their arrays are freed.
-
-        Without scores, only an environment scores what it does anyway.
 
         Raises:
             NotProfiled: not one could be sampled and scored.
@@ -58,7 +54,7 @@ class RunBatches:
         end_s = time.perf_counter() + LOAD_S
         for batch in batches:
             try:
-                found.append(await self._sample(batch, is_scored=is_scored))
+                found.append(await self._sample(batch))
             except NotProfiled as problem:
                 problems.append(problem)
             else:
@@ -71,9 +67,8 @@ class RunBatches:
             console.message(f"{len(problems)} times no group could be sampled; first {problems[0]}")
         return found
 
-    async def _sample(self, batch: Sequence[Submission], *, is_scored: bool = True) -> list[Sampled]:
-        scorer = self._roles.scorer if is_scored else None
-        return await sample_groups(self._roles.groups, scorer, batch, seed=self._seed)
+    async def _sample(self, batch: Sequence[Submission]) -> list[Sampled]:
+        return await sample_groups(self._roles.groups, self._roles.scorer, batch, seed=self._seed)
 
     async def _free(self, sampled: Sequence[Sampled]) -> None:
         rollouts = (rollout for one in sampled for rollout in one.group.rollouts)

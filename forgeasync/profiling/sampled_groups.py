@@ -40,7 +40,7 @@ class NotProfiled(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One group with its scores, if it was scored, and what its environment took."""
+    """One group with its scores, and what its environment took."""
 
     group: Group
     scores: tuple[Score, ...]
@@ -77,11 +77,9 @@ def lengths_are_known(sampled: Sequence[Sampled]) -> bool:
 
 
 async def sample_groups(
-    groups: GroupSampler, scorer: GroupScoring | None, batch: Sequence[Submission], *, seed: int
+    groups: GroupSampler, scorer: GroupScoring, batch: Sequence[Submission], *, seed: int
 ) -> list[Sampled]:
     """Sample and score a group for each prompt, all at once, with the seeds that they have in a run.
-
-    Without a scorer they have no scores, except those of environments that score.
 
     Raises:
         NotProfiled: no group could be sampled and scored.
@@ -95,9 +93,7 @@ async def sample_groups(
             problems.append(f"task {task.task_id}: {answer}")
             return None
         scores = answer.scores
-        if scores is None and scorer is None:
-            scores = ()
-        elif scores is None:
+        if scores is None:
             responses = [response_of(rollout) for rollout in answer.rollouts]
             found = await scorer.score_group(number, task, responses)
             if isinstance(found, Unscored):

@@ -77,8 +77,7 @@ def _facts(profile: Profile) -> Iterator[str]:
     )
     yield (
         f"an engine's process besides steps and prompts: {1e3 * profile.step_rest_s.mean:.2f} ms a step, "
-        f"{1e3 * profile.response_s.mean:.2f} ms a response, for {1e3 * profile.response_stall_s.mean:.2f} "
-        "of which nothing is decoded"
+        f"{1e3 * profile.response_s.mean:.2f} ms a response"
     )
     yield f"a scorer scores {profile.score_places} responses at once"
     yield f"controller: {1e3 * profile.controller_s.mean:.2f} ms of its processor time a response"

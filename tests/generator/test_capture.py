@@ -230,6 +230,11 @@ def test_masks_of_ties_of_everything_and_of_nan() -> None:
     masks = _masks(torch.cat([no_numbers_BV, logprobs_BV, torch.full((1, 5), -1.6)]))
     rows = np.split(masks.token_ids, masks.offsets[1:-1])
     assert [row.tolist() for row in rows] == [[-1], [-1], [0, 2, 3, 4], [0, 2], []]
+    for others in (slice(0, 0), slice(0, 1), slice(1, 2)):
+        # One row with a NaN, or without one, changes no other.
+        found = _masks(torch.cat([logprobs_BV, no_numbers_BV[others]]))
+        assert found.token_ids.tolist() == [0, 2, 3, 4, 0, 2] + [-1] * (others.stop - others.start)
+        assert found.offsets.tolist()[:3] == [0, 4, 6]
     kept = KeptTokens.from_rows(rows, vocab_size=5)
     for start, problem in ((0, "no distribution"), (1, "no distribution"), (2, None)):
         part = kept.slice(start, 5)

@@ -35,9 +35,10 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     sample_until_known,
 )
+from forgeasync.profiling.shared_cores import SharedCores, fit_engines
 from forgeasync.profiling.step_times import Beside, mean_of, num_steps_of, size_of, step_cases
 from forgeasync.rollouts.rollout import Group
-from forgeasync.simulation.engine import EngineCost
+from forgeasync.simulation.engine import STALL_SHARE, EngineCost
 from forgeasync.trainer.batch import assign_rows, training_items
 from tests.support.buffer_world import make_task
 from tests.support.rollouts import make_stored_rollout
@@ -210,10 +211,10 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
 
     def rest(together_s: float, alone_more_s: float, *, num_replicas: int = 1) -> tuple[float, float]:
         loads = [
-            Load(batches=together, computed_s=0.5 * known_s + together_s, busy_s=0.0, wanted_s=0.01),
-            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, busy_s=0.0, wanted_s=0.01),
+            Load(batches=together, computed_s=0.5 * known_s + together_s, wanted_s=0.01),
+            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, wanted_s=0.01),
         ]
-        found = engine_rest(loads, loads[0], cost, crowding=0.5, num_replicas=num_replicas)
+        found = engine_rest(loads, cost, crowding=0.5, num_replicas=num_replicas)
         return found.step_s, found.response_s
 
     # 28 steps of 5 responses, and 30 of 3.
@@ -228,8 +229,8 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
     assert rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_replicas=2) == pytest.approx((0.02, 0.25))
     episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in together[0]]
     computed_s = 0.5 * (4 * 0.006 + 8 * 0.01) + 1.0
-    load = Load(batches=[episodes], computed_s=computed_s, busy_s=0.0, wanted_s=computed_s)
-    found = engine_rest([load], load, cost, crowding=0.0, num_replicas=1)
+    load = Load(batches=[episodes], computed_s=computed_s, wanted_s=computed_s)
+    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
     assert found.response_s == pytest.approx(1 / 20) and found.step_s == 0.0
 
 
@@ -238,48 +239,20 @@ def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
     batches = [plain(make_group(11))]
     # 10 steps, and 1 s for the response: 2 s alone.
-    load = Load(batches=batches, computed_s=2.0 * 1.1, busy_s=0.0, wanted_s=2.0 * 1.1 / 0.8)
-    found = engine_rest([load], load, cost, crowding=0.5, num_replicas=1)
+    load = Load(batches=batches, computed_s=2.0 * 1.1, wanted_s=2.0 * 1.1 / 0.8)
+    found = engine_rest([load], cost, crowding=0.5, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.0, rel=0.01)
-    found = engine_rest([load], load, cost, crowding=0.0, num_replicas=1)
+    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.2, rel=0.01)
-
-
-def test_decoding_stands_still_for_as_long_as_engines_had_sequences_without_a_step_or_prompt() -> None:
-    """20 steps of 0.1 s, and 0.5 s of processor time for each of two responses."""
-    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
-    one_by_one = Load(batches=[plain(make_group(11))], computed_s=1.5, busy_s=0.0, wanted_s=1.5)
-
-    def stall_s(*, busy_s: float, core_share: float = 1.0, crowding: float = 0.0) -> float:
-        quiet = Load(
-            batches=[plain(make_group(21, 21))],
-            computed_s=3.0,
-            busy_s=busy_s,
-            wanted_s=3.0 / core_share,
-        )
-        return engine_rest(
-            [one_by_one, quiet], quiet, cost, crowding=crowding, num_replicas=1
-        ).response_stall_s
-
-    assert stall_s(busy_s=2.6) == pytest.approx(0.3)
-    assert stall_s(busy_s=1.9) == 0.0 and stall_s(busy_s=3.5) == pytest.approx(0.5), "all of it at most"
-    # A fifth of the time others had the core.
-    assert stall_s(busy_s=2.6 / 0.8, core_share=0.8) == pytest.approx(0.3)
 
 
 def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
     """Others have half of their cores, and a tenth: with a crowding of 0.4 they take 1.2 and 1.04 times as
     much, for 10 steps of 0.1 s and for 20."""
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
-    crowded = Load(batches=[plain(make_group(11))], computed_s=1.2, busy_s=2.4, wanted_s=2.4)
-    halves = [dataclasses.replace(crowded, computed_s=part, busy_s=1.2, wanted_s=1.2) for part in (0.5, 0.7)]
-    computed_s = 2.0 * 1.04
-    uncrowded = Load(
-        batches=[plain(make_group(21))],
-        computed_s=computed_s,
-        busy_s=computed_s / 0.9,
-        wanted_s=computed_s / 0.9,
-    )
+    crowded = Load(batches=[plain(make_group(11))], computed_s=1.2, wanted_s=2.4)
+    halves = [dataclasses.replace(crowded, computed_s=part, wanted_s=1.2) for part in (0.5, 0.7)]
+    uncrowded = Load(batches=[plain(make_group(21))], computed_s=2.0 * 1.04, wanted_s=2.0 * 1.04 / 0.9)
 
     def crowding(crowded: Load) -> float:
         return engine_crowding(crowded, uncrowded, cost, num_replicas=1)
@@ -290,6 +263,31 @@ def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
     assert crowding(dataclasses.replace(crowded, computed_s=1.0)) == 0.0, "noise"
     assert crowding(dataclasses.replace(crowded, computed_s=2.0, wanted_s=8.0)) == MOST_CROWDING
     assert crowding(dataclasses.replace(crowded, wanted_s=1.2)) == 0.0, "others had nothing"
+
+
+def test_what_responses_take_and_what_sharing_costs_are_told_from_each_other() -> None:
+    """Steps of 0.1 s, 0.4 s for each response, of which the thread that hands over takes a part while another
+    one decodes; with a crowding of 0.3."""
+    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
+    beside_s = (1.0 - STALL_SHARE) * 0.4
+
+    def load(group: Group, core_share: float) -> Load:
+        lengths = [one.num_sampled_tokens for one in group.rollouts]
+        alone_s = 0.1 * (max(lengths) - 1) + 0.4 * len(lengths)
+        computed_s = alone_s * (1.0 + 0.3 * (1.0 - core_share))
+        # What is measured does not have the thread that hands over.
+        wanted_s = computed_s / core_share - beside_s * len(lengths)
+        return Load(batches=[plain(group)], computed_s=computed_s, wanted_s=wanted_s)
+
+    many, few = make_group(11, 11, 11, 11), make_group(21)
+    trainer = Beside(alone_s=0.6, alone_processor_s=0.96, beside_s=1.0, beside_processor_s=0.8)
+    shared = SharedCores(crowded=load(many, 0.6), uncrowded=load(many, 0.9), trainer=trainer)
+    found = fit_engines([load(many, 0.95), load(few, 1.0)], shared, cost, num_replicas=1)
+    assert (found.rest.step_s, found.rest.response_s) == pytest.approx((0.0, 0.4), abs=4e-3)
+    assert found.crowding == pytest.approx(0.3, abs=0.01)
+    assert found.shared.crowded.core_share == pytest.approx(0.6, abs=0.003)
+    assert found.shared.trainer_share == pytest.approx(0.5 / 0.6, abs=0.005)
+    assert [one.core_share for one in found.loads] == pytest.approx([0.95, 1.0], abs=0.003)
 
 
 def test_what_sharing_costs_the_trainer_is_told_from_one_step_alone_and_beside_others() -> None:

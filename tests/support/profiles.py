@@ -39,7 +39,6 @@ def simple_profile(
     loops_s: float = 0.0,
     step_rest_s: float = 0.0,
     response_s: float = 0.0,
-    response_stall_s: float = 0.0,
     swap_s: float = 0.0,
     fetch_s: float = 0.0,
     publish_s: float = 0.0,
@@ -83,7 +82,6 @@ def simple_profile(
         loops_s=Estimate.stated(loops_s),
         step_rest_s=Estimate.stated(step_rest_s),
         response_s=Estimate.stated(response_s),
-        response_stall_s=Estimate.stated(response_stall_s),
         lengths={
             "chain_sum": Lengths(
                 prompt=Distribution.point(10.0),
