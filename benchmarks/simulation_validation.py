@@ -12,7 +12,9 @@ median and the worst error; writes DIR/simulation_validation.json.
 
 A machine that is shared with others is not as fast in one quarter of an hour as in the next. With several
 rounds all of this is done again, profile and runs, with another seed, and the table has the means over rounds
-of what was predicted and of what was measured.
+of what was predicted and of what was measured. Around the profile and around every run the same work is timed
+(``machine_speed.py``). The last line of the table has the errors of predictions for a machine that is as much
+slower or faster than at the profile as that work was.
 
 A step lasts from when the trainer comes for its batch to when it comes for the next one, on both sides.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import REPOSITORY, RESULTS, machine_facts, read_json_lines, run_watched, write_json
+from machine_speed import work_s
 from rich.console import Console
 from rich.table import Table
 
@@ -77,9 +80,43 @@ class Figures:
     generators_idle_share: float
     mean_age: float
 
+    def on_slower_machine(self, slowness: float) -> "Figures":
+        """Return the same where everything takes ``slowness`` times as long."""
+        return replace(
+            self,
+            step_s=self.step_s * slowness,
+            trained_tokens_per_s=self.trained_tokens_per_s / slowness,
+        )
+
 
 Pair = tuple[Figures, Figures]
 """Predicted, and measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One case in one round."""
+
+    predicted: Figures
+    measured: Figures
+    slowness: float
+    """What the same work took around the run, as a multiple of what it took around the profile."""
+
+
+def pairs_of(rounds: Sequence[Mapping[str, Outcome]], *, at_speed_of_run: bool) -> dict[str, Pair]:
+    """Return means over rounds; with ``at_speed_of_run``, predictions are for the machine as it was then."""
+    return {
+        name: (
+            mean_of(
+                [
+                    one[name].predicted.on_slower_machine(one[name].slowness if at_speed_of_run else 1.0)
+                    for one in rounds
+                ]
+            ),
+            mean_of([one[name].measured for one in rounds]),
+        )
+        for name in rounds[0]
+    }
 
 
 def predicted(run: SimulatedRun, profile: Profile) -> Figures:
@@ -126,22 +163,30 @@ def run_case(config: Path, settings: Sequence[str], profile: Profile, num_steps:
     return expected, measured(read_json_lines(folder / "metrics.jsonl"), run)
 
 
-def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Pair]:
+def run_round(arguments: argparse.Namespace, number: int, console: Console) -> dict[str, Outcome]:
     """Measure a profile, unless there is one, and run all cases."""
     folder, file = arguments.folder / f"round-{number}", arguments.profile
     folder.mkdir(exist_ok=True)
     seed = f"seed={number}"
+    work_before_s = work_s()
     if file is None:
         file = folder / "profile.json"
         start_app("apps.profile", arguments.config, [seed, "--out", str(file)])
-    profile, pairs = read_profile(file), {}
+    work_after_s = work_s()
+    profiled_s = (work_before_s + work_after_s) / 2
+    profile, outcomes = read_profile(file), {}
     for name in arguments.cases:
         run_dir = folder / name.replace(",", "").replace(" ", "-")
         settings = [seed, *CASES[name]]
-        pairs[name] = run_case(arguments.config, settings, profile, arguments.steps, run_dir)
-        expected, real = pairs[name]
-        console.print(f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured")
-    return pairs
+        expected, real = run_case(arguments.config, settings, profile, arguments.steps, run_dir)
+        work_before_s, work_after_s = work_after_s, work_s()
+        slowness = (work_before_s + work_after_s) / 2 / profiled_s
+        outcomes[name] = Outcome(predicted=expected, measured=real, slowness=slowness)
+        console.print(
+            f"{name}: {expected.step_s:.2f} s a step predicted, {real.step_s:.2f} measured, on a machine "
+            f"that takes {slowness:.2f} times as long as at the profile"
+        )
+    return outcomes
 
 
 def mean_of(figures: Sequence[Figures]) -> Figures:
@@ -166,11 +211,12 @@ def errors(pairs: Sequence[Pair], field: str, *, is_relative: bool) -> list[floa
     return found
 
 
-def results(pairs: Mapping[str, Pair], *, title: str) -> Table:
-    """A row for each case, predicted / measured."""
-    table = Table(title=title, caption="errors: median, worst")
+def results(rounds: Sequence[Mapping[str, Outcome]], *, title: str) -> Table:
+    """A row for each case, means over rounds of what was predicted / measured."""
+    table = Table(title=f"{title}: predicted / measured", caption="errors: median, worst")
     for column in ("case", "s a step", "tokens/s", "trainer idle", "generators idle", "age"):
         table.add_column(column, justify="left" if column == "case" else "right")
+    pairs = pairs_of(rounds, at_speed_of_run=False)
     for name, (expected, real) in pairs.items():
         table.add_row(
             name,
@@ -180,14 +226,20 @@ def results(pairs: Mapping[str, Pair], *, title: str) -> Table:
             f"{expected.generators_idle_share:.0%} / {real.generators_idle_share:.0%}",
             f"{expected.mean_age:.2f} / {real.mean_age:.2f}",
         )
+    table.add_section()
+    table.add_row("error", *error_cells(pairs))
+    table.add_row("error at the run's speed", *error_cells(pairs_of(rounds, at_speed_of_run=True)))
+    return table
+
+
+def error_cells(pairs: Mapping[str, Pair]) -> list[str]:
+    """Median and worst error of each figure, in words."""
     cells = []
     for field, is_relative in FIELDS:
         found = errors(list(pairs.values()), field, is_relative=is_relative)
         form = "{:.0%}" if is_relative or "share" in field else "{:.2f}"
         cells.append(f"{form.format(statistics.median(found))}, {form.format(max(found))}")
-    table.add_section()
-    table.add_row("error", *cells)
-    return table
+    return cells
 
 
 FIELDS = (
@@ -211,26 +263,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=RESULTS / "simulation_validation")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    console, rounds = Console(width=110), list[dict[str, Pair]]()
+    console, rounds = Console(width=110), list[dict[str, Outcome]]()
     for number in range(arguments.rounds):
         rounds.append(run_round(arguments, number, console))
-        console.print(results(rounds[-1], title=f"round {number}: predicted / measured"))
-    pairs = {
-        name: (mean_of([one[name][0] for one in rounds]), mean_of([one[name][1] for one in rounds]))
-        for name in arguments.cases
-    }
+        console.print(results(rounds[-1:], title=f"round {number}"))
     if len(rounds) > 1:
-        console.print(results(pairs, title=f"means of {len(rounds)} rounds: predicted / measured"))
-    cases = {
-        name: {
-            "predicted": asdict(expected),
-            "measured": asdict(real),
-            "rounds": [
-                {"predicted": asdict(one[name][0]), "measured": asdict(one[name][1])} for one in rounds
-            ],
-        }
-        for name, (expected, real) in pairs.items()
-    }
+        console.print(results(rounds, title=f"means of {len(rounds)} rounds"))
+    cases = {name: [asdict(one[name]) for one in rounds] for name in arguments.cases}
     write_json(arguments.folder / "simulation_validation.json", {"machine": machine_facts(), "cases": cases})
 
 
