@@ -386,7 +386,6 @@ class GeneratorEngine:
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self.busy.total_s,
             decode_steps=self._client.step_times.counts(),
-            num_decoding_steps=self._client.step_times.num_decoding,
             num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
             kv_block_tokens=self._llm.vllm_config.cache_config.block_size,
         )

@@ -26,8 +26,6 @@ class EngineStats:
     """How often tokens in flight could not be logged, so that open groups would begin anew after a death."""
     decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict)
     """By the number of bits of the number of sequences."""
-    num_decoding_steps: int = 0
-    """All steps in which a sequence got a token that was not its first one."""
     memory: MemoryPeak | None = None
     """Peak of the generator's largest process so far; None where nobody has measured."""
     kv_block_tokens: int = 1

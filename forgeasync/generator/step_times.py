@@ -20,14 +20,11 @@ class StepTimes:
         self._before: frozenset[str] = frozenset()
         """Sequences that have sampled in the step before."""
         self._counts: dict[int, DecodeSteps] = {}
-        self.num_decoding = 0
-        """Steps in which a sequence got a token that was not its first one, also beside prompts."""
 
     def stepped(self, outputs: EngineCoreOutputs | None, running: Sequence[Request], step_s: float) -> None:
         """Take note of a step; ``running`` are the sequences that go on after it."""
         sampled = [] if outputs is None else [one.request_id for one in outputs.outputs if one.new_token_ids]
         before, self._before = self._before, frozenset(sampled)
-        self.num_decoding += not before.isdisjoint(sampled)
         if not sampled or not before.issuperset(sampled):
             return
         if not self._before.issuperset(one.request_id for one in running):

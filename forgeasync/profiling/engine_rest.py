@@ -25,8 +25,6 @@ class Load:
     """Batches that were sampled one after the other."""
 
     batches: Sequence[Sequence[Sampled]]
-    num_steps: int
-    """Decode steps of all engines: more than where all groups of a batch begin at once."""
     computed_s: float
     """Processor seconds of all engines' processes meanwhile."""
     wanted_s: float
@@ -61,7 +59,6 @@ def together(loads: Sequence[Load]) -> Load:
     """Return several loads as one."""
     return Load(
         batches=list(itertools.chain.from_iterable(load.batches for load in loads)),
-        num_steps=sum(load.num_steps for load in loads),
         computed_s=sum(load.computed_s for load in loads),
         wanted_s=sum(load.wanted_s for load in loads),
     )
@@ -84,10 +81,11 @@ def engine_rest(loads: Sequence[Load], cost: EngineCost, *, crowding: float, num
     ``cost.cores``. Each load counts as much as its number of turns, and as what it takes alone: ``crowding``
     is ``Cores.crowding``.
     """
-    terms = np.array([[load.num_steps / load.num_turns, 1.0] for load in loads])
+    played = [_played(load, cost, num_replicas=num_replicas) for load in loads]
+    terms = np.array([[one.num_steps / one.num_turns, 1.0] for one in played])
     rests_s = [
-        max(0.0, load.alone_s(crowding) - _known_s(load, cost, num_replicas=num_replicas)) / load.num_turns
-        for load in loads
+        max(0.0, load.alone_s(crowding) - one.known_s) / one.num_turns
+        for load, one in zip(loads, played, strict=True)
     ]
     step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
     return EngineRest(step_s=step_s, response_s=turn_s)
@@ -99,23 +97,29 @@ def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_rep
     Steps and prompts of both are simulated with ``cost``. What else engines do is taken to grow with these.
     """
     more, less = (
-        load.computed_s / _known_s(load, cost, num_replicas=num_replicas) for load in (crowded, uncrowded)
+        load.computed_s / _played(load, cost, num_replicas=num_replicas).known_s
+        for load in (crowded, uncrowded)
     )
     # more / less = (1 + crowding * others of the first) / (1 + crowding * others of the second)
     ratio = more / less
     return crowding_of(ratio - 1.0, 1.0 - crowded.core_share - ratio * (1.0 - uncrowded.core_share))
 
 
-def _known_s(load: Load, cost: EngineCost, *, num_replicas: int) -> float:
-    """Return the processor seconds of a load's steps and prompts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    num_steps: float
+    num_turns: int
+    known_s: float
+    """Processor seconds of its steps and prompts."""
 
-    Its batches are simulated with all of their groups at once. What the engines made more steps for the same
-    tokens counts as so many steps with next to no sequences.
-    """
+
+def _played(load: Load, cost: EngineCost, *, num_replicas: int) -> _Played:
     played = [_play(batch, cost, num_replicas=num_replicas) for batch in load.batches]
-    busy_s = sum(busy_s for busy_s, _ in played)
-    num_more = load.num_steps - sum(num_steps for _, num_steps in played)
-    return cost.cores * (busy_s + num_more * cost.decode.step_s(1, 0.0))
+    return _Played(
+        num_steps=sum(num_steps for _, num_steps in played),
+        num_turns=load.num_turns,
+        known_s=cost.cores * sum(busy_s for busy_s, _ in played),
+    )
 
 
 def _play(batch: Sequence[Sampled], cost: EngineCost, *, num_replicas: int) -> tuple[float, float]:

@@ -209,17 +209,10 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
     known_s = (4 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
     alone_s = (2 * 0.006 + 20 * 0.01) + (0.006 + 10 * 0.01)
 
-    def rest(
-        together_s: float, alone_more_s: float, *, num_replicas: int = 1, num_steps: int = 28
-    ) -> tuple[float, float]:
+    def rest(together_s: float, alone_more_s: float, *, num_replicas: int = 1) -> tuple[float, float]:
         loads = [
-            Load(
-                batches=together,
-                num_steps=num_steps,
-                computed_s=0.5 * known_s + together_s,
-                wanted_s=0.01,
-            ),
-            Load(batches=alone, num_steps=30, computed_s=0.5 * alone_s + alone_more_s, wanted_s=0.01),
+            Load(batches=together, computed_s=0.5 * known_s + together_s, wanted_s=0.01),
+            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, wanted_s=0.01),
         ]
         found = engine_rest(loads, cost, crowding=0.5, num_replicas=num_replicas)
         return found.step_s, found.response_s
@@ -233,13 +226,10 @@ def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> N
     assert rest(5 * 0.3, 3 * 0.1) == pytest.approx((0.0, 0.2))
     # On two engines every group is decoded alone, in 4 + 8 + 20 steps.
     known_s += 4 * 0.01
-    found = rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_replicas=2, num_steps=32)
-    assert found == pytest.approx((0.02, 0.25))
-    # Or on one, where groups did not begin at once.
-    assert rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_steps=32) == pytest.approx((0.02, 0.25))
+    assert rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_replicas=2) == pytest.approx((0.02, 0.25))
     episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in together[0]]
     computed_s = 0.5 * (4 * 0.006 + 8 * 0.01) + 1.0
-    load = Load(batches=[episodes], num_steps=8, computed_s=computed_s, wanted_s=computed_s)
+    load = Load(batches=[episodes], computed_s=computed_s, wanted_s=computed_s)
     found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
     assert found.response_s == pytest.approx(1 / 20) and found.step_s == 0.0
 
@@ -249,7 +239,7 @@ def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
     batches = [plain(make_group(11))]
     # 10 steps, and 1 s for the response: 2 s alone.
-    load = Load(batches=batches, num_steps=10, computed_s=2.0 * 1.1, wanted_s=2.0 * 1.1 / 0.8)
+    load = Load(batches=batches, computed_s=2.0 * 1.1, wanted_s=2.0 * 1.1 / 0.8)
     found = engine_rest([load], cost, crowding=0.5, num_replicas=1)
     assert 10 * found.step_s + found.response_s == pytest.approx(1.0, rel=0.01)
     found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
@@ -260,11 +250,9 @@ def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
     """Others have half of their cores, and a tenth: with a crowding of 0.4 they take 1.2 and 1.04 times as
     much, for 10 steps of 0.1 s and for 20."""
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
-    crowded = Load(batches=[plain(make_group(11))], num_steps=10, computed_s=1.2, wanted_s=2.4)
-    halves = [dataclasses.replace(crowded, num_steps=5, computed_s=part, wanted_s=1.2) for part in (0.5, 0.7)]
-    uncrowded = Load(
-        batches=[plain(make_group(21))], num_steps=20, computed_s=2.0 * 1.04, wanted_s=2.0 * 1.04 / 0.9
-    )
+    crowded = Load(batches=[plain(make_group(11))], computed_s=1.2, wanted_s=2.4)
+    halves = [dataclasses.replace(crowded, computed_s=part, wanted_s=1.2) for part in (0.5, 0.7)]
+    uncrowded = Load(batches=[plain(make_group(21))], computed_s=2.0 * 1.04, wanted_s=2.0 * 1.04 / 0.9)
 
     def crowding(crowded: Load) -> float:
         return engine_crowding(crowded, uncrowded, cost, num_replicas=1)
@@ -273,10 +261,6 @@ def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
     assert crowding(dataclasses.replace(together(halves), batches=crowded.batches)) == pytest.approx(0.4)
     assert len(together(halves).batches) == 2
     assert crowding(dataclasses.replace(crowded, computed_s=1.0)) == 0.0, "noise"
-    # Two steps more for the same tokens, as sequences came one after the other, are not what sharing costs.
-    assert crowding(
-        dataclasses.replace(crowded, num_steps=12, computed_s=1.44, wanted_s=2.88)
-    ) == pytest.approx(0.4)
     assert crowding(dataclasses.replace(crowded, computed_s=2.0, wanted_s=8.0)) == MOST_CROWDING
     assert crowding(dataclasses.replace(crowded, wanted_s=1.2)) == 0.0, "others had nothing"
 
@@ -289,12 +273,11 @@ def test_what_responses_take_and_what_sharing_costs_are_told_from_each_other() -
 
     def load(group: Group, core_share: float) -> Load:
         lengths = [one.num_sampled_tokens for one in group.rollouts]
-        num_steps = max(lengths) - 1
-        alone_s = 0.1 * num_steps + 0.4 * len(lengths)
+        alone_s = 0.1 * (max(lengths) - 1) + 0.4 * len(lengths)
         computed_s = alone_s * (1.0 + 0.3 * (1.0 - core_share))
         # What is measured does not have the thread that hands over.
         wanted_s = computed_s / core_share - beside_s * len(lengths)
-        return Load(batches=[plain(group)], num_steps=num_steps, computed_s=computed_s, wanted_s=wanted_s)
+        return Load(batches=[plain(group)], computed_s=computed_s, wanted_s=wanted_s)
 
     many, few = make_group(11, 11, 11, 11), make_group(21)
     trainer = Beside(alone_s=0.6, alone_processor_s=0.96, beside_s=1.0, beside_processor_s=0.8)
