@@ -3,6 +3,7 @@
 import pytest
 
 from forgeasync.simulation.clock import Clock
+from forgeasync.simulation.thread import Thread
 
 
 def _ends(num_cores: int, works: list[tuple[float, float]], *, crowding: float = 0.0) -> list[float]:
@@ -115,3 +116,19 @@ def test_what_was_cancelled_does_not_happen_and_times_that_tie_keep_their_order(
     while clock.step():
         pass
     assert seen == ["a", "c"]
+
+
+def test_a_thread_does_one_thing_after_the_other_also_what_takes_no_time() -> None:
+    clock, done = Clock(1), list[tuple[str, float]]()
+    thread = Thread(clock)
+
+    def note(what: str) -> None:
+        done.append((what, clock.now_s))
+
+    thread.do(0.0, lambda: note("first"))
+    thread.do(1.0, lambda: note("long"))
+    thread.do(0.0, lambda: note("short"))
+    clock.wall.after(0.5, lambda: thread.do(2.0, lambda: note("last")))
+    while clock.step():
+        pass
+    assert done == [("first", 0.0), ("long", 1.0), ("short", 1.0), ("last", 3.0)]
