@@ -41,22 +41,6 @@ class _Batch:
     num_computed_tokens_np: np.ndarray
 
 
-class _OneRankCapturer(RoutedExpertsCapturer):
-    """Where an engine has no data parallelism, which the CPU build has not: a layer's ids are all its own.
-
-    vLLM's ``capture`` looks for the part of other ranks and cuts the layer out of its buffer anew each time,
-    which takes five times as long as copying the ids of a decode step.
-    """
-
-    def __init__(self, max_num_batched_tokens: int, vllm_config: VllmConfig) -> None:
-        super().__init__(max_num_batched_tokens, vllm_config)
-        assert vllm_config.parallel_config.data_parallel_size == 1
-        self._rows_of_layers = self.device_buffer.unbind(1)
-
-    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        self._rows_of_layers[layer_id][: len(topk_ids)].copy_(topk_ids)
-
-
 class RecordingCPUModelRunner(ScoringCPUModelRunner):
     """A CPU model runner whose outputs carry routed experts and sampling masks, where asked for."""
 
@@ -73,7 +57,7 @@ class RecordingCPUModelRunner(ScoringCPUModelRunner):
         if self._records_routing:
             # Bound before anything is traced: a compiled graph without the callback would record nothing.
             max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self._capturer = _OneRankCapturer(max_tokens, self.vllm_config)
+            self._capturer = RoutedExpertsCapturer(max_tokens, self.vllm_config)
             bind_routed_experts_capturer(self.model, self._capturer)
         if self.model_config.return_sampling_mask:
             self._record_masks()
