@@ -241,9 +241,6 @@ class Engine:
         self._plan()
         # Those that end with the same step in the order in which they began.
         for _, sequence in sorted(ended, key=lambda one: one[0]):
-            if not self._cost.response_s:
-                self._on_turn(sequence)
-                continue
             self._ended[sequence] = None
             work_s = self._cost.response_s - stall_s
             self._handing_over.do(work_s, lambda sequence=sequence: self._hand_over(sequence))
