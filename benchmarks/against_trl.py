@@ -49,6 +49,7 @@ from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig
 from forgeasync.environments.order import TaskOrder
 from forgeasync.environments.reasoning_gym import ReasoningGymProblems
+from forgeasync.environments.sources import build_source
 
 CONFIG = REPOSITORY / "configs" / "tiny_moe_cpu.yaml"
 TRL_VENV = REPOSITORY / ".venv-trl"
@@ -165,8 +166,7 @@ def write_tasks(config: RunConfig, num_tasks: int, path: Path) -> None:
         num_held_out=config.data.num_held_out,
         seed=config.seed,
     )
-    tasks = problems.train({task.prompt for task in problems.held_out()}).tasks
-    order = TaskOrder(tasks, seed=config.seed)
+    order = TaskOrder(build_source(config.data, seed=config.seed).train, seed=config.seed)
     with path.open("w", encoding="utf-8") as file:
         for task in (order.next() for _ in range(num_tasks)):
             # As text: entries differ in shape from problem to problem, columns of a table must not.
