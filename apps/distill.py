@@ -11,10 +11,10 @@ any other objective policy gradient and distillation add up.
 
 import sys
 
-from forgeasync.launch.forking.client import import_ahead
+from forgeasync.launch.forking.client import fork_app
 
 if __name__ == "__main__":
-    import_ahead(sys.argv[1:])  # while this process imports its own libraries
+    fork_app(sys.orig_argv)  # before this process imports its own libraries
 
 from apps.grpo import train
 from forgeasync.config.load import load_config

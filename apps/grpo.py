@@ -24,10 +24,10 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from forgeasync.launch.forking.client import import_ahead
+from forgeasync.launch.forking.client import fork_app
 
 if __name__ == "__main__":
-    import_ahead(sys.argv[1:])  # while this process imports its own libraries
+    fork_app(sys.orig_argv)  # before this process imports its own libraries
 
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.group_episodes import GroupEpisodes

@@ -1,8 +1,9 @@
 """Finds everything that can be wrong with a run's input before any process starts."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ class Prepared:
     facts: ModelFacts
     model_path: Path
     prompts: PromptEncoder
-    train: list[Task]
+    train: Sequence[Task]
     held_out: list[Task]
     sets: Mapping[str, list[Task]]
     """Problems of each evaluation set, by its name."""
@@ -206,7 +207,7 @@ def load_prompts(config: RunConfig, folder: Path, facts: ModelFacts) -> PromptEn
 
 
 def check_task_lengths(
-    config: RunConfig, prompts: PromptEncoder, tasks: Sequence[Task], sampling: SamplingSection
+    config: RunConfig, prompts: PromptEncoder, tasks: Iterable[Task], sampling: SamplingSection
 ) -> None:
     """Raise ValueError naming the first task that leaves no room for a full response."""
     for task in tasks:
@@ -250,7 +251,7 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         source = build_source(config.data, seed=config.seed, sets=sets)
         # An environment makes prompts of its own, and every turn is bounded by the room that is left.
         if config.environment is None:
-            check_task_lengths(config, prompts, [*source.train, *source.held_out], config.sampling)
+            check_task_lengths(config, prompts, chain(source.train, source.held_out), config.sampling)
             for one, of_set in zip(config.evaluation.sets, sets, strict=True):
                 check_task_lengths(config, prompts, source.sets[of_set.name], one.sampling or config.sampling)
     except ConfigError:

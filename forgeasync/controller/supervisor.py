@@ -37,7 +37,7 @@ from forgeasync.faults.appended_file import is_refusal
 from forgeasync.faults.fault_log import FaultLog, Role
 from forgeasync.faults.python_stacks import read_stacks
 from forgeasync.faults.storage import RETRY_S
-from forgeasync.launch.forking.client import ADDRESS, fork_server, has_gpus, server_processes
+from forgeasync.launch.forking.client import ADDRESS, AHEAD, fork_server, has_gpus, server_processes
 from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.restart_policy import STOPPING, End, Ending, RestartPolicy, StartAgain, is_death
 from forgeasync.observability.run_dir import RunDir, default_run_dir
@@ -358,7 +358,7 @@ def main() -> int:
         planned_folder(config),
         resume=arguments.resume,
         controller_s=config.timeouts.controller_s,
-        import_sets=() if has_gpus() else (ImportSet.CONTROLLER, ImportSet.GENERATOR, ImportSet.TRAINER),
+        import_sets=() if has_gpus() else AHEAD,
     ).run()
 
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from forgeasync.environments.stored_tasks import StoredTasks
 from forgeasync.rollouts.task import Task
 
 _BLOCK = 4096
@@ -31,9 +32,9 @@ class TaskOrder:
     """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, position: int = 0) -> None:
-        assert tasks, "an order of no tasks has no next one"
+        assert len(tasks), "an order of no tasks has no next one"
         assert position >= 0, f"position {position} is negative"
-        self._tasks = tuple(tasks)
+        self._tasks = tasks
         self._seed = seed
         self._position = position
         self._epoch: int | None = None
@@ -125,10 +126,11 @@ def weighted_order(
     """Return the order of a run's training problems; ``weights`` has the weight of each source by name."""
     if len(weights) == 1:
         return TaskOrder(tasks, seed=seed, position=position)
-    by_source: dict[str, list[Task]] = {name: [] for name in weights}
-    for task in tasks:
-        by_source[task.source].append(task)
-    return WeightedOrder(list(by_source.values()), list(weights.values()), seed=seed, position=position)
+    places: dict[str, list[int]] = {name: [] for name in weights}
+    for place, task in enumerate(tasks):
+        places[task.source].append(place)
+    by_source = [StoredTasks(tasks[place] for place in of_source) for of_source in places.values()]
+    return WeightedOrder(by_source, list(weights.values()), seed=seed, position=position)
 
 
 def sampling_seed(run_seed: int, draw_id: int) -> int:

@@ -8,6 +8,7 @@ from forgeasync.config.data import PythonSource
 from forgeasync.environments.huggingface import read_field
 from forgeasync.environments.json_records import json_like
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
+from forgeasync.environments.stored_tasks import StoredTasks
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError, Problem
 from forgeasync.schema.python_code import build_code
@@ -50,7 +51,7 @@ class PythonProblems:
 
     def train(self, never: Set[str]) -> TrainingDraw:
         """Draw problems of split "train", by the run's seed; they may repeat each other."""
-        train: list[Task] = []
+        train = StoredTasks()
         num_skipped = 0
         for task in self._tasks(TRAIN, self._seed, self._num_train):
             if task.prompt in never:

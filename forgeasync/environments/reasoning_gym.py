@@ -10,13 +10,11 @@ import hashlib
 from collections.abc import Iterator, Set
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.dataset import ProceduralDataset
-from reasoning_gym.factory import DATASETS
-
 from forgeasync.config.data import ReasoningGymSource
 from forgeasync.environments.json_records import json_like
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
+from forgeasync.environments.stored_tasks import StoredTasks
+from forgeasync.environments.workarounds.gym_imports import DATASETS, ProceduralDataset, create_dataset
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError, Problem
 
@@ -62,7 +60,7 @@ def _create(source: ReasoningGymSource, *, seed: int, size: int) -> ProceduralDa
             remedy = f"{source.task!r} has no option {name!r} (set to {value!r}); {_nearest(name, known)}"
             raise _refusal("source.options", source.options, remedy)
     try:
-        return reasoning_gym.create_dataset(source.task, seed=seed, size=size, **source.options)
+        return create_dataset(source.task, seed=seed, size=size, **source.options)
     except (AssertionError, TypeError, ValueError) as error:
         # Some of its assertions say nothing.
         reason = str(error) or type(error).__name__
@@ -121,7 +119,7 @@ class ReasoningGymProblems:
         Raises:
             ConfigError: too few problems are left without the texts in ``never``.
         """
-        train: list[Task] = []
+        train = StoredTasks()
         num_skipped = 0
         for task in self._candidates(held_out=False):
             if task.prompt in never:

@@ -19,6 +19,7 @@ from forgeasync.config.data import (
 )
 from forgeasync.config.games import GameSource
 from forgeasync.config.serving import ServedSource
+from forgeasync.environments.stored_tasks import StoredTasks
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError
 
@@ -30,7 +31,7 @@ HELD_OUT_SEED = 1_618_033_988
 class TrainingDraw:
     """Training tasks of one source, and the number of candidates that were skipped."""
 
-    tasks: list[Task]
+    tasks: Sequence[Task]
     num_skipped_held_out: int
     """Candidates with the text of a problem that is only evaluated on."""
     num_skipped_repeats: int = 0
@@ -57,7 +58,7 @@ class SourceProblems(Protocol):
 class SplitSource:
     """All problems of a run, in memory."""
 
-    train: list[Task]
+    train: Sequence[Task]
     held_out: list[Task]
     num_skipped_held_out: int
     num_skipped_repeats: int = 0
@@ -89,7 +90,7 @@ def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
     for source in (*sources, *sets):
         with _located(source):
             problems.append(_problems(source, seed))
-            held_out.append(_named(problems[-1].held_out(), source))
+            held_out.append(list(_named(problems[-1].held_out(), source)))
     of_sources, of_sets = held_out[: len(sources)], held_out[len(sources) :]
     never = {task.prompt for tasks in held_out for task in tasks}
     draws: list[TrainingDraw] = []
@@ -97,9 +98,9 @@ def build_source(data: DataSection, *, seed: int, sets: Sequence[NamedSource] = 
         with _located(source):
             draws.append(of_source.train(never))
     return SplitSource(
-        train=[
+        train=StoredTasks(
             task for source, draw in zip(sources, draws, strict=True) for task in _named(draw.tasks, source)
-        ],
+        ),
         held_out=list(_in_turns(of_sources)),
         num_skipped_held_out=sum(draw.num_skipped_held_out for draw in draws),
         num_skipped_repeats=sum(draw.num_skipped_repeats for draw in draws),
@@ -152,7 +153,7 @@ def _look_at(source: NamedSource, seed: int) -> tuple[str, Task | None]:
         looked_at = source
     with _located(source):
         problems = _problems(looked_at, seed)
-        held_out = _named(problems.held_out(), source)
+        held_out = list(_named(problems.held_out(), source))
         if source.num_train:
             problems.train({task.prompt for task in held_out})
     if isinstance(source.source, HuggingFaceSource | CodingSource):
@@ -201,12 +202,10 @@ def _problems(source: NamedSource, seed: int) -> SourceProblems:
             return ServedProblems(num_train=source.num_train, num_held_out=source.num_held_out)
 
 
-def _named(tasks: Sequence[Task], source: NamedSource) -> list[Task]:
-    """Return the tasks with the name of their source in this run."""
-    return [
-        task if task.source == source.name else dataclasses.replace(task, source=source.name)
-        for task in tasks
-    ]
+def _named(tasks: Sequence[Task], source: NamedSource) -> Iterator[Task]:
+    """Yield the tasks with the name of their source in this run."""
+    for task in tasks:
+        yield task if task.source == source.name else dataclasses.replace(task, source=source.name)
 
 
 def _in_turns(lists: Sequence[Sequence[Task]]) -> Iterator[Task]:

@@ -1,8 +1,8 @@
-"""A problem to solve, and where problems come from."""
+"""A problem to solve."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +20,3 @@ class Task:
     source_index: int
     source: str
     record: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-
-class TaskSource(Protocol):
-    """An indexed set of training problems and a disjoint set of held-out ones."""
-
-    @property
-    def train(self) -> list[Task]: ...
-
-    @property
-    def held_out(self) -> list[Task]: ...

@@ -90,3 +90,8 @@ class LoraExperts(TrainingDtypeExperts):
         if name not in self.adapters:
             return base_RO
         return base_RO + self._lora_scaling * self.adapters[name](x_RI, offsets_E)
+
+    def _down(self, gate_RF: torch.Tensor, up_RF: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        if "w2_EDF" not in self.adapters:
+            return super()._down(gate_RF, up_RF, offsets_E)
+        return self._project("w2_EDF", F.silu(gate_RF) * up_RF, offsets_E)

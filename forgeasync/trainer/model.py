@@ -25,6 +25,7 @@ from forgeasync.trainer.head import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import replay_config
 from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
+from forgeasync.trainer.workarounds.rms_norm import use_cpu_norms
 
 
 def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
@@ -36,7 +37,7 @@ def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
     layers = family.layers(facts, "varlen")
     for layer in layers:
         _adapt_layer(layer, context=context)
-    return family.model.Config(
+    config = family.model.Config(
         dim=facts.hidden_size,
         vocab_size=facts.vocab_size,
         norm=norm_config(facts.hidden_size, facts),
@@ -52,6 +53,9 @@ def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
         ),
         layers=layers,
     )
+    if DEVICE_TYPE == "cpu":
+        use_cpu_norms(config)
+    return config
 
 
 def _adapt_layer(layer: TransformerBlock.Config, *, context: int) -> None:

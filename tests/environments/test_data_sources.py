@@ -107,8 +107,8 @@ class TestReasoningGym:
     def test_sizes_and_unique_ids(self) -> None:
         source = build_source(sums(num_train=30, num_held_out=17), seed=0)
         assert (len(source.train), len(source.held_out)) == (30, 17)
-        assert len({task.task_id for task in source.train + source.held_out}) == 47
-        assert len({task.source_index for task in source.train + source.held_out}) == 47
+        assert len({task.task_id for task in [*source.train, *source.held_out]}) == 47
+        assert len({task.source_index for task in [*source.train, *source.held_out]}) == 47
         assert len(set(texts(source.held_out))) == 17
 
     def test_no_held_out_text_is_trained_on_and_skips_are_counted(self) -> None:
@@ -205,8 +205,10 @@ class TestHuggingFace:
         first, second = (build_source(records(jsonl, num_train=9), seed=seed) for seed in (0, 1))
         assert first.held_out == second.held_out
         assert texts(first.train) != texts(second.train)
-        assert sorted(texts(first.train + first.held_out)) == sorted(f"What is {i} + {i}?" for i in range(12))
-        assert len({task.task_id for task in first.train + first.held_out}) == 12
+        assert sorted(texts([*first.train, *first.held_out])) == sorted(
+            f"What is {i} + {i}?" for i in range(12)
+        )
+        assert len({task.task_id for task in [*first.train, *first.held_out]}) == 12
 
     def test_repeated_texts_are_held_out_once_and_never_trained_on(self, jsonl: Path) -> None:
         write_problems(jsonl, ["same"] * 8 + [f"other {i}" for i in range(4)])
@@ -353,7 +355,7 @@ class TestHuggingFace:
     def test_numbers_become_decimals(self, jsonl: Path, value: object, text: str) -> None:
         data = self.write_lines(jsonl, {"q": "this", "a": value}, num=8)
         source = build_source(data, seed=0)
-        assert [task.answer for task in source.train + source.held_out if task.prompt == "this"] == [text]
+        assert [task.answer for task in [*source.train, *source.held_out] if task.prompt == "this"] == [text]
 
     @pytest.mark.parametrize(("name", "text"), [("e.jsonl", ""), ("e.json", "[]"), ("e.csv", "")])
     def test_empty_files(self, jsonl: Path, name: str, text: str) -> None:
@@ -378,7 +380,7 @@ class TestHuggingFace:
 
     def test_a_part_of_a_file_is_a_split(self, jsonl: Path) -> None:
         tasks = build_source(records(jsonl, split="train[2:10]"), seed=0)
-        asked = sorted(texts(tasks.train + tasks.held_out))
+        asked = sorted(texts([*tasks.train, *tasks.held_out]))
         assert asked == sorted(f"What is {i} + {i}?" for i in range(2, 10))
 
     @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class TestPythonSource:
         # Held-out problems do not depend on the seed.
         again = build_source(section(source=own("counting")), seed=4)
         assert again.held_out == problems.held_out and again.train != problems.train
-        assert len({task.task_id for task in problems.train + again.train + problems.held_out}) == 65
+        assert len({task.task_id for task in (*problems.train, *again.train, *problems.held_out)}) == 65
 
     def test_what_is_held_out_is_not_trained_on(self) -> None:
         problems = build_source(section(source=own("counting"), num_held_out=40), seed=3)

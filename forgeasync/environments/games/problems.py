@@ -12,6 +12,7 @@ from forgeasync.environments.games.guess_number import GuessNumberGame
 from forgeasync.environments.games.maze import MazeGame
 from forgeasync.environments.games.tic_tac_toe import TicTacToeGame
 from forgeasync.environments.sources import HELD_OUT_SEED, TrainingDraw
+from forgeasync.environments.stored_tasks import StoredTasks
 from forgeasync.rollouts.task import Task
 
 _SECTION: TypeAdapter[GameSection] = TypeAdapter(GameSection)
@@ -58,7 +59,7 @@ class GameProblems:
 
     def train(self, never: Set[str]) -> TrainingDraw:
         """Draw games by the run's seed."""
-        found: list[Task] = []
+        found = StoredTasks()
         num_skipped = 0
         for task in self._games(f"train/seed{self._seed}", self._seed):
             if len(found) == self._num_train:

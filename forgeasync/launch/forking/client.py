@@ -229,6 +229,9 @@ def server_processes() -> set[int]:
 
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
+AHEAD = (ImportSet.GENERATOR, ImportSet.CONTROLLER, ImportSet.TRAINER)
+"""What a run needs. Generators come first: their imports take longest, in a server of their own."""
+
 WITHOUT_PROCS = {"-h", "--help", "--dry-run", "--supervise"}
 """Options of apps with which a command starts no procs by itself."""
 
@@ -238,11 +241,31 @@ def has_gpus() -> bool:
     return NVIDIA_DEVICE.exists()
 
 
-def import_ahead(arguments: Sequence[str]) -> None:
-    """Have the libraries of a run's procs imported beside those of this process, which is about to import its
-    own.
+def fork_app(command: Sequence[str]) -> None:
+    """Have a fork of a server be the app, so that it shares what it imports with its procs.
 
-    With GPUs procs are no forks, and nothing is imported.
+    This process, which has imported nothing yet, passes signals on and ends as the app does.
+
+    ``command`` is the whole command line (``sys.orig_argv``). Returns where this process is to be the app
+    itself: with GPUs, where procs are no forks; for a command without procs; in such a fork; where Python was
+    started in another way than with ``-m`` alone, as debuggers and profilers do. In the last two cases the
+    libraries of procs are imported by the server meanwhile.
     """
-    if not WITHOUT_PROCS & set(arguments) and not has_gpus():
-        fork_server((ImportSet.GENERATOR, ImportSet.TRAINER))
+    if WITHOUT_PROCS & set(command) or has_gpus():
+        return
+    is_given = ADDRESS in os.environ
+    server = fork_server(AHEAD)
+    if is_given or command[1] != "-m":
+        return
+    server.wait(ImportSet.CONTROLLER)
+    os.environ[ADDRESS] = server.address
+    try:
+        status = proxy.stand_for(
+            f"{server.address}-{ImportSet.CONTROLLER}", lives=[], kept=[], arguments=list(command[1:])
+        )
+    except proxy.NoFork as reason:
+        del os.environ[ADDRESS]
+        logger.warning("this process imports its libraries itself: %s", reason)
+        return
+    server.end()
+    proxy.end_as(status)

@@ -2,9 +2,9 @@
 stands for."""
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
-import gc
 import importlib
 import os
 import random
@@ -12,9 +12,11 @@ import runpy
 import signal
 import site
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.launch.forking.life import FREE_NUMBERS, die_with
@@ -50,7 +52,11 @@ class Request:
     starter: int
     """Process id of what has started the proxy."""
     leads_group: bool
-    """Whether it gets a process group of its own, as the proxy has one: then Ctrl-C reaches neither."""
+    """Whether the proxy leads a process group."""
+    group: int
+    """The proxy's process group. If the proxy leads it, the fork leads one of its own, so that Ctrl-C reaches
+    neither. A shell also has what it starts lead a group; the server is in that one too, and the fork stays
+    there: it may read from the terminal, and Ctrl-Z stops it."""
     descriptors: Mapping[int, int]
     """What it gets, by the number under which it is to have it: standard input, output and error, and
     others."""
@@ -72,8 +78,8 @@ def starter_pid() -> int:
     return os.getppid() if _starter is None else _starter
 
 
-def become(request: Request, *, set_by_imports: Mapping[str, str]) -> None:
-    """Run the module that was asked for as Python's main program; returns, or raises SystemExit, at its end.
+def become(request: Request, *, set_by_imports: Mapping[str, str]) -> NoReturn:
+    """Run the module that was asked for as Python's main program, and end this process as Python would.
 
     ``set_by_imports`` are environment variables that importing has set, as it would in a program of its own.
     """
@@ -82,7 +88,7 @@ def become(request: Request, *, set_by_imports: Mapping[str, str]) -> None:
     for life in request.lives:
         die_with(life)
         os.close(life)
-    if request.leads_group:
+    if request.leads_group and os.getpgrp() != request.group:
         os.setpgid(0, 0)
     COMM.write_text("python")
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,13 +108,45 @@ def become(request: Request, *, set_by_imports: Mapping[str, str]) -> None:
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, *request.arguments]
     _seed_anew()
-    # Else libraries complain at the end of what nobody has collected.
-    atexit.register(gc.unfreeze)
     # Python does so when a program begins.
     for name in ("sitecustomize", "usercustomize"):
         if name in sys.modules and (name != "usercustomize" or site.ENABLE_USER_SITE):
             importlib.reload(sys.modules[name])
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _end_as(_run(module))
+
+
+def _run(module: str) -> int | signal.Signals:
+    """Run a module as the main program; returns its exit code, or the signal that it is to end by."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end_as(ending: int | signal.Signals) -> NoReturn:
+    """End this process as Python ends a program, but take nothing apart.
+
+    Python would visit every object that was imported, and with that copy all pages that this process shares
+    with the server and its other forks: at the end of a run its processes would take more memory than ever
+    before. ``multiprocessing`` ends its forks without that too.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            # Nobody may read it any more.
+            stream.flush()
+    if isinstance(ending, signal.Signals):
+        signal.signal(ending, signal.SIG_DFL)
+        os.kill(os.getpid(), ending)
+    os._exit(ending & 0xFF)
 
 
 def _place(descriptors: Mapping[int, int]) -> None:

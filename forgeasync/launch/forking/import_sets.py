@@ -7,17 +7,18 @@ import forgeasync.generator as _generator_variables  # noqa: F401
 
 
 class ImportSet(StrEnum):
-    """Modules that a proc's process has imported when it begins.
-
-    Each has a server of its own, forked from that of ``COMMON``: vLLM changes torch for whoever imports it.
-    """
+    """Modules that a proc's process has imported when it begins."""
 
     COMMON = "common"
     TRAINER = "trainer"
     GENERATOR = "generator"
     EPISODES = "episodes"
     CONTROLLER = "controller"
-    """Of a run that is started again and again (``forgeasync.controller.supervisor``)."""
+
+
+OF_FIRST_SERVER = frozenset({ImportSet.COMMON, ImportSet.CONTROLLER, ImportSet.TRAINER})
+"""Sets that one server imports, one after the other, so that their processes share all of them. The other
+sets have servers of their own, forked from that one: vLLM changes torch for whoever imports it."""
 
 
 MODULES: dict[ImportSet, tuple[str, ...]] = {

@@ -58,6 +58,7 @@ def ask(link: socket.socket, lives: list[int], kept: list[int], arguments: list[
             "arguments": arguments,
             "starter": os.getppid(),
             "leads_group": os.getpgrp() == os.getpid(),
+            "group": os.getpgrp(),
             "num_lives": len(lives),
             "kept": kept,
         }
@@ -139,11 +140,12 @@ def descriptors(text: str) -> list[int]:
     return [] if text == "-" else [int(part) for part in text.split(",")]
 
 
-def main() -> None:
-    address, lives, kept, *arguments = sys.argv[1:]
-    if lives == PARENT:
-        die_with_parent()
-        lives = "-"
+def stand_for(address: str, *, lives: list[int], kept: list[int], arguments: list[str]) -> int:
+    """Have a fork be the program with ``arguments``; returns its wait status. Signals are passed on.
+
+    Raises:
+        NoFork: there is none. Signals that came meanwhile have been handled as before the call.
+    """
     fork: list[int] = []
     early: list[int] = []
 
@@ -156,26 +158,37 @@ def main() -> None:
             except ProcessLookupError:
                 pass
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     with socket.socket(socket.AF_UNIX) as link:
         try:
             try:
                 link.connect("\0" + address)
             except OSError as error:
                 raise NoFork(f"it is not there ({error})") from error
-            fork.append(ask(link, descriptors(lives), descriptors(kept), arguments))
-        except NoFork as reason:
+            fork.append(ask(link, lives, kept, arguments))
+        except NoFork:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             for number in early:
-                signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
-            print(
-                f"no fork of {address}: {reason}; this process imports its libraries itself", file=sys.stderr
-            )
-            os.execv(sys.executable, [sys.executable, *arguments])
+            raise
         for number in early:
             pass_on(number, None)
-        end_as(wait(link, fork[0]))
+        return wait(link, fork[0])
+
+
+def main() -> None:
+    address, lives, kept, *arguments = sys.argv[1:]
+    if lives == PARENT:
+        die_with_parent()
+        lives = "-"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        status = stand_for(address, lives=descriptors(lives), kept=descriptors(kept), arguments=arguments)
+    except NoFork as reason:
+        print(f"no fork of {address}: {reason}; this process imports its libraries itself", file=sys.stderr)
+        os.execv(sys.executable, [sys.executable, *arguments])
+    end_as(status)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python -m forgeasync.launch.forking.server
 
 Started by ``client.py``, which gives it a listening socket for every import set and a pipe that ends with the
-process that has started it. The first server imports what all procs need, and forks a server for each other
-set as soon as a proc asks for it, or at once for those that are named. A server has one thread, which waits
-for proxies and collects forks that have ended. Where importing has started another thread, nothing is forked:
-it might hold a lock just then. Proxies are told so.
+process that has started it. The first server imports what all procs need. Then it imports other sets, or
+forks servers that do (``import_sets.py`` says which), as soon as a proxy asks for them, or at once and in
+their order those that are named. Between two sets it answers the proxies that wait. A server has one thread,
+which waits for proxies and collects forks that have ended. Where importing has started another thread,
+nothing is forked: it might hold a lock just then. Proxies are told so.
 """
 
 import argparse
@@ -21,14 +22,14 @@ import socket
 import struct
 import sys
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.launch.forking.fork import COMM, PASSED_ON, Request, become
-from forgeasync.launch.forking.import_sets import MODULES, ImportSet
+from forgeasync.launch.forking.import_sets import MODULES, OF_FIRST_SERVER, ImportSet
 from forgeasync.launch.forking.life import die_with
 
 SAFE_THREADS = {"jemalloc_bg_thd"}
@@ -57,7 +58,9 @@ class Server:
         self._listeners = dict(listeners)
         self._life = life
         self._variables = variables
-        self._own = ImportSet.COMMON
+        self._own = OF_FIRST_SERVER
+        """Sets that this server imports."""
+        self._imported: set[ImportSet] = set()
         self._forked: Request | ImportSet | None = None
         """In a fork, until it goes its own way: what it is to become."""
         self._servers: dict[int, ImportSet] = {}
@@ -75,35 +78,50 @@ class Server:
 
     def serve(self, begun_with: Sequence[ImportSet]) -> Request:
         """Answer proxies for ever; returns in every fork, with what that one is to become."""
+        to_begin = deque([ImportSet.COMMON, *begun_with])
+        self._listen()
         while True:
-            self._import()
-            self._listen()
-            for one in begun_with:
+            for key, _ in self._selector.select(0 if to_begin else None):
                 if self._forked is None:
-                    self._fork_server(one)
-            while self._forked is None:
-                for key, _ in self._selector.select():
-                    if self._forked is None:
-                        key.data()
+                    key.data()
+            if self._forked is None and to_begin:
+                self._begin(to_begin.popleft())
             match self._forked:
                 case Request() as request:
                     os.close(self._life)
                     return request
                 case ImportSet() as own:
                     # This process is a server too, for proxies that want this set.
-                    self._own, self._forked, begun_with = own, None, ()
+                    self._own, self._forked, to_begin = frozenset({own}), None, deque([own])
                     die_with(self._life)
+                    self._listen()
 
-    def _import(self) -> None:
+    def _begin(self, wanted: ImportSet) -> None:
+        """Import a set, or fork a server that does, unless that was done."""
+        if wanted in self._imported or wanted in self._refusals or wanted in self._servers.values():
+            return
+        # What all need comes first, also where another set was asked for meanwhile.
+        if wanted is not ImportSet.COMMON:
+            self._begin(ImportSet.COMMON)
+        if (refusal := self._refusals.get(ImportSet.COMMON)) is not None:
+            self._refusals[wanted] = refusal
+        elif wanted in self._own:
+            self._import(wanted)
+        else:
+            self._fork_server(wanted)
+
+    def _import(self, wanted: ImportSet) -> None:
         try:
-            for module in MODULES[self._own]:
+            for module in MODULES[wanted]:
                 importlib.import_module(module)
         except Exception as error:
             traceback.print_exc()
-            self._refusals[self._own] = f"importing has failed ({type(error).__name__}: {error})"
+            self._refusals[wanted] = f"importing has failed ({type(error).__name__}: {error})"
         names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         if len([name for name in names if name not in SAFE_THREADS]) > 1:
-            self._refusals[self._own] = f"importing has started threads: {', '.join(names)}"
+            reason = f"importing has started threads: {', '.join(names)}"
+            self._refusals.update(dict.fromkeys({*self._own, ImportSet.COMMON}, reason))
+        self._imported.add(wanted)
         # Forks neither look at what was imported when they collect garbage nor copy its pages.
         gc.collect()
         gc.freeze()
@@ -124,9 +142,9 @@ class Server:
 
     def _on_proxy(self, wanted: ImportSet) -> None:
         """Fork for the proxy that waits at a socket; in the fork ``_forked`` says so."""
-        if wanted is not self._own and wanted not in self._refusals:
-            # It waits on, until the server that is begun now answers.
-            self._fork_server(wanted)
+        if wanted not in self._imported and wanted not in self._refusals:
+            # It waits on, until the set is imported or the server that is begun now answers.
+            self._begin(wanted)
             return
         link, _ = self._listeners[wanted].accept()
         try:
@@ -155,9 +173,7 @@ class Server:
         """Fork a server that imports a set and answers its proxies; in the fork ``_forked`` says so."""
         listener = self._listeners[wanted]
         self._selector.unregister(listener)
-        if (refusal := self._refusals.get(self._own)) is not None:
-            self._refuse(wanted, refusal)
-        elif pid := os.fork():
+        if pid := os.fork():
             self._servers[pid] = wanted
         else:
             del self._listeners[wanted]
@@ -176,17 +192,14 @@ class Server:
         self._servers.clear()
         self._forked = forked
 
-    def _refuse(self, wanted: ImportSet, reason: str) -> None:
-        self._refusals[wanted] = reason
-        self._wait_for_proxies(wanted)
-
     def _lose(self, wanted: ImportSet, status: int) -> None:
         """A server has ended: the next proxy begins another one, unless importing may be what ends it."""
         self._num_lost[wanted] += 1
-        if self._num_lost[wanted] < MAX_LOST:
-            self._wait_for_proxies(wanted)
-        else:
-            self._refuse(wanted, f"its server has ended {MAX_LOST} times, at last with wait status {status}")
+        if self._num_lost[wanted] == MAX_LOST:
+            self._refusals[wanted] = (
+                f"its server has ended {MAX_LOST} times, at last with wait status {status}"
+            )
+        self._wait_for_proxies(wanted)
 
     def _collect(self) -> None:
         """Tell proxies how their forks have ended."""
@@ -248,6 +261,7 @@ def _receive(link: socket.socket) -> Request | None:
             arguments=words["arguments"],
             starter=words["starter"],
             leads_group=words["leads_group"],
+            group=words["group"],
             descriptors=dict(zip(numbers, (*streams, *kept), strict=True)),
             lives=lives,
         )

@@ -3,14 +3,18 @@
 Inductor of torch 2.13 lowers grouped products in bfloat16 only. In another dtype they are an operator that
 compiled layers call as it is. Can go when it lowers float32 too.
 
-Shape suffixes: E groups, R tokens, I and O the sizes of a matrix.
+The last product of an expert keeps what its input is computed from, and computes it again for the backward
+pass: autograd would keep two tensors more for every token and expert, half of what it keeps otherwise.
+
+Shape suffixes: E groups, R tokens, I and O the sizes of a matrix, F the hidden size of an expert, D the
+model's.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 
@@ -55,6 +59,36 @@ def _backward(ctx: _Context, grad_RO: torch.Tensor) -> tuple[torch.Tensor | None
 _product.register_autograd(_backward, setup_context=_save)
 
 
+class _Down(torch.autograd.Function):
+    """``(silu(gate) * up)`` times the last matrix of each expert [E, F, D]; keeps no product of the two."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        gate_RF: torch.Tensor,
+        up_RF: torch.Tensor,
+        weight_EFD: torch.Tensor,
+        offsets_E: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate_RF, up_RF, weight_EFD, offsets_E)
+        return grouped_mm(F.silu(gate_RF).mul_(up_RF), weight_EFD, offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate_RF, up_RF, weight_EFD, offsets_E = ctx.saved_tensors
+        silu_RF = F.silu(gate_RF)
+        grad_weight_EFD = None
+        if ctx.needs_input_grad[2]:
+            hidden_RF = silu_RF * up_RF
+            grad_weight_EFD = torch._grouped_mm(hidden_RF.t(), grad_RD, offs=offsets_E)
+            del hidden_RF
+        grad_RF = torch._grouped_mm(grad_RD, weight_EFD.transpose(-2, -1), offs=offsets_E)
+        grad_up_RF = silu_RF.mul_(grad_RF)
+        grad_gate_RF = torch.ops.aten.silu_backward(grad_RF.mul_(up_RF), gate_RF)
+        return grad_gate_RF, grad_up_RF, grad_weight_EFD, None
+
+
 class TrainingDtypeExperts(GroupedExperts):
     """SwiGLU experts over tokens sorted by expert, in the dtype of the weights."""
 
@@ -65,14 +99,23 @@ class TrainingDtypeExperts(GroupedExperts):
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         x = x_RD.to(self.w1_EFD.dtype)
-        gate_RF = F.silu(self._project("w1_EFD", x, offsets_E))
+        gate_RF = self._project("w1_EFD", x, offsets_E)
         up_RF = self._project("w3_EFD", x, offsets_E)
-        out_RD = self._project("w2_EDF", gate_RF * up_RF, offsets_E)
-        return out_RD.type_as(x_RD)
+        return self._down(gate_RF, up_RF, offsets_E).type_as(x_RD)
+
+    def _down(self, gate_RF: torch.Tensor, up_RF: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            # Inductor chooses what is computed again.
+            return self._project("w2_EDF", F.silu(gate_RF) * up_RF, offsets_E)
+        return _Down.apply(gate_RF, up_RF, self._matrices("w2_EDF"), offsets_E)
 
     def _project(self, name: str, x_RI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         """The parameter ``name`` [E, O, I] applied to [R, I]: [R, O]."""
+        return grouped_mm(x_RI, self._matrices(name), offsets_E)
+
+    def _matrices(self, name: str) -> torch.Tensor:
+        """The parameter ``name`` [E, O, I] as [E, I, O], this rank's part."""
         weight_EOI = getattr(self, name)
         if isinstance(weight_EOI, DTensor):
             weight_EOI = weight_EOI.to_local()
-        return grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offsets_E)
+        return weight_EOI.transpose(-2, -1)
