@@ -17,7 +17,7 @@ import pytest
 
 from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.launch.forking import client, proxy
-from forgeasync.launch.forking.client import ADDRESS, ForkServer, import_ahead, own_life
+from forgeasync.launch.forking.client import ADDRESS, ForkServer, fork_app, own_life
 from forgeasync.launch.forking.import_sets import ImportSet
 from forgeasync.launch.forking.server import MAX_LOST
 
@@ -109,7 +109,7 @@ def test_a_fork_is_what_the_program_would_be(server: ForkServer) -> None:
     )
     alone = json.loads(plain.stdout)
     assert facts["has_torch"] and not alone["has_torch"]
-    own = {"pid", "has_torch", "drawn"}
+    own = {"pid", "group", "has_torch", "drawn"}
     assert {name: facts[name] for name in facts if name not in own} == {
         name: alone[name] for name in alone if name not in own
     }
@@ -149,6 +149,28 @@ def test_a_proxy_ends_with_the_exit_code(server: ForkServer, code: int) -> None:
     process = start(server, "exit", str(code))
     process.communicate("\n")
     assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("text", 1, "what went wrong\n"),
+        ("error", 1, "RuntimeError: what went wrong\n"),
+        ("interrupted", -signal.SIGINT, "KeyboardInterrupt\n"),
+    ],
+)
+def test_a_fork_ends_as_a_program_does(server: ForkServer, how: str, code: int, words: str) -> None:
+    process = start(server, how)
+    _, err = process.communicate("\n")
+    assert process.returncode == code and err.endswith(words)
+
+
+def test_a_fork_does_at_its_end_what_was_registered_and_takes_nothing_apart(server: ForkServer) -> None:
+    process = start(server, "at_exit")
+    out, _ = process.communicate("\n")
+    assert process.returncode == 0
+    # A program of its own would say "collected" too.
+    assert out.splitlines()[1:] == ["thread ended", "at exit"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
@@ -277,6 +299,77 @@ def test_a_fork_leads_a_process_group_where_its_proxy_does(server: ForkServer, l
     process, pid = waiting(server, process_group=0 if leads_group else None)
     assert (os.getpgid(pid) == pid) is leads_group
     process.kill()
+
+
+APP = "tests.support.forked_app"
+
+
+def start_app(
+    *arguments: str,
+    options: Sequence[str] = (),
+    variables: dict[str, str] | None = None,
+    process_group: int | None = None,
+) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, *options, "-m", APP, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        process_group=process_group,
+        env=os.environ | (variables or {}),
+    )
+
+
+def descendants(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_an_app_is_a_fork_that_nothing_is_left_of() -> None:
+    # A shell has what it starts lead a group, which Ctrl-C and Ctrl-Z are for.
+    process = start_app("exit", "3", "x y", process_group=0)
+    assert process.stdin is not None and process.stdout is not None
+    end_s = time.monotonic() + GONE_S
+    while len(found := descendants(process)) < 3:
+        assert time.monotonic() < end_s, "two servers, one of generators, and the app"
+        time.sleep(0.05)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    facts = json.loads(process.stdout.readline())
+    assert facts["has_torch"] and facts["pid"] != process.pid
+    assert facts["group"] == process.pid, "it stays in the group"
+    assert facts["arguments"] == ["3", "x y"] and facts["original"] == ["-m", APP, "exit", "3", "x y"]
+    assert process.wait(GONE_S) == 3
+    assert not [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_an_app_that_is_killed_takes_its_fork_and_its_servers_with_it() -> None:
+    process = start_app("wait")
+    facts = facts_of(process)
+    found = descendants(process)
+    assert facts["pid"] in {one.pid for one in found}
+    process.kill()
+    process.wait()
+    for one in found:
+        assert_gone(one.pid)
+
+
+@pytest.mark.parametrize("options", [("-B",), ("-m", "pdb", "-c", "continue")], ids=["option", "debugger"])
+def test_an_app_that_was_started_in_another_way_is_no_fork(options: Sequence[str]) -> None:
+    process = start_app("exit", "0", options=options)
+    out, _ = process.communicate("\n")
+    (facts,) = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    assert facts["pid"] == process.pid and not facts["has_torch"]
+
+
+def test_an_app_without_a_fork_to_be_had_says_so_and_goes_on(tmp_path: Path) -> None:
+    text = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    process = start_app("exit", "3", variables={"PYTHONPATH": str(tmp_path)})
+    out, err = process.communicate("\n")
+    assert json.loads(out)["pid"] == process.pid and process.returncode == 3
+    assert "this process imports its libraries itself: importing has started threads: " in err
 
 
 def test_the_mark_of_a_run_is_shown(server: ForkServer) -> None:
@@ -419,14 +512,14 @@ def test_nothing_is_imported_ahead_for_a_command_without_procs(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_server", None)
-    import_ahead(["--config", "file.yaml", option])
+    fork_app(["python", "-m", "apps.grpo", "--config", "file.yaml", option])
     assert client._server is None
 
 
 def test_nothing_is_imported_ahead_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_server", None)
     monkeypatch.setattr(client, "NVIDIA_DEVICE", tmp_path)
-    import_ahead(["--config", "file.yaml"])
+    fork_app(["python", "-m", "apps.grpo", "--config", "file.yaml"])
     assert client._server is None
 
 

@@ -1,15 +1,24 @@
 """A program that says what it is, as JSON, and then ends as it is told: ``python -m
 tests.support.forked_program``."""
 
+import atexit
 import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
 
 from forgeasync.launch.forking.fork import NO_PARENT, starter_pid
+
+
+class Collected:
+    """Says when it is collected."""
+
+    def __del__(self) -> None:
+        print("collected")
 
 
 def main() -> None:
@@ -19,6 +28,7 @@ def main() -> None:
         time.sleep(600)
     facts = {
         "pid": os.getpid(),
+        "group": os.getpgrp(),
         "starter": starter_pid(),
         "arguments": rest,
         "folder": os.getcwd(),
@@ -34,6 +44,17 @@ def main() -> None:
     print(json.dumps(facts), flush=True)
     print("to stderr", file=sys.stderr, flush=True)
     match how:
+        case "at_exit":
+            # What Python does at the end of a program, and what it would take apart then.
+            atexit.register(print, "at exit")
+            threading.Thread(target=lambda: (time.sleep(0.2), print("thread ended"))).start()
+            vars(json)["kept"] = Collected()
+        case "text":
+            sys.exit("what went wrong")
+        case "error":
+            raise RuntimeError("what went wrong")
+        case "interrupted":
+            signal.raise_signal(signal.SIGINT)
         case "exit":
             sys.exit(int(rest[0]))
         case "signal":

@@ -255,7 +255,8 @@ def fork_app(command: Sequence[str]) -> None:
         return
     is_given = ADDRESS in os.environ
     server = fork_server(AHEAD)
-    if is_given or command[1] != "-m":
+    main = sys.modules["__main__"].__spec__
+    if is_given or main is None or list(command[1:3]) != ["-m", main.name]:
         return
     server.wait(ImportSet.CONTROLLER)
     os.environ[ADDRESS] = server.address
