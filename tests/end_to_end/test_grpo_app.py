@@ -19,6 +19,7 @@ from tests.support.app_runs import (
     NEVER_ENDING,
     check_ledger,
     check_open_ledger,
+    controller_of,
     finish,
     read_lines,
     run_here,
@@ -265,7 +266,7 @@ def test_a_killed_trainer_rank_is_named_with_its_signal(config_file: Path, tmp_p
     text = (run_dir / "run.log").read_text()
     assert last.split("; the weights")[0] in text and "Traceback" in text, "the reason is in the run's folder"
     assert "-m apps.grpo" in text and "torchtitan" in text, "and so is what it was started with"
-    assert "step 0: held-out accuracy" in text and not folders_of(process.pid)
+    assert "step 0: held-out accuracy" in text and not folders_of(controller_of(run_dir))
     check_open_ledger(run_dir)
 
 
@@ -284,7 +285,8 @@ def test_a_signal_ends_the_run_cleanly(
     run_dir = tmp_path / "run"
     process = start(config_file, f"run_dir={run_dir}", NEVER_ENDING)
     wait_for_step(run_dir, process)
-    assert folders_of(process.pid)
+    controller = controller_of(run_dir)
+    assert folders_of(controller)
     # The terminal sends Ctrl-C to the foreground process group, a scheduler SIGTERM to all of a job.
     if number is signal.SIGTERM:
         for member in session_processes(process.pid):
@@ -300,7 +302,7 @@ def test_a_signal_ends_the_run_cleanly(
         step = re.search(r"--resume latest goes on after step (\d+)", last)
         assert step is not None and checkpoint_name(int(step[1])) in os.listdir(run_dir / "checkpoints")
     assert all(line["policy_version"] == line["step"] for line in read_lines(run_dir / "metrics.jsonl"))
-    assert not folders_of(process.pid)
+    assert not folders_of(controller)
     check_open_ledger(run_dir)
     assert f"stopping on {number.name}" in (run_dir / "run.log").read_text()
 

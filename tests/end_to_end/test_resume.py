@@ -14,7 +14,16 @@ from forgeasync.config.run import CheckpointSection, RunConfig
 from forgeasync.controller.resume import _changes, open_files
 from forgeasync.observability.run_dir import check_run_dir
 from forgeasync.schema.problems import ConfigError
-from tests.support.app_runs import check_ledger, finish, own_lines, read_lines, run_here, start, wait_for_step
+from tests.support.app_runs import (
+    check_ledger,
+    controller_of,
+    finish,
+    own_lines,
+    read_lines,
+    run_here,
+    start,
+    wait_for_step,
+)
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
@@ -135,7 +144,7 @@ def test_a_run_whose_trainer_loses_a_rank_has_the_same_losses_to_the_last_bit(
     assert ends["trained"] == before["trained"] == NUM_STEPS * 4
     for name in ("final", "step-00000004"):
         assert (run_dir / "checkpoints" / name).is_dir()
-    assert not list(Path("/dev/shm").glob(f"forgeasync_payloads-{process.pid}-*"))
+    assert not list(Path("/dev/shm").glob(f"forgeasync_payloads-{controller_of(run_dir)}-*"))
 
 
 @pytest.mark.exhaustive

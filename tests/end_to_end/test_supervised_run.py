@@ -16,7 +16,7 @@ from forgeasync.config.run import CheckpointSection
 from forgeasync.faults.run_mark import RUN_MARK, files_of
 from forgeasync.launch.forking.server import SERVER_NAME
 from forgeasync.rollouts.run_folder import SHARED_MEMORY
-from tests.support.app_runs import check_ledger, finish, read_lines, run_here, start
+from tests.support.app_runs import check_ledger, controller_of, finish, read_lines, run_here, start
 from tests.support.models import write_random_model
 from tests.support.runs import tiny_config
 
@@ -134,7 +134,7 @@ def test_kills_of_the_controller_and_of_everything_lose_nothing(tmp_path: Path) 
     code, out, err = finish(process, deadline_s=WAIT_S)
     assert code == 0, err
     assert "the controller of this run has died: process " in out
-    assert not seen.files() and not list(SHARED_MEMORY.glob(f"*-{process.pid}-*"))
+    assert not seen.files() and not list(SHARED_MEMORY.glob(f"*-{controller_of(run_dir)}-*"))
     marks.add(mark_in(run_dir))
     assert len(marks) == 3 and not [file for mark in marks for file in files_of(mark)]
 

@@ -90,6 +90,11 @@ def _words(process: psutil.Process) -> str:
         return f"{process.pid} {error}"
 
 
+def controller_of(run_dir: Path) -> int:
+    """Process id of a run's controller, which is a fork and not the process that was started."""
+    return json.loads((run_dir / "procs.json").read_text())["controller"]
+
+
 def session_processes(session: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
