@@ -12,7 +12,6 @@ import numpy as np
 
 from forgeasync.buffer.decisions import Start
 from forgeasync.profile.fitting import fit_not_negative
-from forgeasync.profiling.processor_time import crowding_of
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.simulation.clock import Clock, core_second
 from forgeasync.simulation.draws import DrawnRollout
@@ -89,20 +88,6 @@ def engine_rest(loads: Sequence[Load], cost: EngineCost, *, crowding: float, num
     ]
     step_s, turn_s = fit_not_negative(terms, np.array(rests_s))
     return EngineRest(step_s=step_s, response_s=turn_s)
-
-
-def engine_crowding(crowded: Load, uncrowded: Load, cost: EngineCost, *, num_replicas: int) -> float:
-    """Return ``Cores.crowding``, from one kind of load when others want many cores and when they want few.
-
-    Steps and prompts of both are simulated with ``cost``. What else engines do is taken to grow with these.
-    """
-    more, less = (
-        load.computed_s / _played(load, cost, num_replicas=num_replicas).known_s
-        for load in (crowded, uncrowded)
-    )
-    # more / less = (1 + crowding * others of the first) / (1 + crowding * others of the second)
-    ratio = more / less
-    return crowding_of(ratio - 1.0, 1.0 - crowded.core_share - ratio * (1.0 - uncrowded.core_share))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from forgeasync.profiling.processor_time import ProcessorTime
 from forgeasync.rollouts.score import Score
 
 NUM_WARMUP_STEPS = 3
-NUM_STEPS = 9
+NUM_STEPS = 15
 """Steps in all."""
 
 LEARNING_RATE = 1e-9
@@ -60,6 +60,8 @@ class LoopTimes:
     """Processor seconds of controller and buffer for each response."""
     score_s: float
     """Processor seconds of all scorers for each response."""
+    run_s: float
+    """Seconds that all steps but the first ``NUM_WARMUP_STEPS`` took together, without evaluations."""
     between_s: Distribution
     """Seconds of a step in which training neither waited nor trained nor published."""
 
@@ -133,6 +135,7 @@ def loop_times(marks: Sequence[Mark]) -> LoopTimes:
     return LoopTimes(
         response_s=(last.processor_s - first.processor_s) / num_responses,
         score_s=(last.scorers_s - first.scorers_s) / num_responses,
+        run_s=last.at_s - first.at_s - sum(mark.times.eval_s for mark in marks[1:]),
         between_s=Distribution.of(between_s),
     )
 

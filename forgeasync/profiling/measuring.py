@@ -31,9 +31,10 @@ from forgeasync.profiling.engine_times import (
     time_prompts,
 )
 from forgeasync.profiling.hardware import this_machine
-from forgeasync.profiling.loop_times import LoopTimes
+from forgeasync.profiling.loop_times import NUM_WARMUP_STEPS, LoopTimes
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.run_batches import RunBatches
+from forgeasync.profiling.run_match import crowding_of_run
 from forgeasync.profiling.sampled_groups import (
     Sampled,
     count_places,
@@ -46,6 +47,7 @@ from forgeasync.profiling.step_times import num_steps_of, step_cases, time_steps
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.simulation.engine import engine_cost
+from forgeasync.simulation.shape import of_config
 from forgeasync.tracing.lanes import Lane
 from forgeasync.tracing.proc_trace import SUFFIX
 from forgeasync.tracing.states import State
@@ -192,7 +194,14 @@ async def measure(
     )
     if has_gpus:
         return profile
-    return _with_rest(profile, limits, (run.load, one_by_one), shared, loops)
+
+    def with_crowding(crowding: float) -> Profile:
+        return _with_rest(profile, limits, (run.load, one_by_one), shared, loops, crowding=crowding)
+
+    # The run of the loops: its config, with the lengths that were sampled since.
+    same = of_config(config, prepared.facts, with_crowding(0.0))
+    crowding = crowding_of_run(same, with_crowding, num_left_out=NUM_WARMUP_STEPS, run_s=loops.run_s)
+    return with_crowding(crowding)
 
 
 async def _time_decoding(
@@ -228,23 +237,25 @@ def _with_rest(
     loads: Sequence[Load],
     shared: SharedCores,
     loops: LoopTimes,
+    *,
+    crowding: float,
 ) -> Profile:
     """Return the profile with what engines needed for loads besides its steps and prompts, and with what
-    sharing cores costs, here and in the loops."""
+    sharing cores costs, here and in the loops, where it is ``crowding``."""
     cost = engine_cost(
         profile,
         max_num_seqs=limits.max_num_seqs,
         max_kv_tokens=limits.max_kv_tokens,
         shares_prefixes=False,
     )
-    fit = fit_engines(loads, shared, cost, num_replicas=profile.setup.num_replicas)
+    fit = fit_engines(loads, shared, cost, num_replicas=profile.setup.num_replicas, crowding=crowding)
     # The controller was measured beside the engines of the first load; the loops, and scorers in them, beside
     # everybody.
-    controller_s = profile.controller_s.mean * fit.loads[0].speed(fit.crowding)
-    speed = fit.shared.crowded.speed(fit.crowding)
+    controller_s = profile.controller_s.mean * fit.loads[0].speed(crowding)
+    speed = fit.shared.crowded.speed(crowding)
     loops_s = loops.rest_s(controller_s=controller_s, speed=speed)
     cores = {
-        "crowding": fit.crowding,
+        "crowding": crowding,
         "trainer_crowding": shared.trainer.crowding,
         "scorer": profile.cores.scorer * speed,
         "trainer_share": fit.shared.trainer_share,

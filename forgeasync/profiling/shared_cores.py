@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.profiling.engine_loads import EngineLoads
-from forgeasync.profiling.engine_rest import EngineRest, Load, engine_crowding, engine_rest, together
+from forgeasync.profiling.engine_rest import EngineRest, Load, engine_rest, together
 from forgeasync.profiling.processor_time import ProcessorTime
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.profiling.step_times import Beside, mean_of, train_beside
@@ -47,20 +47,24 @@ NUM_FITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFit:
-    """What engines need besides steps and prompts, and what they lose where others use their cores."""
+    """What engines need besides steps and prompts."""
 
     rest: EngineRest
-    crowding: float
-    """``Cores.crowding``."""
     loads: tuple[Load, ...]
     """Those that it was told from, with what they wanted for responses as well."""
     shared: SharedCores
 
 
 def fit_engines(
-    loads: Sequence[Load], shared: SharedCores, cost: EngineCost, *, num_replicas: int
+    loads: Sequence[Load],
+    shared: SharedCores,
+    cost: EngineCost,
+    *,
+    num_replicas: int,
+    crowding: float,
 ) -> EngineFit:
-    """Tell what engines need and lose from loads without the trainer and with it.
+    """Tell what engines need from loads without the trainer, if sharing cores costs ``crowding``
+    (``Cores.crowding``).
 
     How much of the cores a load had depends on what engines want for responses, and what they need for
     responses on how much of the cores they had: the one is found with the other, in turn.
@@ -69,10 +73,9 @@ def fit_engines(
     for _ in range(NUM_FITS):
         more = tuple(load.with_handing_over(response_s) for load in loads)
         beside = shared.with_handing_over(response_s)
-        crowding = engine_crowding(beside.crowded, beside.uncrowded, cost, num_replicas=num_replicas)
         rest = engine_rest([*more, beside.uncrowded], cost, crowding=crowding, num_replicas=num_replicas)
         response_s = rest.response_s
-    return EngineFit(rest=rest, crowding=crowding, loads=more, shared=beside)
+    return EngineFit(rest=rest, loads=more, shared=beside)
 
 
 async def share_cores(
