@@ -23,7 +23,7 @@ NUM_HALVINGS = 6
 def crowding_of_run(
     run: SimulatedRun, with_crowding: Callable[[float], Profile], *, num_left_out: int, run_s: float
 ) -> float:
-    """Return the ``Cores.crowding`` with which a run takes as long as it did, between 0 and ``MOST_CROWDING``.
+    """Return the ``Cores.crowding`` with which a run takes as long as it did, up to ``MOST_CROWDING``.
 
     ``run_s`` is what the steps after the first ``num_left_out`` took. ``with_crowding`` returns the profile
     that goes with a cost: what was measured beside others depends on it too.
@@ -35,9 +35,9 @@ def crowding_of_run(
             low = middle
         else:
             high = middle
-    # What is out of reach is at the end of the range.
     if low == 0.0 or high == MOST_CROWDING:
-        return low if low == 0.0 else high
+        # It is beyond the end of the range, as far as can be told.
+        return 0.0 if low == 0.0 else MOST_CROWDING
     return (low + high) / 2.0
 
 

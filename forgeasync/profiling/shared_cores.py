@@ -1,4 +1,4 @@
-"""What procs cost each other where they share cores: the same work beside others and without them, in turn.
+"""What procs have of the cores that they share: the same work beside others and without them, in turn.
 
 A machine that others use as well becomes faster and slower within minutes, by as much as is to be found. So
 each is measured twice, around what it is compared with.

@@ -40,6 +40,7 @@ def test_processor_time_by_response_and_what_is_left_of_a_step() -> None:
         ]
     )
     assert (found.response_s, found.score_s) == pytest.approx((1.0 / 20, 3.0 / 20))
+    assert found.run_s == pytest.approx(4.0), "7 s without the evaluation"
     # 2 s and 5 s of which 1.75 s and 4.75 s are known.
     assert found.between_s.mean.mean == pytest.approx(0.25)
 
@@ -79,6 +80,6 @@ def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loops_need_less_alone_than_beside_engines_and_trainer() -> None:
     """10 ms a response on crowded cores are 8 alone, of which the controller has 3 already."""
-    found = LoopTimes(response_s=0.010, score_s=0.0, between_s=Distribution.point(0.0))
+    found = LoopTimes(response_s=0.010, score_s=0.0, run_s=1.0, between_s=Distribution.point(0.0))
     assert found.rest_s(controller_s=0.003, speed=0.8) == pytest.approx(0.005)
     assert found.rest_s(controller_s=0.009, speed=0.8) == 0.0

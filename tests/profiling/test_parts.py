@@ -23,7 +23,7 @@ from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import MOST_CROWDING, DecodePoint
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling import sampled_groups
-from forgeasync.profiling.engine_rest import Load, engine_crowding, engine_rest, together
+from forgeasync.profiling.engine_rest import Load, engine_rest, together
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessGone, ProcessorTime
 from forgeasync.profiling.run_batches import FIRST_EXTRA, batches_of
@@ -246,26 +246,17 @@ def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
     assert 10 * found.step_s + found.response_s == pytest.approx(1.2, rel=0.01)
 
 
-def test_what_sharing_costs_engines_is_told_from_one_kind_of_load() -> None:
-    """Others have half of their cores, and a tenth: with a crowding of 0.4 they take 1.2 and 1.04 times as
-    much, for 10 steps of 0.1 s and for 20."""
-    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
-    crowded = Load(batches=[plain(make_group(11))], computed_s=1.2, wanted_s=2.4)
-    halves = [dataclasses.replace(crowded, computed_s=part, wanted_s=1.2) for part in (0.5, 0.7)]
-    uncrowded = Load(batches=[plain(make_group(21))], computed_s=2.0 * 1.04, wanted_s=2.0 * 1.04 / 0.9)
-
-    def crowding(crowded: Load) -> float:
-        return engine_crowding(crowded, uncrowded, cost, num_replicas=1)
-
-    assert crowding(crowded) == pytest.approx(0.4)
-    assert crowding(dataclasses.replace(together(halves), batches=crowded.batches)) == pytest.approx(0.4)
-    assert len(together(halves).batches) == 2
-    assert crowding(dataclasses.replace(crowded, computed_s=1.0)) == 0.0, "noise"
-    assert crowding(dataclasses.replace(crowded, computed_s=2.0, wanted_s=8.0)) == MOST_CROWDING
-    assert crowding(dataclasses.replace(crowded, wanted_s=1.2)) == 0.0, "others had nothing"
+def test_loads_can_be_put_together() -> None:
+    halves = [
+        Load(batches=[plain(make_group(length))], computed_s=part, wanted_s=1.2)
+        for length, part in ((11, 0.5), (21, 0.7))
+    ]
+    both = together(halves)
+    assert (both.computed_s, both.wanted_s, both.num_turns) == pytest.approx((1.2, 2.4, 2))
+    assert both.batches == [one.batches[0] for one in halves]
 
 
-def test_what_responses_take_and_what_sharing_costs_are_told_from_each_other() -> None:
+def test_what_responses_take_is_told_with_what_engines_want_for_them() -> None:
     """Steps of 0.1 s, 0.4 s for each response, of which the thread that hands over takes a part while another
     one decodes; with a crowding of 0.3."""
     cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
@@ -282,9 +273,8 @@ def test_what_responses_take_and_what_sharing_costs_are_told_from_each_other() -
     many, few = make_group(11, 11, 11, 11), make_group(21)
     trainer = Beside(alone_s=0.6, alone_processor_s=0.96, beside_s=1.0, beside_processor_s=0.8)
     shared = SharedCores(crowded=load(many, 0.6), uncrowded=load(many, 0.9), trainer=trainer)
-    found = fit_engines([load(many, 0.95), load(few, 1.0)], shared, cost, num_replicas=1)
+    found = fit_engines([load(many, 0.95), load(few, 1.0)], shared, cost, num_replicas=1, crowding=0.3)
     assert (found.rest.step_s, found.rest.response_s) == pytest.approx((0.0, 0.4), abs=4e-3)
-    assert found.crowding == pytest.approx(0.3, abs=0.01)
     assert found.shared.crowded.core_share == pytest.approx(0.6, abs=0.003)
     assert found.shared.trainer_share == pytest.approx(0.5 / 0.6, abs=0.005)
     assert [one.core_share for one in found.loads] == pytest.approx([0.95, 1.0], abs=0.003)
