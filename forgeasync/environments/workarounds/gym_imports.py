@@ -1,7 +1,7 @@
 """Imports reasoning-gym without matplotlib.
 
 reasoning-gym 0.1.25 imports cellpylib 2.4.0 for its game of life, and that imports matplotlib for plots that
-nobody draws here: 30 MiB and half a second in the controller and in every process that verifies answers. Can
+nobody draws here: 25 MiB and half a second in the controller and in every process that verifies answers. Can
 go when cellpylib imports matplotlib where it plots.
 """
 
