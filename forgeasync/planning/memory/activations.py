@@ -1,8 +1,9 @@
 """Counts what a layer's forward pass keeps for its backward pass, by the tensors that autograd saves.
 
 Counted on TorchTitan 0.3.0's layers as this repository runs them, in bytes per token of a rank. Two things
-differ without an accelerator: norms are computed step by step and keep x / rms(x) too, and attention works on
-copies that are laid out by sequence (``forgeasync.trainer.workarounds.attention_kernel``). With context
+differ without an accelerator: norms of lower precision, or of tensor-parallel ranks, are computed step by
+step and keep x / rms(x) too, and attention works on copies that are laid out by sequence
+(``forgeasync.trainer.workarounds.attention_kernel``). With context
 parallelism a rank has the activations of its part of a row, but keys and values of the whole row.
 """
 
@@ -100,14 +101,16 @@ class _Count:
         self._gathers_keys = parallel.context > 1 and not self._on_cpus
         self.local_tokens = self.tokens / (parallel.tensor if parallel.sequence else 1)
         """Tokens of this rank between two tensor-parallel matrix products."""
+        self._keeps_products = config.trainer.compile or config.lora is not None
         self._has_head_norms = "model.layers.0.self_attn.q_norm.weight" in expected_shapes(facts)
 
     def norm_extra(self, size: int, *, tokens: float | None = None) -> float:
         """Bytes that a norm keeps besides input and output: in float32, whatever the compute dtype."""
         copies = 0
         if self._on_cpus:
-            # x / rms(x); of lower precision also x in float32.
-            copies = 1 if self.element == FLOAT32_BYTES else 2
+            # x / rms(x), which float32 computes again (``trainer.workarounds.rms_norm``) unless it is a
+            # DTensor; of lower precision also x in float32.
+            copies = 2 if self.element != FLOAT32_BYTES else int(self._tensor > 1)
         return (self.local_tokens if tokens is None else tokens) * (copies * size + 1) * FLOAT32_BYTES
 
     def attention(self) -> _Part:
@@ -190,8 +193,10 @@ class _Count:
         split = 1 if self._expert > 1 else self._tensor
         tokens = self.local_tokens if self._expert > 1 else self.tokens
         inner = facts.expert_hidden_size / split
-        # Input, gate, up, the gate's activation, the product, and the output, scaled in float32.
-        routed = facts.top_k * ((hidden + 4 * inner) * element + hidden * FLOAT32_BYTES)
+        # Input, gate and up, and the output, scaled in float32. The gate's activation and the product are
+        # computed again, unless the layer is compiled or the product is an input of adapters.
+        num_inner = 4 if self._keeps_products else 2
+        routed = facts.top_k * ((hidden + num_inner * inner) * element + hidden * FLOAT32_BYTES)
         if self._expert > 1:
             # A second copy as tokens come in from other ranks, before they are sorted by expert.
             routed += facts.top_k * hidden * element
@@ -209,8 +214,13 @@ class _Count:
         if self._expert > 1:
             # What was exchanged, there and back.
             selective += tokens * facts.top_k * 2 * hidden * element
+        # Gradients of the output, scaled and not, and of the scores. After these, the gate's activation
+        # again, and the gradients of the product and of the gate.
+        backward = hidden * (element + 2 * FLOAT32_BYTES)
+        if not self._keeps_products:
+            backward = max(backward, 3 * inner * element)
         return _Part(
             whole=whole,
             selective=selective,
-            backward=tokens * facts.top_k * hidden * (element + 2 * FLOAT32_BYTES),
+            backward=tokens * facts.top_k * backward,
         )
