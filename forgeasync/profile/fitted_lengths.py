@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Lengths
 
+NUM_QUANTILES = 1001
+"""For responses: their longest hundredth is not spread evenly, and a synchronous step lasts as long as the
+longest response of its batch."""
+
 
 def fit_lengths(prompts: Sequence[float], groups: Sequence[Sequence[float]]) -> Lengths:
     """Return the lengths of one source from the tokens of prompts, and of each group's responses.
 
     Raises ValueError without a prompt or a response.
     """
-    response = Distribution.of([length for group in groups for length in group])
+    response = Distribution.of([length for group in groups for length in group], num_quantiles=NUM_QUANTILES)
     return Lengths(
         prompt=Distribution.of(prompts),
         response=response.model_copy(update={"mean": mean_of_groups(groups)}),

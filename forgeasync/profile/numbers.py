@@ -54,6 +54,19 @@ class Estimate(Section):
         return cls(mean=mean, low=max(0.0, mean - half), high=mean + half, num_samples=len(samples))
 
     @classmethod
+    def median_of(cls, samples: Sequence[float]) -> Self:
+        """Return the median of at least one sample in place of the mean, with its normal interval.
+
+        The standard error of the median of many normal samples is sqrt(pi / 2) times that of their mean
+        (Kendall and Stuart 1977, "The Advanced Theory of Statistics", vol. 1, 10.10).
+        Raises ValueError without samples.
+        """
+        mean = cls.of(samples)
+        median = statistics.median(samples)
+        half = math.sqrt(math.pi / 2.0) * (mean.high - mean.mean)
+        return cls(mean=median, low=max(0.0, median - half), high=median + half, num_samples=mean.num_samples)
+
+    @classmethod
     def stated(cls, value: float, *, error: float = 0.0) -> Self:
         """Return a figure that nobody has measured, which may be off by the share ``error``."""
         return cls(mean=value, low=value * max(0.0, 1.0 - error), high=value * (1.0 + error), num_samples=0)

@@ -43,7 +43,7 @@ from forgeasync.profiling.sampled_groups import (
     time_scoring,
 )
 from forgeasync.profiling.shared_cores import SharedCores, fit_engines, share_cores
-from forgeasync.profiling.step_times import num_steps_of, step_cases, time_steps
+from forgeasync.profiling.step_times import StepTimer
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
 from forgeasync.simulation.engine import engine_cost
@@ -117,6 +117,10 @@ async def measure(
     )
     batches = RunBatches(prepared, roles)
     run = await _sample(batches, of_engines, console)
+    numbers = itertools.count(config.max_steps + 1)
+    groups = [one.group for one in run.first_batch]
+    timer = StepTimer(config, roles.trainer, roles.generators, groups, of_trainer, numbers=numbers)
+    await _time_steps(timer, console)
     if not has_gpus:
         console.phase("sampling one group after the other")
         await of_engines.begin()
@@ -130,19 +134,7 @@ async def measure(
     score_s = await time_scoring(roles.scorer, run.first_batch)
     num_places = await count_places(roles.scorer, run.first_batch, alone_s=score_s.mean.mean)
 
-    groups = [one.group for one in run.first_batch]
-    numbers = itertools.count(config.max_steps + 1)
-    num_parts = num_steps_of(step_cases(config, groups))
-    console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=num_parts)
-    steps = await time_steps(
-        config,
-        roles.trainer,
-        roles.generators,
-        groups,
-        of_trainer,
-        console.part_done,
-        numbers=numbers,
-    )
+    await _time_steps(timer, console)
     call_s = await _time_calls(roles, engine.actor)
     if not has_gpus:
         console.phase("timing what procs cost each other")
@@ -155,6 +147,8 @@ async def measure(
             of_trainer,
             numbers=numbers,
         )
+    await _time_steps(timer, console)
+    steps = timer.times()
     console.end_phase()
     if (share := others.share()) > MAX_OTHER_LOAD:
         console.message(
@@ -213,6 +207,12 @@ async def _time_decoding(
     of_engine, start_s = ProcessorTime([engine.pid]), time.perf_counter()
     decode = await time_decoding(engine.actor, grid, config.sampling, console.part_done)
     return decode, of_engine.passed_s() / (time.perf_counter() - start_s)
+
+
+async def _time_steps(timer: StepTimer, console: StepConsole) -> None:
+    """Make a round of the trainer's steps."""
+    console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=timer.num_steps)
+    await timer.round(console.part_done)
 
 
 async def _sample(batches: RunBatches, of_engines: EngineLoads, console: StepConsole) -> _SampledRun:

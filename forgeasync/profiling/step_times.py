@@ -26,7 +26,8 @@ T = TypeVar("T")
 SHARES = (0.25, 0.5, 1.0)
 """Parts of a batch that steps are timed on."""
 
-NUM_ROUNDS = 3
+NUM_ALONE = 3
+"""Steps alone, before and after those beside others."""
 
 NUM_OWN = 3
 """Times in a round that the whole batch is timed in the rows that a run has."""
@@ -73,50 +74,69 @@ class _Measured:
         )
 
 
-async def time_steps(
-    config: RunConfig,
-    trainer: TrainerRecovery,
-    generators: GeneratorRouter,
-    groups: Sequence[Group],
-    processors: ProcessorTime,
-    on_step: Callable[[], None],
-    *,
-    numbers: Iterator[int],
-) -> StepTimes:
-    """Make steps on parts of the groups, publish each, and have the generators take it.
+class StepTimer:
+    """Makes steps on parts of the groups, publishes each, and has the generators take it, in rounds.
 
-    ``numbers`` are those of the steps, behind the ones that were made before.
-
-    Each step is made once more than it is timed, first: memory that steps of another size have left is shaped
-    to this one's then, as in a run, whose steps are all alike.
-
-    Raises:
-        NotProfiled: a version did not arrive.
+    Others that use the machine make steps longer for a while, and never shorter: rounds are made at different
+    moments of a profile, and medians count.
     """
-    samples: dict[tuple[int, int], list[float]] = defaultdict(list)
-    measured, cores = _Measured(), list[float]()
-    cases = step_cases(config, groups)
-    for number in range(NUM_ROUNDS + 1):
-        # The first round has only one: it warms up.
-        for case, is_timed in _round(cases if number else cases[:1]):
-            step = next(numbers)
-            part = groups[: case.num_groups]
-            rows = _rows(config, trainer, part, tokens_per_row=case.tokens_per_row)
-            processors.passed_s()
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: TrainerRecovery,
+        generators: GeneratorRouter,
+        groups: Sequence[Group],
+        processors: ProcessorTime,
+        *,
+        numbers: Iterator[int],
+    ) -> None:
+        """``numbers`` are those of the steps, behind the ones that were made before."""
+        self._config = config
+        self._trainer = trainer
+        self._generators = generators
+        self._groups = groups
+        self._processors = processors
+        self._numbers = numbers
+        self._cases = step_cases(config, groups)
+        self._samples: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._cores: list[float] = []
+        self._weights = _Measured()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a round."""
+        return num_steps_of(self._cases)
+
+    async def round(self, on_step: Callable[[], None]) -> None:
+        """Make all steps once more than they are timed: memory that steps of another size have left is shaped
+        to this one's first, as in a run, whose steps are all alike.
+
+        Raises:
+            NotProfiled: a version did not arrive.
+        """
+        for case, is_timed in _round(self._cases):
+            step = next(self._numbers)
+            part = self._groups[: case.num_groups]
+            rows = _rows(self._config, self._trainer, part, tokens_per_row=case.tokens_per_row)
+            self._processors.passed_s()
             start_s = time.perf_counter()
-            await trainer.train_items([rows], step=step)
+            await self._trainer.train_items([rows], step=step)
             step_s = time.perf_counter() - start_s
-            busy = processors.passed_s() / step_s
-            await _serve(trainer, generators, step, measured)
+            busy_s = self._processors.passed_s()
+            await _serve(self._trainer, self._generators, step, self._weights)
             on_step()
-            if number and is_timed:
-                samples[size_of(rows)].append(step_s)
-                cores.append(busy)
-    points = tuple(
-        TrainPoint(num_rows=num_rows, num_tokens=num_tokens, step_s=Estimate.of(found))
-        for (num_rows, num_tokens), found in samples.items()
-    )
-    return StepTimes(points=points, weights=measured.times(), cores=sum(cores) / len(cores))
+            if is_timed:
+                self._samples[size_of(rows)].append(step_s)
+                self._cores.append(busy_s / step_s)
+
+    def times(self) -> StepTimes:
+        """What the rounds have shown so far; there was one."""
+        points = tuple(
+            TrainPoint(num_rows=num_rows, num_tokens=num_tokens, step_s=Estimate.median_of(found))
+            for (num_rows, num_tokens), found in self._samples.items()
+        )
+        return StepTimes(points=points, weights=self._weights.times(), cores=statistics.median(self._cores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +193,8 @@ async def train_beside(
         await trainer.train_items([rows], step=next(numbers))
         return time.perf_counter() - start_s, processor_time.passed_s()
 
-    # The first one shapes the memory, as in ``time_steps``.
-    _, *alone = [await step() for _ in range(1 + NUM_ROUNDS)]
+    # The first one shapes the memory, as in a round.
+    _, *alone = [await step() for _ in range(1 + NUM_ALONE)]
     waiting = asyncio.ensure_future(other())
     beside: list[tuple[float, float]] = []
     try:
@@ -184,7 +204,7 @@ async def train_beside(
     finally:
         waiting.cancel()
     # A machine that others use as well may have become faster or slower meanwhile.
-    alone += [await step() for _ in range(NUM_ROUNDS)]
+    alone += [await step() for _ in range(NUM_ALONE)]
     # The end of the last one was alone.
     beside_s, beside_processor_s = map(statistics.median, zip(*(beside[:-1] or beside), strict=True))
     alone_s, alone_processor_s = map(statistics.median, zip(*alone, strict=True))
@@ -219,8 +239,8 @@ def step_cases(config: RunConfig, groups: Sequence[Group]) -> list[_Case]:
 
 
 def num_steps_of(cases: Sequence[_Case]) -> int:
-    """Return how many steps ``time_steps`` makes of them."""
-    return sum(1 for _ in _round(cases[:1])) + NUM_ROUNDS * sum(1 for _ in _round(cases))
+    """Return how many steps a round has."""
+    return sum(1 for _ in _round(cases))
 
 
 def _round(cases: Sequence[_Case]) -> Iterator[tuple[_Case, bool]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -77,13 +78,24 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_profile(tmp_path / "none.json")
 
 
-def test_the_interval_of_a_mean_covers_it_as_often_as_it_says() -> None:
+@pytest.mark.parametrize("of", [Estimate.of, Estimate.median_of])
+def test_the_interval_covers_the_true_mean_as_often_as_it_says(
+    of: Callable[[list[float]], Estimate],
+) -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(1_000):
-        estimate = Estimate.of((10.0 + rng.standard_normal(40)).tolist())
+        estimate = of((10.0 + rng.standard_normal(40)).tolist())
         covered += estimate.low <= 10.0 <= estimate.high
     assert 920 <= covered <= 975
+
+
+def test_a_median_leaves_out_what_was_slow_once() -> None:
+    assert Estimate.median_of([0.5, 0.5, 0.9]).mean == 0.5
+    assert Estimate.median_of([0.5, 0.7]).mean == pytest.approx(0.6)
+    assert Estimate.median_of([0.5]) == Estimate.of([0.5])
+    with pytest.raises(ValueError, match="at least one"):
+        Estimate.median_of([])
 
 
 @given(st.lists(st.floats(min_value=0.0, max_value=1e6), min_size=1, max_size=50))
