@@ -22,6 +22,10 @@ class EngineStats:
     num_generated_tokens: int
     busy_s: float
     """Time with at least one request in flight."""
+    steps_s: float = 0.0
+    """Time of all steps of the engine core."""
+    handing_over_s: float = 0.0
+    """Processor time of the thread that takes requests, prepares responses and hands them over."""
     num_log_failures: int = 0
     """How often tokens in flight could not be logged, so that open groups would begin anew after a death."""
     decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict)
@@ -40,6 +44,8 @@ class DecodeTiming:
     num_prompt_tokens: int
     """Of each sequence, all different, before its first step."""
     num_steps: int
+    text: tuple[int, ...]
+    """Token ids that prompts are cut from, at least one: which experts they take depends on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,8 @@ class PrefillTiming:
     num_prompts: int
     num_prompt_tokens: int
     """Of each."""
+    text: tuple[int, ...]
+    """Token ids that prompts are cut from, at least one."""
 
 
 class GroupCancelled(Exception):

@@ -20,9 +20,12 @@ class StepTimes:
         self._before: frozenset[str] = frozenset()
         """Sequences that have sampled in the step before."""
         self._counts: dict[int, DecodeSteps] = {}
+        self.total_s = 0.0
+        """Of all steps, also those of other kinds."""
 
     def stepped(self, outputs: EngineCoreOutputs | None, running: Sequence[Request], step_s: float) -> None:
         """Take note of a step; ``running`` are the sequences that go on after it."""
+        self.total_s += step_s
         sampled = [] if outputs is None else [one.request_id for one in outputs.outputs if one.new_token_ids]
         before, self._before = self._before, frozenset(sampled)
         if not sampled or not before.issuperset(sampled):

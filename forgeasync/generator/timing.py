@@ -5,7 +5,6 @@ that cut vocabularies, records and their copies cost what they cost there.
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +19,10 @@ from forgeasync.generator.reports import DecodeSteps, DecodeTiming, PrefillTimin
 MOST_TRIES = 5
 """Where other processes have the cores, sequences may begin so far apart that they never all decode."""
 
+NUM_RANDOM = 2
+"""Tokens at the begin of a prompt that are drawn: no two prompts have a prefix in common, or the engine would
+compute it once."""
+
 
 class NothingTimed(RuntimeError):
     """No step of the wanted kind was seen, for instance since the KV cache is too small."""
@@ -28,7 +31,7 @@ class NothingTimed(RuntimeError):
 async def time_engine(
     engine: GeneratorEngine, timing: DecodeTiming | PrefillTiming, sampling: SamplingSection, *, seed: int
 ) -> float:
-    """Return the seconds of one decode step, or of one prompt token.
+    """Return the seconds of one decode step, or of one prompt token; not those between two steps.
 
     Raises:
         NothingTimed: no step had so many sequences that all decoded.
@@ -36,14 +39,18 @@ async def time_engine(
     rng = np.random.default_rng(seed)
 
     def prompts(num_prompts: int) -> list[list[int]]:
-        # No two prompts have a prefix in common, or the engine would compute it once.
-        return rng.integers(0, engine.vocab_size, (num_prompts, timing.num_prompt_tokens)).tolist()
+        length, text = timing.num_prompt_tokens, np.array(timing.text)
+        begins = rng.integers(0, len(text), (num_prompts, 1))
+        found = text[(begins + np.arange(length)) % len(text)]
+        num_random = min(NUM_RANDOM, length)
+        found[:, :num_random] = rng.integers(0, engine.vocab_size, (num_prompts, num_random))
+        return found.tolist()
 
     if isinstance(timing, PrefillTiming):
-        given = prompts(timing.num_prompts)
-        start_s = time.perf_counter()
-        await _sample(engine, given, sampling, num_tokens=1)
-        return (time.perf_counter() - start_s) / (timing.num_prompts * timing.num_prompt_tokens)
+        before_s = engine.stats().steps_s
+        await _sample(engine, prompts(timing.num_prompts), sampling, num_tokens=1)
+        num_tokens = timing.num_prompts * timing.num_prompt_tokens
+        return (engine.stats().steps_s - before_s) / num_tokens
     load = timing.num_running.bit_length()
     for _ in range(MOST_TRIES):
         before = engine.stats().decode_steps.get(load, DecodeSteps())

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.schema.section import Count, CountOrZero, Procs, Section
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -53,7 +53,7 @@ class Setup(Section):
 
 
 MOST_CROWDING = 1.0
-"""Largest ``Cores.crowding`` and ``trainer_crowding``: with more, what was measured was noise."""
+"""Largest ``Cores.generator_crowding`` and ``trainer_crowding``: with more, what was measured was noise."""
 
 
 class Cores(Section):
@@ -68,11 +68,11 @@ class Cores(Section):
     generator: float = Field(ge=0.0, le=65536.0)
     scorer: float = Field(ge=0.0, le=65536.0)
     """One response that is being scored."""
-    crowding: float = Field(default=0.0, ge=0.0, le=MOST_CROWDING)
-    """How much more processor time a proc takes for the same, by the share of time that others have its core:
-    they use its caches meanwhile. With 0.5 it takes 1.25 times as much where others have the half."""
+    generator_crowding: float = Field(default=0.0, ge=0.0, le=MOST_CROWDING)
+    """How much more processor time an engine takes for the same steps, by the share of time that others have
+    its core: they use its caches meanwhile. With 0.5 it takes 1.25 times as much where others have half."""
     trainer_crowding: float = Field(default=0.0, ge=0.0, le=MOST_CROWDING)
-    """The same of the trainer's procs; ``crowding`` is that of all others."""
+    """The same of the trainer's procs. All others take as much as alone."""
     trainer_share: float = Field(default=1.0, gt=0.0, le=1.0)
     """How much of the cores the trainer gets where they are short, by what others get. Its ranks wait for
     each other many times a step, and each for a core: they get less of the cores than others."""
@@ -134,7 +134,7 @@ class WeightTimes(Section):
 class Profile(Section):
     """How long each part of a run takes."""
 
-    format_version: Literal[7] = FORMAT_VERSION
+    format_version: Literal[8] = FORMAT_VERSION
     origin: Origin
     sources: tuple[Text, ...] = ()
     """Where stated figures come from."""

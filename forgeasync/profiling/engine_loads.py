@@ -1,9 +1,10 @@
-"""What engines computed for something, and how much of their cores they had meanwhile."""
+"""What engines computed for something, and for how long they had sequences meanwhile."""
 
 from collections.abc import Sequence
 
 from forgeasync.actors.generator_pool import GeneratorPool
-from forgeasync.profiling.engine_rest import Load
+from forgeasync.generator.reports import EngineStats
+from forgeasync.profiling.engine_fit import Load
 from forgeasync.profiling.processor_time import ProcessorTime
 from forgeasync.profiling.sampled_groups import Sampled
 
@@ -16,23 +17,27 @@ class EngineLoads:
         self._pool = pool
         self._time = ProcessorTime(pids)
         self._engine_cores = engine_cores
-        self._busy_s = 0.0
+        self._before: list[EngineStats] = []
 
     async def begin(self) -> None:
         """A load begins."""
-        self._busy_s = await self._busy_so_far_s()
+        self._before = await self._stats()
         self._time.passed_s()
 
     async def end(self, batches: Sequence[Sequence[Sampled]]) -> Load:
         """A load has ended, with these batches."""
-        computed_s = self._time.passed_s()
-        busy_s = await self._busy_so_far_s() - self._busy_s
+        passed_s = self._time.passed_s()
+        busy_s = handing_over_s = 0.0
+        for before, after in zip(self._before, await self._stats(), strict=True):
+            busy_s += after.busy_s - before.busy_s
+            handing_over_s += after.handing_over_s - before.handing_over_s
         return Load(
             batches=batches,
-            computed_s=computed_s,
-            wanted_s=busy_s * self._engine_cores,
+            computed_s=max(0.0, passed_s - handing_over_s),
+            handing_over_s=handing_over_s,
+            busy_s=busy_s,
+            engine_cores=self._engine_cores,
         )
 
-    async def _busy_so_far_s(self) -> float:
-        """Return the seconds in which engines have had sequences, of all engines together."""
-        return sum([(await one.actor.stats.call_one()).busy_s for one in self._pool.replicas])
+    async def _stats(self) -> list[EngineStats]:
+        return [await one.actor.stats.call_one() for one in self._pool.replicas]

@@ -34,15 +34,16 @@ class EngineLimits:
     """Prompt tokens that the engine computes at once."""
 
 
-def decode_grid(limits: EngineLimits) -> list[DecodeTiming]:
-    """Return powers of two up to the most sequences, each with one or two lengths of prompts."""
+def decode_grid(limits: EngineLimits, text: Sequence[int]) -> list[DecodeTiming]:
+    """Return powers of two up to the most sequences, each with one or two lengths of prompts, which are cut
+    from ``text``."""
     numbers = list(_powers(limits.max_num_seqs))
     # The longest that all sequences can have at once, with a tenth of the cache to spare.
     room = int(0.9 * limits.max_kv_tokens / limits.max_num_seqs)
     longest = min(limits.max_context_length, room) - NUM_STEPS - 1
     lengths = sorted({min(SHORT_PROMPT, max(1, longest)), max(1, longest)})
     return [
-        DecodeTiming(num_running=num, num_prompt_tokens=length, num_steps=NUM_STEPS)
+        DecodeTiming(num_running=num, num_prompt_tokens=length, num_steps=NUM_STEPS, text=tuple(text))
         for num in numbers
         for length in lengths
     ]
@@ -82,12 +83,17 @@ async def time_decoding(
 
 
 async def time_prompts(
-    engine: GeneratorActor, limits: EngineLimits, sampling: SamplingSection, *, num_prompt_tokens: int
+    engine: GeneratorActor,
+    limits: EngineLimits,
+    sampling: SamplingSection,
+    *,
+    text: Sequence[int],
+    num_prompt_tokens: int,
 ) -> Estimate:
-    """Return the prompt tokens that the engine computes a second, in prompts of such a length."""
+    """Return the prompt tokens that an engine computes a second, in prompts of such a length from ``text``."""
     num_tokens = min(PREFILL_BATCHES * limits.max_num_batched_tokens, limits.max_kv_tokens // 2)
     num_prompts = max(1, min(num_tokens // num_prompt_tokens, limits.max_num_seqs))
-    timing = PrefillTiming(num_prompts=num_prompts, num_prompt_tokens=num_prompt_tokens)
+    timing = PrefillTiming(num_prompts=num_prompts, num_prompt_tokens=num_prompt_tokens, text=tuple(text))
     rates = []
     for number in range(NUM_ROUNDS + 1):
         token_s = await engine.time_engine.call_one(timing, sampling, number)

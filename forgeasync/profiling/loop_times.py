@@ -65,13 +65,9 @@ class LoopTimes:
     between_s: Distribution
     """Seconds of a step in which training neither waited nor trained nor published."""
 
-    def rest_s(self, *, controller_s: float, speed: float) -> float:
-        """Processor seconds for each response besides ``controller_s``, with cores to themselves.
-
-        ``speed`` is what a second of a core brought when the steps were made, beside engines, scorers and
-        trainer.
-        """
-        return max(0.0, self.response_s * speed - controller_s)
+    def rest_s(self, *, controller_s: float) -> float:
+        """Processor seconds for each response besides ``controller_s``."""
+        return max(0.0, self.response_s - controller_s)
 
 
 def short_run_of(config: RunConfig) -> RunConfig:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from forgeasync.actors.generator import GeneratorActor
@@ -21,8 +22,8 @@ from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Cores, DecodePoint, Origin, Profile, Setup
+from forgeasync.profiling.engine_fit import Load, fit_engines
 from forgeasync.profiling.engine_loads import EngineLoads
-from forgeasync.profiling.engine_rest import Load
 from forgeasync.profiling.engine_times import (
     NUM_ROUNDS,
     EngineLimits,
@@ -34,7 +35,7 @@ from forgeasync.profiling.hardware import this_machine
 from forgeasync.profiling.loop_times import NUM_WARMUP_STEPS, LoopTimes
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
 from forgeasync.profiling.run_batches import RunBatches
-from forgeasync.profiling.run_match import crowding_of_run
+from forgeasync.profiling.run_match import simulated_s
 from forgeasync.profiling.sampled_groups import (
     Sampled,
     count_places,
@@ -42,7 +43,7 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     time_scoring,
 )
-from forgeasync.profiling.shared_cores import SharedCores, fit_engines, share_cores
+from forgeasync.profiling.shared_cores import SharedCores, share_cores
 from forgeasync.profiling.step_times import StepTimer
 from forgeasync.schema.problems import Problem, raise_if_any
 from forgeasync.scoring.filtering import GroupFiltering
@@ -54,6 +55,9 @@ from forgeasync.tracing.states import State
 
 NUM_CALLS = 20
 """Calls that are timed until a group begins."""
+
+TEXT_TOKENS = 10_000
+"""Tokens that the prompts of timed engines are cut from."""
 
 MIN_CORES = 1e-3
 """An engine on a GPU may keep next to no core busy."""
@@ -111,7 +115,8 @@ async def measure(
     engine = roles.generators.pool.replicas[0]
     of_trainer = ProcessorTime(_pids(procs, "trainer"))
     limits = _limits(prepared)
-    decode, engine_cores = await _time_decoding(engine, limits, config, console)
+    text = _text(prepared, console)
+    decode, engine_cores = await _time_decoding(engine, limits, config, text, console)
     of_engines = EngineLoads(
         roles.generators.pool, _pids(procs, "generator"), engine_cores=max(MIN_CORES, engine_cores)
     )
@@ -121,15 +126,11 @@ async def measure(
     groups = [one.group for one in run.first_batch]
     timer = StepTimer(config, roles.trainer, roles.generators, groups, of_trainer, numbers=numbers)
     await _time_steps(timer, console)
-    if not has_gpus:
-        console.phase("sampling one group after the other")
-        await of_engines.begin()
-        one_by_one = await of_engines.end(await batches.load(console, one_by_one=True))
     lengths = lengths_by_source(run.everything)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
     prefill = await time_prompts(
-        engine.actor, limits, config.sampling, num_prompt_tokens=max(1, num_prompt_tokens)
+        engine.actor, limits, config.sampling, text=text, num_prompt_tokens=max(1, num_prompt_tokens)
     )
     score_s = await time_scoring(roles.scorer, run.first_batch)
     num_places = await count_places(roles.scorer, run.first_batch, alone_s=score_s.mean.mean)
@@ -176,7 +177,7 @@ async def measure(
         score_s=score_s,
         score_places=max(config.scorer.num_workers, num_places // config.scorer.num_replicas),
         controller_s=Estimate.of([run.controller_s]),
-        loops_s=Estimate.of([loops.rest_s(controller_s=run.controller_s, speed=1.0)]),
+        loops_s=Estimate.of([loops.rest_s(controller_s=run.controller_s)]),
         step_rest_s=Estimate.stated(0.0),
         response_s=Estimate.stated(0.0),
         lengths=lengths,
@@ -186,23 +187,28 @@ async def measure(
         generator_start_s=Estimate.of([_starting_s(logs, "generator-0")]),
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
-    if has_gpus:
-        return profile
-
-    def with_crowding(crowding: float) -> Profile:
-        return _with_rest(profile, limits, (run.load, one_by_one), shared, loops, crowding=crowding)
-
+    if not has_gpus:
+        profile = _with_sharing(profile, limits, run.load, shared)
     # The run of the loops: its config, with the lengths that were sampled since.
-    same = of_config(config, prepared.facts, with_crowding(0.0))
-    crowding = crowding_of_run(same, with_crowding, num_left_out=NUM_WARMUP_STEPS, run_s=loops.run_s)
-    return with_crowding(crowding)
+    same = of_config(config, prepared.facts, profile)
+    found_s = simulated_s(same, profile, num_left_out=NUM_WARMUP_STEPS)
+    num_steps = config.max_steps - NUM_WARMUP_STEPS
+    console.message(
+        f"{num_steps} steps of this run took {loops.run_s / num_steps:.2f} s each; simulated with this "
+        f"profile {found_s / num_steps:.2f} s"
+    )
+    return profile
 
 
 async def _time_decoding(
-    engine: LiveReplica, limits: EngineLimits, config: RunConfig, console: StepConsole
+    engine: LiveReplica,
+    limits: EngineLimits,
+    config: RunConfig,
+    text: Sequence[int],
+    console: StepConsole,
 ) -> tuple[tuple[DecodePoint, ...], float]:
     """Return the decode steps of an engine, and the cores that it keeps busy with them."""
-    grid = decode_grid(limits)
+    grid = decode_grid(limits, text)
     console.phase("timing decode steps", num_parts=len(grid) * (NUM_ROUNDS + 1))
     of_engine, start_s = ProcessorTime([engine.pid]), time.perf_counter()
     decode = await time_decoding(engine.actor, grid, config.sampling, console.part_done)
@@ -231,43 +237,41 @@ async def _sample(batches: RunBatches, of_engines: EngineLoads, console: StepCon
     )
 
 
-def _with_rest(
-    profile: Profile,
-    limits: EngineLimits,
-    loads: Sequence[Load],
-    shared: SharedCores,
-    loops: LoopTimes,
-    *,
-    crowding: float,
-) -> Profile:
-    """Return the profile with what engines needed for loads besides its steps and prompts, and with what
-    sharing cores costs, here and in the loops, where it is ``crowding``."""
+def _with_sharing(profile: Profile, limits: EngineLimits, load: Load, shared: SharedCores) -> Profile:
+    """Return the profile with what engines needed for loads besides steps and prompts, and with what sharing
+    cores costs."""
     cost = engine_cost(
         profile,
         max_num_seqs=limits.max_num_seqs,
         max_kv_tokens=limits.max_kv_tokens,
         shares_prefixes=False,
     )
-    fit = fit_engines(loads, shared, cost, num_replicas=profile.setup.num_replicas, crowding=crowding)
-    # The controller was measured beside the engines of the first load; the loops, and scorers in them, beside
-    # everybody.
-    controller_s = profile.controller_s.mean * fit.loads[0].speed(crowding)
-    speed = fit.shared.crowded.speed(crowding)
-    loops_s = loops.rest_s(controller_s=controller_s, speed=speed)
+    loads = (load, shared.uncrowded, shared.crowded)
+    fit = fit_engines(loads, cost, num_replicas=profile.setup.num_replicas)
     cores = {
-        "crowding": crowding,
+        "generator_crowding": fit.crowding,
         "trainer_crowding": shared.trainer.crowding,
-        "scorer": profile.cores.scorer * speed,
-        "trainer_share": fit.shared.trainer_share,
+        "trainer_share": shared.trainer_share,
     }
     found = {
         "cores": profile.cores.model_copy(update=cores),
-        "controller_s": Estimate.of([controller_s]),
-        "loops_s": Estimate.of([loops_s]),
-        "step_rest_s": Estimate.of([fit.rest.step_s]),
-        "response_s": Estimate.of([fit.rest.response_s]),
+        "step_rest_s": Estimate.of([fit.step_rest_s]),
+        "response_s": Estimate.of([fit.response_s]),
     }
     return profile.model_copy(update=found)
+
+
+def _text(prepared: Prepared, console: StepConsole) -> list[int]:
+    """Return token ids of the run's prompts, one after the other, up to ``TEXT_TOKENS``."""
+    found: list[int] = []
+    for task in prepared.train:
+        found += prepared.prompts.encode(task.prompt).tolist()
+        if len(found) >= TEXT_TOKENS:
+            break
+    if not found:
+        console.message("problems have no text of their own: engines are timed with tokens at random")
+        found = np.random.default_rng(0).integers(0, prepared.facts.vocab_size, TEXT_TOKENS).tolist()
+    return found
 
 
 def _setup(prepared: Prepared, roles: Roles, kv_block_tokens: int) -> Setup:

@@ -5,16 +5,15 @@ each is measured twice, around what it is compared with.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.trainer_recovery import TrainerRecovery
+from forgeasync.profiling.engine_fit import Load, together
 from forgeasync.profiling.engine_loads import EngineLoads
-from forgeasync.profiling.engine_rest import EngineRest, Load, engine_rest, together
 from forgeasync.profiling.processor_time import ProcessorTime
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.profiling.step_times import Beside, mean_of, train_beside
-from forgeasync.simulation.engine import EngineCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,51 +30,6 @@ class SharedCores:
     def trainer_share(self) -> float:
         """``Cores.trainer_share``."""
         return min(1.0, self.trainer.core_share / self.crowded.core_share)
-
-    def with_handing_over(self, response_s: float) -> "SharedCores":
-        """Return the same with loads as ``Load.with_handing_over`` has them."""
-        return replace(
-            self,
-            crowded=self.crowded.with_handing_over(response_s),
-            uncrowded=self.uncrowded.with_handing_over(response_s),
-        )
-
-
-NUM_FITS = 4
-"""Rounds of ``fit_engines``; each leaves less than a fifth of the error of the one before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFit:
-    """What engines need besides steps and prompts."""
-
-    rest: EngineRest
-    loads: tuple[Load, ...]
-    """Those that it was told from, with what they wanted for responses as well."""
-    shared: SharedCores
-
-
-def fit_engines(
-    loads: Sequence[Load],
-    shared: SharedCores,
-    cost: EngineCost,
-    *,
-    num_replicas: int,
-    crowding: float,
-) -> EngineFit:
-    """Tell what engines need from loads without the trainer, if sharing cores costs ``crowding``
-    (``Cores.crowding``).
-
-    How much of the cores a load had depends on what engines want for responses, and what they need for
-    responses on how much of the cores they had: the one is found with the other, in turn.
-    """
-    response_s = 0.0
-    for _ in range(NUM_FITS):
-        more = tuple(load.with_handing_over(response_s) for load in loads)
-        beside = shared.with_handing_over(response_s)
-        rest = engine_rest([*more, beside.uncrowded], cost, crowding=crowding, num_replicas=num_replicas)
-        response_s = rest.response_s
-    return EngineFit(rest=rest, loads=more, shared=beside)
 
 
 async def share_cores(

@@ -70,8 +70,8 @@ def _facts(profile: Profile) -> Iterator[str]:
     yield f"prompts: {prefill.mean:,.0f} tokens/s ({prefill.low:,.0f} to {prefill.high:,.0f})"
     yield (
         f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
-        f"scorer {cores.scorer:.2f}; where they are short, a proc that has half of one takes "
-        f"{1.0 + cores.crowding / 2:.2f} times as much of it (the trainer: "
+        f"scorer {cores.scorer:.2f}; where they are short, an engine that has half of one takes "
+        f"{1.0 + cores.generator_crowding / 2:.2f} times as much of it (the trainer: "
         f"{1.0 + cores.trainer_crowding / 2:.2f}), and the trainer gets "
         f"{cores.trainer_share:.2f} of what others get"
     )

@@ -2,11 +2,10 @@
 
 On the timeline of the wall, things take as long as they say: GPUs, networks, waiting. On that of the cores
 they take longer where procs want more cores than there are: all of them then slow down alike, to the share
-num_cores / wanted, and the more the smaller their share is, as others use their caches for the rest of the
-time. So this timeline is one number
-that all of them share, and whose speed changes when one begins or ends to compute. Procs that compute in
-lockstep, as the ranks of a trainer, have a third one. Where cores are short they get a share of what others
-get, and leave them the rest.
+num_cores / wanted. So this timeline is one number that all of them share, and whose speed changes when one
+begins or ends to compute. Engines have one of their own: they compute more for the same, the smaller their
+share is, as others use their caches for the rest of the time. So have procs that compute in lockstep, as the
+ranks of a trainer. Where cores are short these get a share of what others get, and leave them the rest.
 """
 
 import heapq
@@ -54,18 +53,12 @@ class Timeline:
         return self._events[0][2] if self._events else None
 
 
-def core_second(core_share: float, crowding: float) -> float:
-    """What a second of a core brings a proc that has it for a share of the time, by what it brings one alone;
-    ``crowding`` is ``Cores.crowding``."""
-    return 1.0 / (1.0 + crowding * (1.0 - core_share))
-
-
 def crowded_speed(core_share: float, crowding: float) -> float:
     """How fast a proc goes on that has its cores for a share of the time, and others for the rest.
 
-    ``crowding`` is ``Cores.crowding``.
+    ``crowding`` is ``Cores.generator_crowding`` or ``Cores.trainer_crowding``.
     """
-    return core_share * core_second(core_share, crowding)
+    return core_share / (1.0 + crowding * (1.0 - core_share))
 
 
 class Clock:
@@ -75,14 +68,14 @@ class Clock:
         self,
         num_cores: int,
         *,
-        crowding: float = 0.0,
+        engine_crowding: float = 0.0,
         lockstep_share: float = 1.0,
         lockstep_crowding: float = 0.0,
     ) -> None:
-        """``crowding`` is ``Cores.crowding``, and ``lockstep_crowding`` that of procs in lockstep; where
-        cores are short, these get ``lockstep_share`` of what others get."""
+        """``engine_crowding`` is ``Cores.generator_crowding``, and ``lockstep_crowding`` that of procs in
+        lockstep; where cores are short, these get ``lockstep_share`` of what others get."""
         self._num_cores = num_cores
-        self._crowding = crowding
+        self._engine_crowding = engine_crowding
         self._lockstep_crowding = lockstep_crowding
         self._share = lockstep_share
         self._wanted = 0.0
@@ -90,15 +83,16 @@ class Clock:
         numbers = itertools.count()
         self.wall = Timeline(numbers)
         self._cores = Timeline(numbers)
+        self._engines = Timeline(numbers)
         self._lockstep = Timeline(numbers)
 
     @property
     def now_s(self) -> float:
         return self.wall.now
 
-    def timeline(self, cores: float) -> Timeline:
-        """The timeline of an activity that keeps so many cores busy."""
-        return self._cores if cores else self.wall
+    def of_engine(self, cores: float) -> Timeline:
+        """The timeline of an engine that keeps so many cores busy while it computes."""
+        return self._engines if cores else self.wall
 
     def begin(self, cores: float) -> None:
         """So many more cores are wanted."""
@@ -117,7 +111,7 @@ class Clock:
             then()
 
         self.begin(cores)
-        self.timeline(cores).after(work_s, done)
+        (self._cores if cores else self.wall).after(work_s, done)
 
     def compute_in_lockstep(self, work_s: float, cores: float, then: Callable[[], None]) -> None:
         """Have procs compute that wait for each other all the time."""
@@ -130,23 +124,27 @@ class Clock:
         self._wanted_in_lockstep += cores
         (self._lockstep if cores else self.wall).after(work_s, done)
 
-    def _speeds(self) -> tuple[float, float]:
-        """How fast the timelines of the cores and of procs in lockstep go."""
+    def _shares(self) -> tuple[float, float]:
+        """Which share of their cores procs have: those in lockstep, and all others."""
         wanted = self._wanted + self._wanted_in_lockstep
         if wanted <= self._num_cores + _EPSILON:
             return 1.0, 1.0
         if self._wanted <= _EPSILON:
-            return 1.0, self._num_cores / wanted
+            return self._num_cores / wanted, 1.0
         # What procs in lockstep do not get is for the others, and what these do not want for the former.
         each = min(1.0, self._num_cores / (self._wanted + self._share * self._wanted_in_lockstep))
         left = (self._num_cores - self._wanted) / self._wanted_in_lockstep if each == 1.0 else 0.0
-        shares = each, max(self._share * each, left)
-        return crowded_speed(shares[0], self._crowding), crowded_speed(shares[1], self._lockstep_crowding)
+        return max(self._share * each, left), each
 
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""
-        speed, lockstep_speed = self._speeds()
-        timelines = (self.wall, 1.0), (self._cores, speed), (self._lockstep, lockstep_speed)
+        in_lockstep, each = self._shares()
+        timelines = (
+            (self.wall, 1.0),
+            (self._cores, each),
+            (self._engines, crowded_speed(each, self._engine_crowding)),
+            (self._lockstep, crowded_speed(in_lockstep, self._lockstep_crowding)),
+        )
         found, in_s = None, 0.0
         for timeline, its_speed in timelines:
             event = timeline.first()

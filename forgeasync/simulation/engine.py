@@ -91,7 +91,7 @@ class Engine:
         """Sequences that had to wait again because the KV cache was full."""
         self._cost = cost
         self._clock = clock
-        self._line = clock.timeline(cost.cores)
+        self._line = clock.of_engine(cost.cores)
         self._on_turn = on_turn
         self._handing_over = Thread(clock)
         self._ended: dict[Sequence, None] = {}

@@ -53,7 +53,7 @@ class RunSimulation:
         trainer = trainer_cost(profile, num_data_ranks=run.num_data_ranks)
         self.clock = Clock(
             num_cores,
-            crowding=profile.cores.crowding,
+            engine_crowding=profile.cores.generator_crowding,
             lockstep_share=trainer.core_share,
             lockstep_crowding=profile.cores.trainer_crowding,
         )
