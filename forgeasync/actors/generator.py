@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -384,9 +385,14 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:
-        """What the engine has counted since it started, and the memory of its processes."""
+        """What the engine has counted since it started, and the memory and time of its processes."""
         assert self._engine is not None
-        return dataclasses.replace(self._engine.stats(), memory=self._memory.peak())
+        return dataclasses.replace(
+            self._engine.stats(),
+            memory=self._memory.peak(),
+            # The event loop's thread, on which this runs, hands over.
+            handing_over_s=time.thread_time(),
+        )
 
     @concurrent_endpoint
     async def shutdown(self) -> None:

@@ -5,7 +5,6 @@ Plain asyncio, no Monarch: the generator actor is a thin shell around this class
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -383,12 +382,10 @@ class GeneratorEngine:
             raise self._llm.dead_error
 
     def stats(self) -> EngineStats:
-        """What was counted so far; to be called on the thread of the event loop, which hands over."""
         return EngineStats(
             num_generated_tokens=self._num_generated_tokens,
             busy_s=self.busy.total_s,
             steps_s=self._client.step_times.total_s,
-            handing_over_s=time.thread_time(),
             decode_steps=self._client.step_times.counts(),
             num_log_failures=0 if self._recorder is None else self._recorder.num_failures,
             kv_block_tokens=self._llm.vllm_config.cache_config.block_size,

@@ -25,7 +25,7 @@ class EngineStats:
     steps_s: float = 0.0
     """Time of all steps of the engine core."""
     handing_over_s: float = 0.0
-    """Processor time of the thread that takes requests, prepares responses and hands them over."""
+    """Processor time of the thread that takes requests and hands over responses; 0 where not measured."""
     num_log_failures: int = 0
     """How often tokens in flight could not be logged, so that open groups would begin anew after a death."""
     decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict)

@@ -56,6 +56,10 @@ MOST_CROWDING = 1.0
 """Largest ``Cores.generator_crowding`` and ``trainer_crowding``: with more, what was measured was noise."""
 
 
+MOST_LAG = 10.0
+"""Largest ``Cores.trainer_lag``: with more, what was measured was noise."""
+
+
 class Cores(Section):
     """Cores that a proc keeps busy while it computes; 0: it computes elsewhere, as on a GPU.
 
@@ -73,9 +77,10 @@ class Cores(Section):
     its core: they use its caches meanwhile. With 0.5 it takes 1.25 times as much where others have half."""
     trainer_crowding: float = Field(default=0.0, ge=0.0, le=MOST_CROWDING)
     """The same of the trainer's procs. All others take as much as alone."""
-    trainer_share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """How much of the cores the trainer gets where they are short, by what others get. Its ranks wait for
-    each other many times a step, and each for a core: they get less of the cores than others."""
+    trainer_lag: float = Field(default=0.0, ge=0.0, le=MOST_LAG)
+    """How much less of the cores the trainer gets where they are short. Its ranks wait for each other many
+    times a step, and each for a core: where n others want the core that a proc has, they get
+    1 / (1 + n * trainer_lag) of what others get."""
 
 
 class DecodePoint(Section):
@@ -169,7 +174,7 @@ class Profile(Section):
     meanwhile. 0 on a GPU, where a process that computes cannot be told from one that waits."""
     response_s: Estimate
     """Processor seconds that an engine needs for one response, or one turn of an episode, besides steps and
-    prompts: for its arrays and records, in a thread of its own. 0 on a GPU too."""
+    prompts: for its arrays and records, in a thread of its own."""
     lengths: dict[str, Lengths] = Field(min_length=1, max_length=10_000)
     """By name of the source."""
     filtered_share: float = Field(default=0.0, ge=0.0, lt=1.0)

@@ -42,6 +42,11 @@ class Load:
         return min(1.0, self.computed_s / wanted_s) if wanted_s > self.computed_s else 1.0
 
     @property
+    def response_s(self) -> float:
+        """``Profile.response_s``: processor seconds for each turn."""
+        return self.handing_over_s / self.num_turns
+
+    @property
     def num_turns(self) -> int:
         """Turns of its rollouts; responses have one."""
         return sum(max(1, num) for batch in self.batches for one in batch for num in _turns(one))
@@ -60,18 +65,16 @@ def together(loads: Sequence[Load]) -> Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFit:
-    """What a profile does not say of steps and prompts."""
+    """What steps and prompts alone do not say."""
 
     step_rest_s: float
     """Processor seconds for each decode step, with cores of its own."""
-    response_s: float
-    """Processor seconds for each turn, in the thread that hands over."""
     crowding: float
     """``Cores.generator_crowding``."""
 
 
 def fit_engines(loads: Sequence[Load], cost: EngineCost, *, num_replicas: int) -> EngineFit:
-    """Return what engines need for steps and turns besides ``cost``, and what sharing cores costs them.
+    """Return what engines need for steps besides ``cost``, and what sharing cores costs them.
 
     What their steps and prompts take of a load is simulated, with the lengths that were sampled. They compute
     this and ``step_rest_s`` for each step, 1 + crowding * (1 - ``core_share``) times. The two unknown numbers
@@ -79,7 +82,7 @@ def fit_engines(loads: Sequence[Load], cost: EngineCost, *, num_replicas: int) -
     their cores than others tell one from the other.
     """
     known = [_known(load, cost, num_replicas=num_replicas) for load in loads]
-    best = EngineFit(step_rest_s=0.0, response_s=_response_s(loads), crowding=0.0)
+    best = EngineFit(step_rest_s=0.0, crowding=0.0)
     least = math.inf
     for number in range(round(MOST_CROWDING / CROWDING_STEP) + 1):
         crowding = number * CROWDING_STEP
@@ -98,16 +101,12 @@ def fit_engines(loads: Sequence[Load], cost: EngineCost, *, num_replicas: int) -
             (share - step_s * by_step) ** 2 for share, by_step in zip(missing, added, strict=True)
         )
         if error < least:
-            best, least = replace(best, step_rest_s=step_s, crowding=crowding), error
+            best, least = EngineFit(step_rest_s=step_s, crowding=crowding), error
     return best
 
 
 def _product(some: Sequence[float], others: Sequence[float]) -> float:
     return math.fsum(one * other for one, other in zip(some, others, strict=True))
-
-
-def _response_s(loads: Sequence[Load]) -> float:
-    return math.fsum(load.handing_over_s for load in loads) / sum(load.num_turns for load in loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,8 @@ async def time_prompts(
     text: Sequence[int],
     num_prompt_tokens: int,
 ) -> Estimate:
-    """Return the prompt tokens that an engine computes a second, in prompts of such a length from ``text``."""
+    """Return the prompt tokens that an engine computes a second, in prompts of such a length, cut from
+    ``text``."""
     num_tokens = min(PREFILL_BATCHES * limits.max_num_batched_tokens, limits.max_kv_tokens // 2)
     num_prompts = max(1, min(num_tokens // num_prompt_tokens, limits.max_num_seqs))
     timing = PrefillTiming(num_prompts=num_prompts, num_prompt_tokens=num_prompt_tokens, text=tuple(text))

@@ -179,7 +179,7 @@ async def measure(
         controller_s=Estimate.of([run.controller_s]),
         loops_s=Estimate.of([loops.rest_s(controller_s=run.controller_s)]),
         step_rest_s=Estimate.stated(0.0),
-        response_s=Estimate.stated(0.0),
+        response_s=Estimate.of([run.load.response_s]),
         lengths=lengths,
         filtered_share=_filtered_share(config, run.everything),
         environment=environment_times(run.everything),
@@ -238,7 +238,7 @@ async def _sample(batches: RunBatches, of_engines: EngineLoads, console: StepCon
 
 
 def _with_sharing(profile: Profile, limits: EngineLimits, load: Load, shared: SharedCores) -> Profile:
-    """Return the profile with what engines needed for loads besides steps and prompts, and with what sharing
+    """Return the profile with what engines compute beside steps, prompts and responses, and with what sharing
     cores costs."""
     cost = engine_cost(
         profile,
@@ -251,12 +251,11 @@ def _with_sharing(profile: Profile, limits: EngineLimits, load: Load, shared: Sh
     cores = {
         "generator_crowding": fit.crowding,
         "trainer_crowding": shared.trainer.crowding,
-        "trainer_share": shared.trainer_share,
+        "trainer_lag": shared.trainer_lag,
     }
     found = {
         "cores": profile.cores.model_copy(update=cores),
         "step_rest_s": Estimate.of([fit.step_rest_s]),
-        "response_s": Estimate.of([fit.response_s]),
     }
     return profile.model_copy(update=found)
 

@@ -14,8 +14,8 @@ MIN_OTHERS_SHARE = 0.05
 
 
 def crowding_of(more: float, others_share: float) -> float:
-    """Return ``Cores.trainer_crowding``: by which share more processor time the trainer took, by the share of
-    its cores that others had; 0 where that was too little to tell."""
+    """Return by which share more processor time something took, by the share of its cores that others had, as
+    ``Cores`` has it; 0 where that was too little to tell."""
     if others_share < MIN_OTHERS_SHARE:
         return 0.0
     return min(MOST_CROWDING, max(0.0, more) / others_share)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from forgeasync.config.run import RunConfig
 from forgeasync.controller.trainer_recovery import TrainerRecovery
+from forgeasync.profile.profile import MOST_LAG
 from forgeasync.profiling.engine_fit import Load, together
 from forgeasync.profiling.engine_loads import EngineLoads
-from forgeasync.profiling.processor_time import ProcessorTime
+from forgeasync.profiling.processor_time import MIN_OTHERS_SHARE, ProcessorTime
 from forgeasync.profiling.sampled_groups import Sampled
 from forgeasync.profiling.step_times import Beside, mean_of, train_beside
 
@@ -27,9 +28,13 @@ class SharedCores:
     trainer: Beside
 
     @property
-    def trainer_share(self) -> float:
-        """``Cores.trainer_share``."""
-        return min(1.0, self.trainer.core_share / self.crowded.core_share)
+    def trainer_lag(self) -> float:
+        """``Cores.trainer_lag``; 0 where engines had next to all of their cores."""
+        of_engines = self.crowded.core_share
+        if 1.0 - of_engines < MIN_OTHERS_SHARE:
+            return 0.0
+        lag = (of_engines / self.trainer.core_share - 1.0) / (1.0 / of_engines - 1.0)
+        return min(MOST_LAG, max(0.0, lag))
 
 
 async def share_cores(

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Profile
+from forgeasync.simulation.clock import lagging
 from forgeasync.simulation.what_if import WhatIf
 
 
@@ -73,7 +74,7 @@ def _facts(profile: Profile) -> Iterator[str]:
         f"scorer {cores.scorer:.2f}; where they are short, an engine that has half of one takes "
         f"{1.0 + cores.generator_crowding / 2:.2f} times as much of it (the trainer: "
         f"{1.0 + cores.trainer_crowding / 2:.2f}), and the trainer gets "
-        f"{cores.trainer_share:.2f} of what others get"
+        f"{lagging(0.5, cores.trainer_lag):.2f} of what others get"
     )
     yield (
         f"an engine's process besides steps and prompts: {1e3 * profile.step_rest_s.mean:.2f} ms a step, "

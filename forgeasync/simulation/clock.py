@@ -5,11 +5,13 @@ they take longer where procs want more cores than there are: all of them then sl
 num_cores / wanted. So this timeline is one number that all of them share, and whose speed changes when one
 begins or ends to compute. Engines have one of their own: they compute more for the same, the smaller their
 share is, as others use their caches for the rest of the time. So have procs that compute in lockstep, as the
-ranks of a trainer. Where cores are short these get a share of what others get, and leave them the rest.
+ranks of a trainer. Each of them waits for a core and for the others many times: where cores are short they
+get less than others, the less the more procs want each core, and leave them the rest.
 """
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 
 _EPSILON = 1e-6
@@ -61,6 +63,14 @@ def crowded_speed(core_share: float, crowding: float) -> float:
     return core_share / (1.0 + crowding * (1.0 - core_share))
 
 
+def lagging(core_share: float, lag: float) -> float:
+    """What procs in lockstep get of the cores, by what others get, whose share is ``core_share``.
+
+    1 / core_share - 1 others want the core that one of these has; ``lag`` is ``Cores.trainer_lag``.
+    """
+    return 1.0 / (1.0 + lag * (1.0 / core_share - 1.0))
+
+
 class Clock:
     """The timelines, and which of them an activity belongs to."""
 
@@ -69,15 +79,15 @@ class Clock:
         num_cores: int,
         *,
         engine_crowding: float = 0.0,
-        lockstep_share: float = 1.0,
+        lockstep_lag: float = 0.0,
         lockstep_crowding: float = 0.0,
     ) -> None:
-        """``engine_crowding`` is ``Cores.generator_crowding``, and ``lockstep_crowding`` that of procs in
-        lockstep; where cores are short, these get ``lockstep_share`` of what others get."""
+        """``engine_crowding`` is ``Cores.generator_crowding``; ``lockstep_lag`` and ``lockstep_crowding`` are
+        ``Cores.trainer_lag`` and ``Cores.trainer_crowding``."""
         self._num_cores = num_cores
         self._engine_crowding = engine_crowding
         self._lockstep_crowding = lockstep_crowding
-        self._share = lockstep_share
+        self._lag = lockstep_lag
         self._wanted = 0.0
         self._wanted_in_lockstep = 0.0
         numbers = itertools.count()
@@ -124,21 +134,27 @@ class Clock:
         self._wanted_in_lockstep += cores
         (self._lockstep if cores else self.wall).after(work_s, done)
 
-    def _shares(self) -> tuple[float, float]:
+    def shares(self) -> tuple[float, float]:
         """Which share of their cores procs have: those in lockstep, and all others."""
-        wanted = self._wanted + self._wanted_in_lockstep
-        if wanted <= self._num_cores + _EPSILON:
+        others, lockstep, cores = self._wanted, self._wanted_in_lockstep, self._num_cores
+        if others + lockstep <= cores + _EPSILON:
             return 1.0, 1.0
-        if self._wanted <= _EPSILON:
-            return self._num_cores / wanted, 1.0
-        # What procs in lockstep do not get is for the others, and what these do not want for the former.
-        each = min(1.0, self._num_cores / (self._wanted + self._share * self._wanted_in_lockstep))
-        left = (self._num_cores - self._wanted) / self._wanted_in_lockstep if each == 1.0 else 0.0
-        return max(self._share * each, left), each
+        if others <= _EPSILON:
+            return cores / lockstep, 1.0
+        if lockstep <= _EPSILON:
+            return 1.0, cores / others
+        # All cores are taken: (others + lockstep * lagging(share)) * share = cores, a quadratic equation with
+        # one root between 0 and 1.
+        square = others * (1.0 - self._lag) + lockstep
+        linear = others * self._lag - cores * (1.0 - self._lag)
+        constant = -cores * self._lag
+        root = math.sqrt(linear * linear - 4.0 * square * constant)
+        share = (root - linear) / (2.0 * square) if linear < 0.0 else -2.0 * constant / (root + linear)
+        return share * lagging(share, self._lag), share
 
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""
-        in_lockstep, each = self._shares()
+        in_lockstep, each = self.shares()
         timelines = (
             (self.wall, 1.0),
             (self._cores, each),

@@ -54,7 +54,7 @@ class RunSimulation:
         self.clock = Clock(
             num_cores,
             engine_crowding=profile.cores.generator_crowding,
-            lockstep_share=trainer.core_share,
+            lockstep_lag=trainer.lag,
             lockstep_crowding=profile.cores.trainer_crowding,
         )
         self._draws = Draws(run, profile)

@@ -13,8 +13,8 @@ class TrainerCost:
     """Time of a step alone, by that of the measured trainer with as many rows of each rank."""
     cores: float
     """Cores that all ranks keep busy together."""
-    core_share: float
-    """Share of the cores that they get where these are short, by what others get."""
+    lag: float
+    """How much less of the cores than others they get where these are short: ``Cores.trainer_lag``."""
 
 
 def trainer_cost(profile: Profile, *, num_data_ranks: int) -> TrainerCost:
@@ -28,6 +28,6 @@ def trainer_cost(profile: Profile, *, num_data_ranks: int) -> TrainerCost:
     of_each = cores.trainer / setup.num_data_ranks
     becomes_one_proc = num_data_ranks == 1 < setup.num_trainer_procs == setup.num_data_ranks
     if not becomes_one_proc or not of_each:
-        return TrainerCost(time_share=1.0, cores=of_each * num_data_ranks, core_share=cores.trainer_share)
+        return TrainerCost(time_share=1.0, cores=of_each * num_data_ranks, lag=cores.trainer_lag)
     time_share = min(1.0, of_each)
-    return TrainerCost(time_share=time_share, cores=of_each / time_share, core_share=1.0)
+    return TrainerCost(time_share=time_share, cores=of_each / time_share, lag=0.0)

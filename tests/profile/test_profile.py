@@ -27,8 +27,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("format_version",), 2, ["format_version = 2", "must be 7"]),
-        (("format_version",), True, ["format_version = True", "must be 7"]),
+        (("format_version",), 2, ["format_version = 2", "must be 8"]),
+        (("format_version",), True, ["format_version = True", "must be 8"]),
         (
             ("decode", 0, "step_s", "mean"),
             -1.0,

@@ -78,8 +78,7 @@ def test_engines_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(busy_s) == 1.6, "idle as soon as nothing was added"
 
 
-def test_loops_need_less_alone_than_beside_engines_and_trainer() -> None:
-    """10 ms a response on crowded cores are 8 alone, of which the controller has 3 already."""
+def test_the_controllers_part_of_a_response_is_not_counted_twice() -> None:
     found = LoopTimes(response_s=0.010, score_s=0.0, run_s=1.0, between_s=Distribution.point(0.0))
-    assert found.rest_s(controller_s=0.003, speed=0.8) == pytest.approx(0.005)
-    assert found.rest_s(controller_s=0.009, speed=0.8) == 0.0
+    assert found.rest_s(controller_s=0.003) == pytest.approx(0.007)
+    assert found.rest_s(controller_s=0.011) == 0.0

@@ -21,10 +21,10 @@ from forgeasync.config.load import load_config
 from forgeasync.environments.order import weighted_order
 from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import MOST_CROWDING, DecodePoint
+from forgeasync.profile.profile import MOST_CROWDING, MOST_LAG, DecodePoint
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling import sampled_groups
-from forgeasync.profiling.engine_rest import Load, engine_rest, together
+from forgeasync.profiling.engine_fit import EngineFit, Load, fit_engines, together
 from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessGone, ProcessorTime
 from forgeasync.profiling.run_batches import FIRST_EXTRA, batches_of
@@ -36,7 +36,7 @@ from forgeasync.profiling.sampled_groups import (
     lengths_by_source,
     sample_until_known,
 )
-from forgeasync.profiling.shared_cores import SharedCores, fit_engines
+from forgeasync.profiling.shared_cores import SharedCores
 from forgeasync.profiling.step_times import Beside, mean_of, num_steps_of, size_of, step_cases
 from forgeasync.rollouts.rollout import Group
 from forgeasync.simulation.engine import STALL_SHARE, EngineCost
@@ -75,7 +75,7 @@ def test_the_grid_is_whole_and_fits_the_cache(
         max_kv_tokens=max_kv_tokens,
         max_num_batched_tokens=512,
     )
-    grid = decode_grid(limits)
+    grid = decode_grid(limits, [1, 2, 3])
     numbers = sorted({one.num_running for one in grid})
     lengths = {one.num_prompt_tokens for one in grid}
     assert numbers[0] == 1 and numbers[-1] == max_num_seqs and len(grid) == len(numbers) * len(lengths)
@@ -194,9 +194,7 @@ def test_two_problems_of_every_source_are_sampled_that_a_batch_leaves_out() -> N
         assert first.draw_id < 10 and all(one.draw_id >= FIRST_EXTRA for one in others)
 
 
-def engine_cost(
-    *, step_s: float, prefill_s: float, cores: float, step_rest_s: float, response_s: float
-) -> EngineCost:
+def engine_cost(*, step_s: float, prefill_s: float, cores: float) -> EngineCost:
     """An engine whose steps all take as long, with room for everything."""
     return EngineCost(
         decode=DecodeTable(
@@ -204,9 +202,10 @@ def engine_cost(
         ),
         prefill_s_per_token=prefill_s,
         kv_block_tokens=128,
-        step_rest_s=step_rest_s,
-        response_s=response_s,
-        response_stall_s=response_s,
+        # What is looked for is not part of what is known.
+        step_rest_s=7.0,
+        response_s=9.0,
+        response_stall_s=9.0,
         max_num_seqs=64,
         max_kv_tokens=10**6,
         cores=cores,
@@ -214,83 +213,82 @@ def engine_cost(
     )
 
 
-def test_what_engines_need_besides_steps_and_prompts_is_what_is_left_over() -> None:
+def make_load(*batches: list[Sampled], work_s: float, core_share: float, crowding: float) -> Load:
+    """Engines that take ``work_s`` alone for the batches, with half a second for all responses besides."""
+    computed_s = work_s * (1.0 + crowding * (1.0 - core_share))
+    busy_s = computed_s / core_share + STALL_SHARE * 0.5
+    return Load(batches=batches, computed_s=computed_s, handing_over_s=0.5, busy_s=busy_s, engine_cores=1.0)
+
+
+@pytest.mark.parametrize(("step_s", "crowding"), [(0.0, 0.0), (0.02, 0.0), (0.0, 0.5), (0.02, 0.75)])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_engines_need_for_steps_and_sharing_is_told_from_loads(
+    step_s: float, crowding: float, num_replicas: int
+) -> None:
     """6 prompt tokens for each response, then as many steps as the longest has, but for its first token."""
-    cost = engine_cost(step_s=0.01, prefill_s=0.001, cores=0.5, step_rest_s=7.0, response_s=9.0)
-    together = [plain(make_group(3, 5), make_group(4, 9, number=1)), plain(make_group(21))]
-    alone = [plain(make_group(21, 3)), plain(make_group(11))]
-    known_s = (4 * 0.006 + 8 * 0.01) + (0.006 + 20 * 0.01)
-    alone_s = (2 * 0.006 + 20 * 0.01) + (0.006 + 10 * 0.01)
-
-    def rest(together_s: float, alone_more_s: float, *, num_replicas: int = 1) -> tuple[float, float]:
-        loads = [
-            Load(batches=together, computed_s=0.5 * known_s + together_s, wanted_s=0.01),
-            Load(batches=alone, computed_s=0.5 * alone_s + alone_more_s, wanted_s=0.01),
-        ]
-        found = engine_rest(loads, cost, crowding=0.5, num_replicas=num_replicas)
-        return found.step_s, found.response_s
-
-    # 28 steps of 5 responses, and 30 of 3.
-    for step_s, turn_s in ((0.0, 0.0), (0.0, 0.25), (0.02, 0.0), (0.02, 0.25)):
-        expected = pytest.approx((step_s, turn_s), abs=1e-9)
-        assert rest(28 * step_s + 5 * turn_s, 30 * step_s + 3 * turn_s) == expected
-    assert rest(-9.0, -9.0) == (0.0, 0.0), "never negative"
-    # More for a response where there are fewer steps: none of it can be for steps.
-    assert rest(5 * 0.3, 3 * 0.1) == pytest.approx((0.0, 0.2))
-    # On two engines every group is decoded alone, in 4 + 8 + 20 steps.
-    known_s += 4 * 0.01
-    assert rest(32 * 0.02 + 5 * 0.25, 30 * 0.02 + 3 * 0.25, num_replicas=2) == pytest.approx((0.02, 0.25))
-    episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in together[0]]
-    computed_s = 0.5 * (4 * 0.006 + 8 * 0.01) + 1.0
-    load = Load(batches=[episodes], computed_s=computed_s, wanted_s=computed_s)
-    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
-    assert found.response_s == pytest.approx(1 / 20) and found.step_s == 0.0
+    cost = engine_cost(step_s=0.01, prefill_s=0.001, cores=1.0)
+    first, second = plain(make_group(3, 5), make_group(4, 9, number=1)), plain(make_group(21))
+    # On two engines every group is decoded alone.
+    num_steps = 8 + 20 if num_replicas == 1 else 4 + 8 + 20
+    work_s = 5 * 0.006 + num_steps * (0.01 + step_s)
+    loads = [
+        make_load(first, second, work_s=work_s, core_share=share, crowding=crowding)
+        for share in (0.9, 0.95, 0.5)
+    ]
+    found = fit_engines(loads, cost, num_replicas=num_replicas)
+    assert found.crowding == pytest.approx(crowding, abs=0.011)
+    assert found.step_rest_s == pytest.approx(step_s, abs=2e-4)
 
 
-def test_a_load_that_had_four_fifths_of_its_cores_counts_for_less() -> None:
-    """With a crowding of 0.5 it took 1.1 times as much as alone."""
-    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
-    batches = [plain(make_group(11))]
-    # 10 steps, and 1 s for the response: 2 s alone.
-    load = Load(batches=batches, computed_s=2.0 * 1.1, wanted_s=2.0 * 1.1 / 0.8)
-    found = engine_rest([load], cost, crowding=0.5, num_replicas=1)
-    assert 10 * found.step_s + found.response_s == pytest.approx(1.0, rel=0.01)
-    found = engine_rest([load], cost, crowding=0.0, num_replicas=1)
-    assert 10 * found.step_s + found.response_s == pytest.approx(1.2, rel=0.01)
+def test_what_engines_need_is_never_negative() -> None:
+    cost = engine_cost(step_s=0.01, prefill_s=0.0, cores=1.0)
+    batch = plain(make_group(11))
+    loads = [make_load(batch, work_s=0.05, core_share=share, crowding=0.0) for share in (0.9, 0.5)]
+    assert fit_engines(loads, cost, num_replicas=1) == EngineFit(step_rest_s=0.0, crowding=0.0)
+
+
+def test_crowding_is_at_most_what_may_be() -> None:
+    cost = engine_cost(step_s=0.01, prefill_s=0.0, cores=1.0)
+    batch = plain(make_group(11))
+    alone = make_load(batch, work_s=0.1, core_share=1.0, crowding=0.0)
+    crowded = make_load(batch, work_s=0.1, core_share=0.5, crowding=4.0)
+    assert fit_engines([alone, crowded], cost, num_replicas=1).crowding == MOST_CROWDING
+
+
+def test_what_responses_take_is_by_turns_and_engines_want_no_core_for_a_part_of_it() -> None:
+    load = make_load(plain(make_group(3, 5)), work_s=1.0, core_share=0.8, crowding=0.0)
+    assert load.core_share == pytest.approx(0.8)
+    assert load.response_s == pytest.approx(0.25)
+    episodes = [dataclasses.replace(one, num_turns=(4, 6)) for one in load.batches[0]]
+    assert dataclasses.replace(load, batches=[episodes]).response_s == pytest.approx(0.05)
+    two_cores = dataclasses.replace(load, engine_cores=2.0)
+    assert two_cores.core_share == pytest.approx(0.4)
+    assert dataclasses.replace(load, busy_s=0.1).core_share == 1.0, "more than they can have wanted"
 
 
 def test_loads_can_be_put_together() -> None:
     halves = [
-        Load(batches=[plain(make_group(length))], computed_s=part, wanted_s=1.2)
+        make_load(plain(make_group(length)), work_s=part, core_share=1.0, crowding=0.0)
         for length, part in ((11, 0.5), (21, 0.7))
     ]
     both = together(halves)
-    assert (both.computed_s, both.wanted_s, both.num_turns) == pytest.approx((1.2, 2.4, 2))
+    assert (both.computed_s, both.handing_over_s, both.num_turns) == pytest.approx((1.2, 1.0, 2))
+    assert both.busy_s == pytest.approx(sum(one.busy_s for one in halves))
     assert both.batches == [one.batches[0] for one in halves]
 
 
-def test_what_responses_take_is_told_with_what_engines_want_for_them() -> None:
-    """Steps of 0.1 s, 0.4 s for each response, of which the thread that hands over takes a part while another
-    one decodes; with a crowding of 0.3."""
-    cost = engine_cost(step_s=0.1, prefill_s=0.0, cores=1.0, step_rest_s=0.0, response_s=0.0)
-    beside_s = (1.0 - STALL_SHARE) * 0.4
-
-    def load(group: Group, core_share: float) -> Load:
-        lengths = [one.num_sampled_tokens for one in group.rollouts]
-        alone_s = 0.1 * (max(lengths) - 1) + 0.4 * len(lengths)
-        computed_s = alone_s * (1.0 + 0.3 * (1.0 - core_share))
-        # What is measured does not have the thread that hands over.
-        wanted_s = computed_s / core_share - beside_s * len(lengths)
-        return Load(batches=[plain(group)], computed_s=computed_s, wanted_s=wanted_s)
-
-    many, few = make_group(11, 11, 11, 11), make_group(21)
+def test_the_trainers_lag_is_by_the_cores_that_engines_had() -> None:
+    """Engines had 0.8 of their cores, so a quarter of a proc wanted each besides; the trainer had 0.5."""
     trainer = Beside(alone_s=0.6, alone_processor_s=0.96, beside_s=1.0, beside_processor_s=0.8)
-    shared = SharedCores(crowded=load(many, 0.6), uncrowded=load(many, 0.9), trainer=trainer)
-    found = fit_engines([load(many, 0.95), load(few, 1.0)], shared, cost, num_replicas=1, crowding=0.3)
-    assert (found.rest.step_s, found.rest.response_s) == pytest.approx((0.0, 0.4), abs=4e-3)
-    assert found.shared.crowded.core_share == pytest.approx(0.6, abs=0.003)
-    assert found.shared.trainer_share == pytest.approx(0.5 / 0.6, abs=0.005)
-    assert [one.core_share for one in found.loads] == pytest.approx([0.95, 1.0], abs=0.003)
+    load = make_load(plain(make_group(11)), work_s=1.0, core_share=0.8, crowding=0.5)
+    shared = SharedCores(crowded=load, uncrowded=load, trainer=trainer)
+    assert shared.trainer_lag == pytest.approx((0.8 / 0.5 - 1.0) / 0.25)
+    alone = make_load(plain(make_group(11)), work_s=1.0, core_share=0.97, crowding=0.0)
+    assert dataclasses.replace(shared, crowded=alone).trainer_lag == 0.0, "nothing to tell it from"
+    less = make_load(plain(make_group(11)), work_s=1.0, core_share=0.4, crowding=0.0)
+    assert dataclasses.replace(shared, crowded=less).trainer_lag == 0.0, "never negative"
+    most = dataclasses.replace(trainer, beside_processor_s=0.08)
+    assert dataclasses.replace(shared, trainer=most).trainer_lag == MOST_LAG
 
 
 def test_what_sharing_costs_the_trainer_is_told_from_one_step_alone_and_beside_others() -> None:

@@ -1,14 +1,16 @@
-"""Two timelines: what waits, and what computes on cores that are shared."""
+"""What waits, and what computes on cores that are shared."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forgeasync.simulation.clock import Clock
+from forgeasync.simulation.clock import Clock, lagging
 from forgeasync.simulation.thread import Thread
 
 
-def _ends(num_cores: int, works: list[tuple[float, float]], *, crowding: float = 0.0) -> list[float]:
+def _ends(num_cores: int, works: list[tuple[float, float]]) -> list[float]:
     """When procs end that begin to compute at once, each with its work and its cores."""
-    clock = Clock(num_cores, crowding=crowding)
+    clock = Clock(num_cores)
     ends = [0.0] * len(works)
     for index, (work_s, cores) in enumerate(works):
         clock.compute(work_s, cores, lambda index=index: ends.__setitem__(index, clock.now_s))
@@ -27,27 +29,25 @@ def test_procs_that_share_cores_slow_down_alike_while_they_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "others", "ends"),
+    ("num_ranks", "num_cores", "others", "ends"),
     [
-        # 3 cores are wanted, and 2 if ranks in lockstep get half of theirs: these are half as fast, and done
-        # after 1 s; the other has a core to itself all the time.
-        (2, [(4.0, 1.0)], [1.0, 4.0]),
-        # At half their share they want 1 core of 3: 2 / 3 of the speed for the others until 1.5 s.
-        (2, [(4.0, 1.0), (4.0, 1.0)], [1.5, 4.5, 4.5]),
-        # The other wants 0.5 of a core, and the rest is for the ranks, though that is more than their share.
-        (2, [(4.0, 0.5)], [2 / 3, 4.0]),
+        # Others have half of their cores, so one other proc wants each: 2 * 0.5 + 4 * 0.25 = 2 cores. The
+        # ranks are done after 2 s, and the others have 3 s left then.
+        (4, 2, [(4.0, 1.0), (4.0, 1.0)], [2.0, 5.0, 5.0]),
+        # 4 / 5 of it, and 16 / 25 for the ranks.
+        (5, 4, [(4.0, 1.0)], [25 / 32, 25 / 32 + 4.0 - 5 / 8]),
         # Alone, or with cores for all.
-        (1, [], [1.0]),
-        (3, [(4.0, 1.0)], [0.5, 4.0]),
+        (2, 1, [], [1.0]),
+        (2, 3, [(4.0, 1.0)], [0.5, 4.0]),
     ],
 )
 def test_procs_in_lockstep_get_less_where_cores_are_short(
-    num_cores: int, others: list[tuple[float, float]], ends: list[float]
+    num_ranks: int, num_cores: int, others: list[tuple[float, float]], ends: list[float]
 ) -> None:
-    """Two ranks that want a core each for 0.5 s, and others with their work and their cores."""
-    clock = Clock(num_cores, lockstep_share=0.5)
+    """Ranks that want a core each for 0.5 s, and others with their work and their cores."""
+    clock = Clock(num_cores, lockstep_lag=1.0)
     found = [0.0] * (1 + len(others))
-    clock.compute_in_lockstep(0.5, 2.0, lambda: found.__setitem__(0, clock.now_s))
+    clock.compute_in_lockstep(0.5, float(num_ranks), lambda: found.__setitem__(0, clock.now_s))
     for index, (work_s, cores) in enumerate(others, 1):
         clock.compute(work_s, cores, lambda index=index: found.__setitem__(index, clock.now_s))
     while clock.step():
@@ -55,34 +55,77 @@ def test_procs_in_lockstep_get_less_where_cores_are_short(
     assert found == pytest.approx(ends)
 
 
+@given(
+    others=st.floats(0.1, 50.0),
+    lockstep=st.floats(0.1, 50.0),
+    num_cores=st.integers(1, 64),
+    lag=st.floats(0.0, 10.0),
+)
+def test_all_cores_are_taken_where_they_are_short(
+    others: float, lockstep: float, num_cores: int, lag: float
+) -> None:
+    clock = Clock(num_cores, lockstep_lag=lag)
+    clock.begin(others)
+    clock.compute_in_lockstep(1.0, lockstep, lambda: None)
+    in_lockstep, each = clock.shares()
+    taken = others * each + lockstep * in_lockstep
+    assert taken == pytest.approx(min(num_cores, others + lockstep))
+    assert 0.0 < in_lockstep <= each * (1.0 + 1e-9) <= 1.0 + 1e-6
+    assert in_lockstep == pytest.approx(each * lagging(each, lag))
+
+
 def test_what_computes_on_a_gpu_shares_nothing() -> None:
     assert _ends(1, [(1.0, 0.0), (3.0, 0.0), (1.0, 1.0)]) == pytest.approx([1.0, 3.0, 1.0])
 
 
-def test_sharing_itself_costs_something() -> None:
-    """Others have half of the core: 0.5 / (1 + 0.5 * 0.5) of the speed until 2.5 s; two thirds: 1 / 4 of it.
-    With a core for each, or one on a GPU, nothing is slower."""
-    assert _ends(1, [(1.0, 1.0), (3.0, 1.0)], crowding=0.5) == pytest.approx([2.5, 4.5])
-    assert _ends(1, [(1.0, 1.0)] * 3, crowding=0.5) == pytest.approx([4.0] * 3)
-    assert _ends(2, [(1.0, 1.0), (3.0, 1.0)], crowding=0.5) == pytest.approx([1.0, 3.0])
-    assert _ends(1, [(2.0, 1.0), (1.0, 0.0)], crowding=0.5) == pytest.approx([2.0, 1.0])
+@pytest.mark.parametrize(
+    ("num_cores", "engine_cores", "works", "engine_end", "ends"),
+    [
+        # Others have half of the core: 0.5 / (1 + 0.5 * 0.5) of the speed until 2 s; then 0.2 s are left.
+        (1, 1.0, [1.0], 2.2, [2.0]),
+        # Two thirds of it: 1 / 4 of the speed, and the others a third of theirs.
+        (1, 1.0, [2.0, 2.0], 4.0, [16 / 3, 16 / 3]),
+        # A core for each, or a GPU: nothing is slower.
+        (2, 1.0, [3.0], 1.0, [3.0]),
+        (1, 0.0, [3.0], 1.0, [3.0]),
+    ],
+)
+def test_sharing_itself_costs_engines_something(
+    num_cores: int, engine_cores: float, works: list[float], engine_end: float, ends: list[float]
+) -> None:
+    """An engine that has a second to compute, and others with their work."""
+    clock = Clock(num_cores, engine_crowding=0.5)
+    found = [0.0] * (1 + len(works))
+
+    def engine_ends() -> None:
+        clock.end(engine_cores)
+        found[0] = clock.now_s
+
+    clock.begin(engine_cores)
+    clock.of_engine(engine_cores).after(1.0, engine_ends)
+    for index, work_s in enumerate(works, 1):
+        clock.compute(work_s, 1.0, lambda index=index: found.__setitem__(index, clock.now_s))
+    while clock.step():
+        pass
+    assert found == pytest.approx([engine_end, *ends])
 
 
 @pytest.mark.parametrize(
-    ("lockstep_share", "lockstep_crowding", "ends"),
+    ("lockstep_lag", "lockstep_crowding", "ends"),
     [
-        # All have the half: 0.5 / 1.25 of the speed until 1.25 s.
-        (1.0, 0.5, [1.25, 4.75, 4.75]),
-        # The others have two thirds, 4 / 7 of the speed; the ranks one third, a quarter of it, until 2 s.
-        (0.5, 0.5, [2.0, 2.0 + 20 / 7, 2.0 + 20 / 7]),
-        # The ranks take no more for the same, and have half of the speed until 1 s; the others 0.4 of it.
-        (1.0, 0.0, [1.0, 4.6, 4.6]),
+        # All have the half: 0.5 / 1.25 of the speed for the ranks until 1.25 s.
+        (0.0, 0.5, [1.25, 4.625, 4.625]),
+        # The others have two thirds, so half a proc more wants each core. The ranks have one third: a quarter
+        # of the speed, until 2 s.
+        (2.0, 0.5, [2.0, 2.0 + 8 / 3, 2.0 + 8 / 3]),
+        # The ranks take no more for the same, and have half of the speed until 1 s.
+        (0.0, 0.0, [1.0, 4.5, 4.5]),
     ],
 )
 def test_what_sharing_costs_procs_in_lockstep_is_their_own(
-    lockstep_share: float, lockstep_crowding: float, ends: list[float]
+    lockstep_lag: float, lockstep_crowding: float, ends: list[float]
 ) -> None:
-    clock = Clock(2, crowding=0.5, lockstep_share=lockstep_share, lockstep_crowding=lockstep_crowding)
+    clock = Clock(2, engine_crowding=0.7, lockstep_lag=lockstep_lag, lockstep_crowding=lockstep_crowding)
     found = [0.0] * 3
     clock.compute_in_lockstep(0.5, 2.0, lambda: found.__setitem__(0, clock.now_s))
     for index in (1, 2):

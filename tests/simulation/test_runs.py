@@ -97,18 +97,18 @@ def test_a_trainer_with_more_ranks_than_were_measured_takes_more_cores(
 def test_a_trainer_of_one_proc_waits_for_nobody() -> None:
     """Two ranks keep 1.6 cores busy: each waits for the other for a fifth of the time."""
     setup = NO_SETUP.model_copy(update={"num_trainer_procs": 2, "num_data_ranks": 2})
-    cores = Cores(trainer=1.6, generator=0.0, scorer=0.0, trainer_share=0.7)
+    cores = Cores(trainer=1.6, generator=0.0, scorer=0.0, trainer_lag=0.7)
     values = {"token_s": 0.0, "fixed_s": 1.0, "decode_s": 1e-6}
     profile = simple_profile(**values, num_cores=2, cores=cores, setup=setup)
-    one = TrainerCost(time_share=0.8, cores=1.0, core_share=1.0)
+    one = TrainerCost(time_share=0.8, cores=1.0, lag=0.0)
     assert trainer_cost(profile, num_data_ranks=1) == one
     assert simulate(small_run(num_data_ranks=1), profile).step_s == pytest.approx(0.8, rel=0.01)
     assert simulate(small_run(num_data_ranks=2), profile).step_s == pytest.approx(1.0, rel=0.01)
-    four = TrainerCost(time_share=1.0, cores=3.2, core_share=0.7)
+    four = TrainerCost(time_share=1.0, cores=3.2, lag=0.7)
     assert trainer_cost(profile, num_data_ranks=4) == four
     # One data rank of two procs: these still wait for each other.
     tensor = profile.model_copy(update={"setup": setup.model_copy(update={"num_trainer_procs": 4})})
-    both = TrainerCost(time_share=1.0, cores=0.8, core_share=0.7)
+    both = TrainerCost(time_share=1.0, cores=0.8, lag=0.7)
     assert trainer_cost(tensor, num_data_ranks=1) == both
     on_gpus = profile.model_copy(update={"cores": cores.model_copy(update={"trainer": 0.0})})
     assert trainer_cost(on_gpus, num_data_ranks=1).time_share == 1.0
