@@ -17,7 +17,7 @@ SHORT_PROMPT = 16
 """Prompt tokens of the lower row of the grid."""
 
 NUM_ROUNDS = 3
-"""Of the whole grid, one after the other, so that slow minutes of a machine fall on all points."""
+"""Rounds of prompts, after one that warms up."""
 
 PREFILL_BATCHES = 4
 """A round of prompts has so many times the tokens that the engine computes at once."""
@@ -57,29 +57,46 @@ def _powers(highest: int) -> Iterator[int]:
     yield highest
 
 
-async def time_decoding(
-    engine: GeneratorActor,
-    grid: Sequence[DecodeTiming],
-    sampling: SamplingSection,
-    on_point: Callable[[], None],
-) -> tuple[DecodePoint, ...]:
-    """Return the times of a grid, each the mean of ``NUM_ROUNDS`` rounds after one that warms up."""
-    samples: dict[DecodeTiming, list[float]] = defaultdict(list)
-    for number in range(NUM_ROUNDS + 1):
-        for timing in grid:
-            step_s = await engine.time_engine.call_one(timing, sampling, number)
-            if number:
-                samples[timing].append(step_s)
+class DecodeTimer:
+    """Has one engine make the steps of a grid, in rounds.
+
+    A point has few steps in a round, and what others do makes them longer: rounds are made at different
+    moments of a profile, and medians count.
+    """
+
+    def __init__(
+        self, engine: GeneratorActor, grid: Sequence[DecodeTiming], sampling: SamplingSection
+    ) -> None:
+        self._engine = engine
+        self._grid = grid
+        self._sampling = sampling
+        self._num_rounds = 0
+        self._samples: dict[DecodeTiming, list[float]] = defaultdict(list)
+
+    @property
+    def num_points(self) -> int:
+        return len(self._grid)
+
+    async def round(self, on_point: Callable[[], None]) -> None:
+        """Time every point once; the first round warms up and does not count."""
+        for timing in self._grid:
+            step_s = await self._engine.time_engine.call_one(timing, self._sampling, self._num_rounds)
+            if self._num_rounds:
+                self._samples[timing].append(step_s)
             on_point()
-    return tuple(
-        DecodePoint(
-            num_running=timing.num_running,
-            # Halfway through the steps.
-            num_context_tokens=timing.num_prompt_tokens + timing.num_steps // 2,
-            step_s=Estimate.of(found),
+        self._num_rounds += 1
+
+    def points(self) -> tuple[DecodePoint, ...]:
+        """What the rounds have shown so far; there were two."""
+        return tuple(
+            DecodePoint(
+                num_running=timing.num_running,
+                # Halfway through the steps.
+                num_context_tokens=timing.num_prompt_tokens + timing.num_steps // 2,
+                step_s=Estimate.median_of(found),
+            )
+            for timing, found in self._samples.items()
         )
-        for timing, found in samples.items()
-    )
 
 
 async def time_prompts(

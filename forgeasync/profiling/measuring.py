@@ -21,16 +21,10 @@ from forgeasync.models.sizes import kv_bytes_per_token
 from forgeasync.observability.console import StepConsole
 from forgeasync.observability.procs_file import ProcEntry
 from forgeasync.profile.numbers import Distribution, Estimate
-from forgeasync.profile.profile import Cores, DecodePoint, Origin, Profile, Setup
+from forgeasync.profile.profile import Cores, Origin, Profile, Setup
 from forgeasync.profiling.engine_fit import Load, fit_engines
 from forgeasync.profiling.engine_loads import EngineLoads
-from forgeasync.profiling.engine_times import (
-    NUM_ROUNDS,
-    EngineLimits,
-    decode_grid,
-    time_decoding,
-    time_prompts,
-)
+from forgeasync.profiling.engine_times import DecodeTimer, EngineLimits, decode_grid, time_prompts
 from forgeasync.profiling.hardware import this_machine
 from forgeasync.profiling.loop_times import NUM_WARMUP_STEPS, LoopTimes
 from forgeasync.profiling.processor_time import OtherLoad, ProcessorTime
@@ -116,7 +110,8 @@ async def measure(
     of_trainer = ProcessorTime(_pids(procs, "trainer"))
     limits = _limits(prepared)
     text = _text(prepared, console)
-    decode, engine_cores = await _time_decoding(engine, limits, config, text, console)
+    decoding = DecodeTimer(engine.actor, decode_grid(limits, text), config.sampling)
+    engine_cores = await _warm_up(engine, decoding, console)
     of_engines = EngineLoads(
         roles.generators.pool, _pids(procs, "generator"), engine_cores=max(MIN_CORES, engine_cores)
     )
@@ -124,8 +119,8 @@ async def measure(
     run = await _sample(batches, of_engines, console)
     numbers = itertools.count(config.max_steps + 1)
     groups = [one.group for one in run.first_batch]
-    timer = StepTimer(config, roles.trainer, roles.generators, groups, of_trainer, numbers=numbers)
-    await _time_steps(timer, console)
+    training = StepTimer(config, roles.trainer, roles.generators, groups, of_trainer, numbers=numbers)
+    await _time_steps(decoding, training, console)
     lengths = lengths_by_source(run.everything)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
@@ -134,8 +129,7 @@ async def measure(
     )
     score_s = await time_scoring(roles.scorer, run.first_batch)
     num_places = await count_places(roles.scorer, run.first_batch, alone_s=score_s.mean.mean)
-
-    await _time_steps(timer, console)
+    await _time_steps(decoding, training, console)
     call_s = await _time_calls(roles, engine.actor)
     if not has_gpus:
         console.phase("timing what procs cost each other")
@@ -148,8 +142,8 @@ async def measure(
             of_trainer,
             numbers=numbers,
         )
-    await _time_steps(timer, console)
-    steps = timer.times()
+    await _time_steps(decoding, training, console)
+    steps = training.times()
     console.end_phase()
     if (share := others.share()) > MAX_OTHER_LOAD:
         console.message(
@@ -168,7 +162,7 @@ async def measure(
             generator=0.0 if has_gpus else engine_cores,
             scorer=loops.score_s / score_s.mean.mean,
         ),
-        decode=decode,
+        decode=decoding.points(),
         prefill_tokens_per_s=prefill,
         train=steps.points,
         between_steps_s=loops.between_s,
@@ -200,25 +194,21 @@ async def measure(
     return profile
 
 
-async def _time_decoding(
-    engine: LiveReplica,
-    limits: EngineLimits,
-    config: RunConfig,
-    text: Sequence[int],
-    console: StepConsole,
-) -> tuple[tuple[DecodePoint, ...], float]:
-    """Return the decode steps of an engine, and the cores that it keeps busy with them."""
-    grid = decode_grid(limits, text)
-    console.phase("timing decode steps", num_parts=len(grid) * (NUM_ROUNDS + 1))
+async def _warm_up(engine: LiveReplica, decoding: DecodeTimer, console: StepConsole) -> float:
+    """Make the first two rounds of decode steps; returns the cores that the engine keeps busy with them."""
+    console.phase("timing decode steps", num_parts=2 * decoding.num_points)
     of_engine, start_s = ProcessorTime([engine.pid]), time.perf_counter()
-    decode = await time_decoding(engine.actor, grid, config.sampling, console.part_done)
-    return decode, of_engine.passed_s() / (time.perf_counter() - start_s)
+    await decoding.round(console.part_done)
+    await decoding.round(console.part_done)
+    return of_engine.passed_s() / (time.perf_counter() - start_s)
 
 
-async def _time_steps(timer: StepTimer, console: StepConsole) -> None:
-    """Make a round of the trainer's steps."""
-    console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=timer.num_steps)
-    await timer.round(console.part_done)
+async def _time_steps(decoding: DecodeTimer, training: StepTimer, console: StepConsole) -> None:
+    """Make a round of decode steps and one of optimizer steps, one after the other."""
+    console.phase("timing decode steps", num_parts=decoding.num_points)
+    await decoding.round(console.part_done)
+    console.phase("timing optimizer steps, publishing, fetching and swapping", num_parts=training.num_steps)
+    await training.round(console.part_done)
 
 
 async def _sample(batches: RunBatches, of_engines: EngineLoads, console: StepConsole) -> _SampledRun:

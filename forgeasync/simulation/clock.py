@@ -37,6 +37,8 @@ class Timeline:
 
     def __init__(self, numbers: "itertools.count[int]") -> None:
         self.now = 0.0
+        self.speed = 1.0
+        """Its seconds in one of the wall."""
         self._numbers = numbers
         self._events: list[tuple[float, int, Event]] = []
         """Those of one time in the order in which they were asked for."""
@@ -95,6 +97,9 @@ class Clock:
         self._cores = Timeline(numbers)
         self._engines = Timeline(numbers)
         self._lockstep = Timeline(numbers)
+        self._timelines = (self.wall, self._cores, self._engines, self._lockstep)
+        self._has_changed = False
+        """Whether other cores are wanted than when the speeds were set."""
 
     @property
     def now_s(self) -> float:
@@ -107,10 +112,12 @@ class Clock:
     def begin(self, cores: float) -> None:
         """So many more cores are wanted."""
         self._wanted += cores
+        self._has_changed = True
 
     def end(self, cores: float) -> None:
         """So many fewer."""
         self._wanted -= cores
+        self._has_changed = True
         assert self._wanted > -_EPSILON
 
     def compute(self, work_s: float, cores: float, then: Callable[[], None]) -> None:
@@ -128,10 +135,12 @@ class Clock:
 
         def done() -> None:
             self._wanted_in_lockstep -= cores
+            self._has_changed = True
             assert self._wanted_in_lockstep > -_EPSILON
             then()
 
         self._wanted_in_lockstep += cores
+        self._has_changed = True
         (self._lockstep if cores else self.wall).after(work_s, done)
 
     def shares(self) -> tuple[float, float]:
@@ -154,22 +163,17 @@ class Clock:
 
     def step(self) -> bool:
         """Go on to the next event; false if there is none."""
-        in_lockstep, each = self.shares()
-        timelines = (
-            (self.wall, 1.0),
-            (self._cores, each),
-            (self._engines, crowded_speed(each, self._engine_crowding)),
-            (self._lockstep, crowded_speed(in_lockstep, self._lockstep_crowding)),
-        )
-        found, in_s = None, 0.0
-        for timeline, its_speed in timelines:
+        if self._has_changed:
+            self._set_speeds()
+        found, in_s = None, math.inf
+        for timeline in self._timelines:
             event = timeline.first()
-            if event is not None and (found is None or (event.at - timeline.now) / its_speed < in_s):
-                found, on, in_s = event, timeline, (event.at - timeline.now) / its_speed
+            if event is not None and (event.at - timeline.now) / timeline.speed < in_s:
+                found, on, in_s = event, timeline, (event.at - timeline.now) / timeline.speed
         if found is None:
             return False
-        for timeline, its_speed in timelines:
-            timeline.now += in_s * its_speed
+        for timeline in self._timelines:
+            timeline.now += in_s * timeline.speed
         # Without an error of rounding.
         on.now = found.at
         act = found.act
@@ -178,3 +182,10 @@ class Clock:
         found.cancel()
         act()
         return True
+
+    def _set_speeds(self) -> None:
+        in_lockstep, each = self.shares()
+        self._cores.speed = each
+        self._engines.speed = crowded_speed(each, self._engine_crowding)
+        self._lockstep.speed = crowded_speed(in_lockstep, self._lockstep_crowding)
+        self._has_changed = False

@@ -10,22 +10,26 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgeasync.actors.generator import GeneratorActor
 from forgeasync.actors.group_scoring import GroupScoring
+from forgeasync.config.generator import SamplingSection
 from forgeasync.config.load import load_config
 from forgeasync.environments.order import weighted_order
+from forgeasync.generator.reports import DecodeTiming
 from forgeasync.profile.fitted_lengths import alikeness, fit_lengths, mean_of_groups
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import MOST_CROWDING, MOST_LAG, DecodePoint
 from forgeasync.profile.tables import DecodeTable
 from forgeasync.profiling import sampled_groups
 from forgeasync.profiling.engine_fit import EngineFit, Load, fit_engines, together
-from forgeasync.profiling.engine_times import NUM_STEPS, EngineLimits, decode_grid
+from forgeasync.profiling.engine_times import NUM_STEPS, DecodeTimer, EngineLimits, decode_grid
 from forgeasync.profiling.processor_time import OtherLoad, ProcessGone, ProcessorTime
 from forgeasync.profiling.run_batches import FIRST_EXTRA, batches_of
 from forgeasync.profiling.sampled_groups import (
@@ -218,6 +222,26 @@ def make_load(*batches: list[Sampled], work_s: float, core_share: float, crowdin
     computed_s = work_s * (1.0 + crowding * (1.0 - core_share))
     busy_s = computed_s / core_share + STALL_SHARE * 0.5
     return Load(batches=batches, computed_s=computed_s, handing_over_s=0.5, busy_s=busy_s, engine_cores=1.0)
+
+
+def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do() -> None:
+    limits = EngineLimits(
+        max_num_seqs=2, max_context_length=64, max_kv_tokens=4096, max_num_batched_tokens=512
+    )
+    grid = decode_grid(limits, [1, 2, 3])
+    # The same of every point: the round that warms up, then three.
+    took_s = iter([step_s for step_s in (0.9, 0.1, 0.5, 0.2) for _ in grid])
+
+    async def call_one(timing: DecodeTiming, sampling: SamplingSection, seed: int) -> float:
+        return next(took_s)
+
+    engine = cast(GeneratorActor, SimpleNamespace(time_engine=SimpleNamespace(call_one=call_one)))
+    timer, done = DecodeTimer(engine, grid, SamplingSection(max_response_tokens=4)), list[None]()
+    for _ in range(4):
+        asyncio.run(timer.round(lambda: done.append(None)))
+    assert len(done) == 4 * timer.num_points
+    assert [one.step_s.mean for one in timer.points()] == [0.2] * len(grid)
+    assert {one.num_running for one in timer.points()} == {1, 2}
 
 
 @pytest.mark.parametrize(("step_s", "crowding"), [(0.0, 0.0), (0.02, 0.0), (0.0, 0.5), (0.02, 0.75)])
