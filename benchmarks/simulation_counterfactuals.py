@@ -87,7 +87,14 @@ SCENARIOS: dict[str, Scenario] = {
         cure="one more scorer",
         cured_by=("scorer.num_replicas=2",),
     ),
-    "synchronous": Scenario(overrides=(_bound(0),), cure="max_off_policy_steps 1", cured_by=(_bound(1),)),
+    # Without a wait, two cores have as much to do with a bound of 1: a faster trainer would bring as much.
+    "short wait, synchronous": Scenario(
+        overrides=(_bound(0), "scorer.num_workers=4"),
+        sleep_s=0.5,
+        is_far=True,
+        cure="max_off_policy_steps 1",
+        cured_by=(_bound(1),),
+    ),
     "far scorer, synchronous": Scenario(
         overrides=(_bound(0), "scorer.num_workers=4"),
         sleep_s=2.0,
@@ -103,7 +110,9 @@ SCENARIOS: dict[str, Scenario] = {
         cured_by=(_bound(2),),
     ),
     "small buffer": Scenario(
-        overrides=(_bound(4), "buffer.max_groups=24"),
+        overrides=(_bound(4), "buffer.max_groups=24", "scorer.num_workers=4"),
+        sleep_s=1.0,
+        is_far=True,
         cure="a buffer twice as large",
         cured_by=("buffer.max_groups=48",),
     ),

@@ -78,8 +78,8 @@ def fit_engines(loads: Sequence[Load], cost: EngineCost, *, num_replicas: int) -
 
     What their steps and prompts take of a load is simulated, with the lengths that were sampled. They compute
     this and ``step_rest_s`` for each step, 1 + crowding * (1 - ``core_share``) times. The two unknown numbers
-    are those with the least squares of relative errors; neither is negative. Loads of which some had more of
-    their cores than others tell one from the other.
+    are those with the least squares of relative errors; neither is negative. Loads tell one from the other
+    where some had more of their cores than others, and where some are many steps with few sequences.
     """
     known = [_known(load, cost, num_replicas=num_replicas) for load in loads]
     best = EngineFit(step_rest_s=0.0, crowding=0.0)

@@ -121,6 +121,10 @@ async def measure(
     groups = [one.group for one in run.first_batch]
     training = StepTimer(config, roles.trainer, roles.generators, groups, of_trainer, numbers=numbers)
     await _time_steps(decoding, training, console)
+    if not has_gpus:
+        console.phase("sampling one group after the other")
+        await of_engines.begin()
+        one_by_one = await of_engines.end(await batches.load(console, one_by_one=True))
     lengths = lengths_by_source(run.everything)
     console.phase("timing prompts and scores")
     num_prompt_tokens = round(max(one.prompt.mean.mean for one in lengths.values()))
@@ -182,7 +186,7 @@ async def measure(
         trainer_start_s=Estimate.of([_starting_s(logs, "trainer-0")]),
     )
     if not has_gpus:
-        profile = _with_sharing(profile, limits, run.load, shared)
+        profile = _with_sharing(profile, limits, (run.load, one_by_one), shared)
     # The run of the loops: its config, with the lengths that were sampled since.
     same = of_config(config, prepared.facts, profile)
     found_s = simulated_s(same, profile, num_left_out=NUM_WARMUP_STEPS)
@@ -227,7 +231,9 @@ async def _sample(batches: RunBatches, of_engines: EngineLoads, console: StepCon
     )
 
 
-def _with_sharing(profile: Profile, limits: EngineLimits, load: Load, shared: SharedCores) -> Profile:
+def _with_sharing(
+    profile: Profile, limits: EngineLimits, loads: Sequence[Load], shared: SharedCores
+) -> Profile:
     """Return the profile with what engines compute beside steps, prompts and responses, and with what sharing
     cores costs."""
     cost = engine_cost(
@@ -236,7 +242,7 @@ def _with_sharing(profile: Profile, limits: EngineLimits, load: Load, shared: Sh
         max_kv_tokens=limits.max_kv_tokens,
         shares_prefixes=False,
     )
-    loads = (load, shared.uncrowded, shared.crowded)
+    loads = (*loads, shared.uncrowded, shared.crowded)
     fit = fit_engines(loads, cost, num_replicas=profile.setup.num_replicas)
     cores = {
         "generator_crowding": fit.crowding,

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from forgeasync.buffer.submissions import Submission
 from forgeasync.controller.preparation import Prepared
@@ -13,7 +13,7 @@ from forgeasync.profiling.sampled_groups import NotProfiled, Sampled, sample_gro
 from forgeasync.rollouts.task import Task
 
 LOAD_S = 10.0
-"""No further batches are sampled for a load after so long."""
+"""No further groups are sampled for a load after so long."""
 
 FIRST_EXTRA = 500_000
 """Number of the first problem that is not in its turn."""
@@ -41,15 +41,18 @@ class RunBatches:
         """
         return await sample_until_known(lambda: self._sample(next(self._batches)), self._free)
 
-    async def load(self, console: StepConsole) -> list[list[Sampled]]:
-        """Sample batches one after the other for ``LOAD_S``; their arrays are freed.
+    async def load(self, console: StepConsole, *, one_by_one: bool = False) -> list[list[Sampled]]:
+        """Sample batches, or groups, one after the other for ``LOAD_S``; their arrays are freed.
 
         Raises:
             NotProfiled: not one could be sampled and scored.
         """
         found, problems = list[list[Sampled]](), list[NotProfiled]()
         end_s = time.perf_counter() + LOAD_S
-        for batch in self._batches:
+        batches: Iterable[list[Submission]] = self._batches
+        if one_by_one:
+            batches = ([one] for one in itertools.chain.from_iterable(self._batches))
+        for batch in batches:
             try:
                 found.append(await self._sample(batch))
             except NotProfiled as problem:
