@@ -14,8 +14,8 @@ from forgeasync.simulation.draws import DrawnRollout
 from forgeasync.simulation.engine import STALL_SHARE, Engine, EngineCost
 from forgeasync.simulation.groups import SimulatedGroup
 
-CROWDING_STEP = 0.01
-"""How finely ``Cores.generator_crowding`` is looked for."""
+NUM_CROWDINGS = 100
+"""Parts of the range in which ``Cores.generator_crowding`` is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,8 @@ def fit_engines(loads: Sequence[Load], cost: EngineCost, *, num_replicas: int) -
     known = [_known(load, cost, num_replicas=num_replicas) for load in loads]
     best = EngineFit(step_rest_s=0.0, crowding=0.0)
     least = math.inf
-    for number in range(round(MOST_CROWDING / CROWDING_STEP) + 1):
-        crowding = number * CROWDING_STEP
+    for number in range(NUM_CROWDINGS + 1):
+        crowding = MOST_CROWDING * number / NUM_CROWDINGS
         more = [1.0 + crowding * (1.0 - load.core_share) for load in loads]
         # What is missing of every load's computed_s, and what a second for each step adds to it: relative.
         missing = [
