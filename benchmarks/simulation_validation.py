@@ -39,7 +39,7 @@ from forgeasync.models.config_file import read_model_facts
 from forgeasync.prediction.measured import MeasuredWindow
 from forgeasync.profile.profile import Profile
 from forgeasync.profile.profile_file import read_profile
-from forgeasync.simulation.run import simulate
+from forgeasync.simulation.run import simulate_seeds
 from forgeasync.simulation.shape import SimulatedRun, of_config
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -120,10 +120,8 @@ def pairs_of(rounds: Sequence[Mapping[str, Outcome]], *, at_speed_of_run: bool) 
 
 
 def predicted(run: SimulatedRun, profile: Profile) -> Figures:
-    """Means over runs that differ in what they draw: one of them draws lengths with another mean."""
-    found = [
-        simulate(replace(run, seed=NUM_SEEDS * run.seed + number), profile) for number in range(NUM_SEEDS)
-    ]
+    """Means over runs that differ in what they draw."""
+    found = simulate_seeds(run, profile, num_seeds=NUM_SEEDS)
     return mean_of(
         [Figures(**{one.name: getattr(each, one.name) for one in fields(Figures)}) for each in found]
     )

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from forgeasync.buffer.decisions import Start
 from forgeasync.profile.profile import MOST_CROWDING
 from forgeasync.profiling.sampled_groups import Sampled
-from forgeasync.simulation.clock import Clock
+from forgeasync.simulation.clock import Clock, crowded_work
 from forgeasync.simulation.draws import DrawnRollout
 from forgeasync.simulation.engine import STALL_SHARE, Engine, EngineCost
 from forgeasync.simulation.groups import SimulatedGroup
@@ -82,31 +84,20 @@ def fit_engines(loads: Sequence[Load], cost: EngineCost, *, num_replicas: int) -
     where some had more of their cores than others, and where some are many steps with few sequences.
     """
     known = [_known(load, cost, num_replicas=num_replicas) for load in loads]
+    computed_s = np.array([load.computed_s for load in loads])
+    work_s, num_steps = np.array([(one.work_s, one.num_steps) for one in known]).T
     best = EngineFit(step_rest_s=0.0, crowding=0.0)
     least = math.inf
     for number in range(NUM_CROWDINGS + 1):
         crowding = MOST_CROWDING * number / NUM_CROWDINGS
-        more = [1.0 + crowding * (1.0 - load.core_share) for load in loads]
+        more = np.array([crowded_work(load.core_share, crowding) for load in loads])
         # What is missing of every load's computed_s, and what a second for each step adds to it: relative.
-        missing = [
-            1.0 - one.work_s * factor / load.computed_s
-            for one, factor, load in zip(known, more, loads, strict=True)
-        ]
-        added = [
-            one.num_steps * factor / load.computed_s
-            for one, factor, load in zip(known, more, loads, strict=True)
-        ]
-        step_s = max(0.0, _product(added, missing) / _product(added, added))
-        error = math.fsum(
-            (share - step_s * by_step) ** 2 for share, by_step in zip(missing, added, strict=True)
-        )
+        missing, added = 1.0 - work_s * more / computed_s, num_steps * more / computed_s
+        step_s = max(0.0, float(added @ missing / (added @ added)))
+        error = float(np.square(missing - step_s * added).sum())
         if error < least:
             best, least = EngineFit(step_rest_s=step_s, crowding=crowding), error
     return best
-
-
-def _product(some: Sequence[float], others: Sequence[float]) -> float:
-    return math.fsum(one * other for one, other in zip(some, others, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

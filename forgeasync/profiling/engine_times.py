@@ -1,6 +1,5 @@
 """Times of one engine: a grid of decode steps, and prompts."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ class EngineLimits:
     """Prompt tokens that the engine computes at once."""
 
 
-def decode_grid(limits: EngineLimits, text: Sequence[int]) -> list[DecodeTiming]:
+def decode_grid(limits: EngineLimits, text: tuple[int, ...]) -> list[DecodeTiming]:
     """Return powers of two up to the most sequences, each with one or two lengths of prompts, which are cut
     from ``text``."""
     numbers = list(_powers(limits.max_num_seqs))
@@ -43,7 +42,7 @@ def decode_grid(limits: EngineLimits, text: Sequence[int]) -> list[DecodeTiming]
     longest = min(limits.max_context_length, room) - NUM_STEPS - 1
     lengths = sorted({min(SHORT_PROMPT, max(1, longest)), max(1, longest)})
     return [
-        DecodeTiming(num_running=num, num_prompt_tokens=length, num_steps=NUM_STEPS, text=tuple(text))
+        DecodeTiming(num_running=num, num_prompt_tokens=length, num_steps=NUM_STEPS, text=text)
         for num in numbers
         for length in lengths
     ]
@@ -71,7 +70,8 @@ class DecodeTimer:
         self._grid = grid
         self._sampling = sampling
         self._num_rounds = 0
-        self._samples: dict[DecodeTiming, list[float]] = defaultdict(list)
+        self._samples: list[list[float]] = [[] for _ in grid]
+        """Seconds of each point of the grid."""
 
     @property
     def num_points(self) -> int:
@@ -79,10 +79,10 @@ class DecodeTimer:
 
     async def round(self, on_point: Callable[[], None]) -> None:
         """Time every point once; the first round warms up and does not count."""
-        for timing in self._grid:
+        for timing, samples in zip(self._grid, self._samples, strict=True):
             step_s = await self._engine.time_engine.call_one(timing, self._sampling, self._num_rounds)
             if self._num_rounds:
-                self._samples[timing].append(step_s)
+                samples.append(step_s)
             on_point()
         self._num_rounds += 1
 
@@ -95,7 +95,7 @@ class DecodeTimer:
                 num_context_tokens=timing.num_prompt_tokens + timing.num_steps // 2,
                 step_s=Estimate.median_of(found),
             )
-            for timing, found in self._samples.items()
+            for timing, found in zip(self._grid, self._samples, strict=True)
         )
 
 
@@ -104,14 +104,14 @@ async def time_prompts(
     limits: EngineLimits,
     sampling: SamplingSection,
     *,
-    text: Sequence[int],
+    text: tuple[int, ...],
     num_prompt_tokens: int,
 ) -> Estimate:
     """Return the prompt tokens that an engine computes a second, in prompts of such a length, cut from
     ``text``."""
     num_tokens = min(PREFILL_BATCHES * limits.max_num_batched_tokens, limits.max_kv_tokens // 2)
     num_prompts = max(1, min(num_tokens // num_prompt_tokens, limits.max_num_seqs))
-    timing = PrefillTiming(num_prompts=num_prompts, num_prompt_tokens=num_prompt_tokens, text=tuple(text))
+    timing = PrefillTiming(num_prompts=num_prompts, num_prompt_tokens=num_prompt_tokens, text=text)
     rates = []
     for number in range(NUM_ROUNDS + 1):
         token_s = await engine.time_engine.call_one(timing, sampling, number)

@@ -187,14 +187,7 @@ async def measure(
     )
     if not has_gpus:
         profile = _with_sharing(profile, limits, (run.load, one_by_one), shared)
-    # The run of the loops: its config, with the lengths that were sampled since.
-    same = of_config(config, prepared.facts, profile)
-    found_s = simulated_s(same, profile, num_left_out=NUM_WARMUP_STEPS)
-    num_steps = config.max_steps - NUM_WARMUP_STEPS
-    console.message(
-        f"{num_steps} steps of this run took {loops.run_s / num_steps:.2f} s each; simulated with this "
-        f"profile {found_s / num_steps:.2f} s"
-    )
+    _compare(prepared, loops, profile, console)
     return profile
 
 
@@ -256,7 +249,19 @@ def _with_sharing(
     return profile.model_copy(update=found)
 
 
-def _text(prepared: Prepared, console: StepConsole) -> list[int]:
+def _compare(prepared: Prepared, loops: LoopTimes, profile: Profile, console: StepConsole) -> None:
+    """Say what the loops' steps took, and what they take in a simulation with the profile."""
+    # Their run has the same config, and the lengths that were sampled since.
+    same = of_config(prepared.config, prepared.facts, profile)
+    found_s = simulated_s(same, profile, num_left_out=NUM_WARMUP_STEPS)
+    num_steps = prepared.config.max_steps - NUM_WARMUP_STEPS
+    console.message(
+        f"{num_steps} steps of this run took {loops.run_s / num_steps:.2f} s each; simulated with this "
+        f"profile {found_s / num_steps:.2f} s"
+    )
+
+
+def _text(prepared: Prepared, console: StepConsole) -> tuple[int, ...]:
     """Return token ids of the run's prompts, one after the other, up to ``TEXT_TOKENS``."""
     found: list[int] = []
     for task in prepared.train:
@@ -266,7 +271,7 @@ def _text(prepared: Prepared, console: StepConsole) -> list[int]:
     if not found:
         console.message("problems have no text of their own: engines are timed with tokens at random")
         found = np.random.default_rng(0).integers(0, prepared.facts.vocab_size, TEXT_TOKENS).tolist()
-    return found
+    return tuple(found)
 
 
 def _setup(prepared: Prepared, roles: Roles, kv_block_tokens: int) -> Setup:

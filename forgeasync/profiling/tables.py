@@ -7,7 +7,7 @@ from rich.table import Table
 
 from forgeasync.profile.numbers import Distribution, Estimate
 from forgeasync.profile.profile import Profile
-from forgeasync.simulation.clock import lagging
+from forgeasync.simulation.clock import crowded_work, lagging
 from forgeasync.simulation.what_if import WhatIf
 
 
@@ -72,8 +72,8 @@ def _facts(profile: Profile) -> Iterator[str]:
     yield (
         f"cores kept busy: trainer {cores.trainer:.2f}, generator {cores.generator:.2f}, "
         f"scorer {cores.scorer:.2f}; where they are short, an engine that has half of one takes "
-        f"{1.0 + cores.generator_crowding / 2:.2f} times as much of it (the trainer: "
-        f"{1.0 + cores.trainer_crowding / 2:.2f}), and the trainer gets "
+        f"{crowded_work(0.5, cores.generator_crowding):.2f} times as much of it (the trainer: "
+        f"{crowded_work(0.5, cores.trainer_crowding):.2f}), and the trainer gets "
         f"{lagging(0.5, cores.trainer_lag):.2f} of what others get"
     )
     yield (

@@ -57,12 +57,15 @@ class Timeline:
         return self._events[0][2] if self._events else None
 
 
-def crowded_speed(core_share: float, crowding: float) -> float:
-    """How fast a proc goes on that has its cores for a share of the time, and others for the rest.
+def crowded_work(core_share: float, crowding: float) -> float:
+    """How much more a proc computes for the same, as a multiple, that has its cores for a share of the time,
+    and others for the rest; ``crowding`` is ``Cores.generator_crowding`` or ``Cores.trainer_crowding``."""
+    return 1.0 + crowding * (1.0 - core_share)
 
-    ``crowding`` is ``Cores.generator_crowding`` or ``Cores.trainer_crowding``.
-    """
-    return core_share / (1.0 + crowding * (1.0 - core_share))
+
+def crowded_speed(core_share: float, crowding: float) -> float:
+    """How fast such a proc goes on."""
+    return core_share / crowded_work(core_share, crowding)
 
 
 def lagging(core_share: float, lag: float) -> float:
@@ -111,14 +114,11 @@ class Clock:
 
     def begin(self, cores: float) -> None:
         """So many more cores are wanted."""
-        self._wanted += cores
-        self._has_changed = True
+        self._want(others=cores)
 
     def end(self, cores: float) -> None:
         """So many fewer."""
-        self._wanted -= cores
-        self._has_changed = True
-        assert self._wanted > -_EPSILON
+        self._want(others=-cores)
 
     def compute(self, work_s: float, cores: float, then: Callable[[], None]) -> None:
         """Have a proc compute for so long, alone on its host, and then something happen."""
@@ -134,13 +134,10 @@ class Clock:
         """Have procs compute that wait for each other all the time."""
 
         def done() -> None:
-            self._wanted_in_lockstep -= cores
-            self._has_changed = True
-            assert self._wanted_in_lockstep > -_EPSILON
+            self._want(in_lockstep=-cores)
             then()
 
-        self._wanted_in_lockstep += cores
-        self._has_changed = True
+        self._want(in_lockstep=cores)
         (self._lockstep if cores else self.wall).after(work_s, done)
 
     def shares(self) -> tuple[float, float]:
@@ -182,6 +179,12 @@ class Clock:
         found.cancel()
         act()
         return True
+
+    def _want(self, *, others: float = 0.0, in_lockstep: float = 0.0) -> None:
+        self._wanted += others
+        self._wanted_in_lockstep += in_lockstep
+        self._has_changed = True
+        assert self._wanted > -_EPSILON and self._wanted_in_lockstep > -_EPSILON
 
     def _set_speeds(self) -> None:
         in_lockstep, each = self.shares()

@@ -7,6 +7,7 @@ modelled.
 """
 
 import gc
+from dataclasses import replace
 
 from forgeasync.buffer.decisions import Batch, DropReason, Start
 from forgeasync.buffer.replay_buffer import ReplayBuffer
@@ -40,6 +41,13 @@ def simulate(run: SimulatedRun, profile: Profile) -> Prediction:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def simulate_seeds(run: SimulatedRun, profile: Profile, *, num_seeds: int) -> list[Prediction]:
+    """Play a run with so many seeds, which no other seed of the run shares: one of them draws lengths with
+    another mean."""
+    seeds = range(num_seeds * run.seed, num_seeds * (run.seed + 1))
+    return [simulate(replace(run, seed=seed), profile) for seed in seeds]
 
 
 class RunSimulation:

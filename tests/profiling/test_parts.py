@@ -79,7 +79,7 @@ def test_the_grid_is_whole_and_fits_the_cache(
         max_kv_tokens=max_kv_tokens,
         max_num_batched_tokens=512,
     )
-    grid = decode_grid(limits, [1, 2, 3])
+    grid = decode_grid(limits, (1, 2, 3))
     numbers = sorted({one.num_running for one in grid})
     lengths = {one.num_prompt_tokens for one in grid}
     assert numbers[0] == 1 and numbers[-1] == max_num_seqs and len(grid) == len(numbers) * len(lengths)
@@ -228,7 +228,7 @@ def test_of_rounds_of_decode_steps_the_first_one_does_not_count_and_medians_do()
     limits = EngineLimits(
         max_num_seqs=2, max_context_length=64, max_kv_tokens=4096, max_num_batched_tokens=512
     )
-    grid = decode_grid(limits, [1, 2, 3])
+    grid = decode_grid(limits, (1, 2, 3))
     # The same of every point: the round that warms up, then three.
     took_s = iter([step_s for step_s in (0.9, 0.1, 0.5, 0.2) for _ in grid])
 
