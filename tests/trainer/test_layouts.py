@@ -19,6 +19,7 @@ from forgeasync.config.trainer import ActivationCheckpointing, ParallelSection
 from forgeasync.models.config_file import read_model_facts
 from forgeasync.rollouts.token_values import NUM_WORST, TokenValues, merged_reports
 from tests.support.families import write_family
+from tests.support.fork_server import ProcessFailed
 from tests.support.layouts import LEARNING_RATE, Case, Inputs, Outcome, take_steps
 from tests.support.models import write_random_model
 from tests.support.processes import run_ranks
@@ -167,13 +168,19 @@ def marked(names: Iterable[str]) -> list[ParameterSet]:
 
 @pytest.fixture(scope="module")
 def launch(inputs: Inputs, exported: Path) -> Launch:
-    """A case's outcomes by rank. One launch takes the steps of all cases with as many procs and its mark."""
+    """A case's outcomes by rank. One launch takes the steps of all cases with as many procs and its mark.
+
+    A launch that has failed is not tried again: each of its tests fails with what it said.
+    """
     cases = ALONE | MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED
     for name in ("fsdp2-ep2", "fsdp2-ep2-offload"):
         cases[name] = replace(cases[name], export=exported / name)
     done: dict[str, list[Outcome]] = {}
+    failed: dict[str, ProcessFailed] = {}
 
     def outcomes(name: str) -> list[Outcome]:
+        if name in failed:
+            raise failed[name]
         if name not in done:
             num_procs = cases[name].parallel.num_procs
             beside = {
@@ -182,7 +189,11 @@ def launch(inputs: Inputs, exported: Path) -> Launch:
                 if case.parallel.num_procs == num_procs
                 and (other in REPRESENTATIVE) == (name in REPRESENTATIVE)
             }
-            by_rank = run_ranks(num_procs, take_steps, inputs, beside)
+            try:
+                by_rank = run_ranks(num_procs, take_steps, inputs, beside)
+            except ProcessFailed as failure:
+                failed.update(dict.fromkeys(beside, failure))
+                raise
             done.update({other: [of_rank[other] for of_rank in by_rank] for other in beside})
         return done[name]
 
