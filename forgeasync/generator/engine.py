@@ -46,12 +46,12 @@ from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
 from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
 from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, in_process_core
-from forgeasync.generator.workarounds.rendezvous import name_rendezvous
 from forgeasync.generator.workarounds.served_adapters import (
     AdapterSetup,
     ServedAdapter,
     install,
 )
+from forgeasync.generator.workarounds.vllm_process import adapt_process
 from forgeasync.rollouts.in_flight import LoggedTurn
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.rollout import FinishReason, Rollout
@@ -120,7 +120,7 @@ class GeneratorEngine:
         ``num_scored_ids`` is the most that ``forgeasync.generator.token_scores`` asks for.
         """
         is_cpu = current_platform.is_cpu()
-        name_rendezvous()
+        adapt_process()
         if generator.batch_invariant:
             compute_batch_invariantly()
         if is_cpu:

@@ -17,7 +17,7 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from forgeasync.config.process_reward_model import ProcessRewardModel
-from forgeasync.generator.workarounds.rendezvous import name_rendezvous
+from forgeasync.generator.workarounds.vllm_process import adapt_process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StepEngine:
 
     def __init__(self, section: ProcessRewardModel, *, tag_id: int) -> None:
         """Load the model. Raises whatever vLLM raises where it cannot."""
-        name_rendezvous()
+        adapt_process()
         self._tag_id = tag_id
         self._num_tags: dict[str, int] = {}
         self._llm = LLMEngine.from_engine_args(

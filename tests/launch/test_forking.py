@@ -1,6 +1,7 @@
 """Processes that are forked from a server are what the same program would be, and end with whoever wants
 them."""
 
+import importlib
 import json
 import os
 import signal
@@ -18,8 +19,9 @@ import pytest
 from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.launch.forking import client, proxy
 from forgeasync.launch.forking.client import ADDRESS, ForkServer, fork_app, own_life
-from forgeasync.launch.forking.import_sets import ImportSet
+from forgeasync.launch.forking.import_sets import MODULES, ImportSet
 from forgeasync.launch.forking.server import MAX_LOST
+from tests.support.processes import run_apart
 
 pytestmark = pytest.mark.procs
 
@@ -559,3 +561,26 @@ print(*server.processes(), flush=True)
 
 def test_the_pipe_of_this_process_is_one() -> None:
     assert own_life() == own_life() and os.get_inheritable(own_life())
+
+
+def test_a_controller_reads_no_docstrings_that_its_server_could_have_read() -> None:
+    assert run_apart(_classes_with_docstrings) == []
+
+
+def _classes_with_docstrings() -> list[str]:
+    """Classes of which pydantic looks for the source, among all modules, while a controller imports."""
+    from pydantic._internal import _docs_extraction
+
+    for name in (ImportSet.COMMON, ImportSet.CONTROLLER):
+        for module in MODULES[name]:
+            importlib.import_module(module)
+    found = []
+    extract = _docs_extraction._extract_source_from_frame
+
+    def noted(of: type) -> list[str] | None:
+        found.append(of.__qualname__)
+        return extract(of)
+
+    _docs_extraction._extract_source_from_frame = noted
+    importlib.import_module("apps.grpo")
+    return found

@@ -26,6 +26,9 @@ MODULES: dict[ImportSet, tuple[str, ...]] = {
         "torch",
         # TorchTitan and vLLM import it.
         "torch._inductor.compile_fx",
+        # Monarch imports them.
+        "opentelemetry.metrics",
+        "pyre_extensions",
         "forgeasync.scoring.judge",
         "forgeasync.scoring.reward_pool",
         "forgeasync.scoring.scorer",
@@ -54,10 +57,12 @@ MODULES: dict[ImportSet, tuple[str, ...]] = {
         "forgeasync.environments.sessions.server",
     ),
     ImportSet.CONTROLLER: (
-        "transformers",
+        "transformers.models.auto.tokenization_auto",
         "forgeasync.checkpoint.folders",
         "forgeasync.config.load",
         "forgeasync.observability.console",
+        # Pydantic reads what its fields' docstrings say out of the files of all modules that are imported.
+        "forgeasync.prediction.process",
         "forgeasync.trainer.batch",
     ),
 }
