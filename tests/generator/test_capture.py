@@ -17,7 +17,7 @@ from forgeasync.rollouts.kept_tokens import KeptTokens, check_kept_tokens
 from forgeasync.rollouts.records import Records, check_rollout
 from forgeasync.rollouts.rollout import Rollout
 from forgeasync.rollouts.routing import RecordError
-from tests.support.engines import kept_by_definition, nothing_to_fetch
+from tests.support.engines import kept_by_definition, let_decode, nothing_to_fetch
 from tests.support.models import write_random_model
 from tests.support.processes import run_alone
 
@@ -107,9 +107,9 @@ async def _scenario(folder: Path, vocab_size: int, compile: bool) -> Sampled:
     uncut = await groups(UNCUT, 1)
     min_p = await groups(MIN_P, 1)
     aborted = await _abort(engine, prompts[4])
-    running = asyncio.create_task(groups(SAMPLING, 1))
-    await asyncio.sleep(0.15)
     weights = list(swapped_weights(folder).items())
+    running = asyncio.create_task(groups(SAMPLING, 1))
+    await let_decode(engine, 4)
     await engine.update_weights(
         1, prefetch=nothing_to_fetch, install=lambda core: replace_all_weights(core, weights)
     )

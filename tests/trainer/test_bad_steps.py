@@ -182,6 +182,8 @@ def _spike(world: World, seen: Seen, out: Path) -> None:
     seen.norms["started again"] = again._judge.spikes.norms if again._judge.spikes else ()
     trainer.begin_checkpoint(out / "step-00000006", run_state=b"{}", keep=2)
     trainer.finish_checkpoint()
+    # Rank 0 gives the checkpoint its name after the other rank has ended its part.
+    dist.barrier()
     for name, other in {
         "resumed": world.trainer(snapshots=False, **section),
         "another window": world.trainer(snapshots=False, **section | {"spike_window": WINDOW + 1}),

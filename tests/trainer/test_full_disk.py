@@ -75,6 +75,8 @@ def _checkpoints(model: Path, disk: Path, num_bytes: list[int]) -> list[str]:
         _on_rank_0((disk / "filler").unlink)
     trainer.begin_checkpoint(disk / checkpoint_name(2), run_state=b"{}", keep=2)
     trainer.finish_checkpoint()
+    # Rank 0 gives the checkpoint its name after the other rank has ended its part.
+    dist.barrier()
     again = make_trainer(model, None)
     for folder in sorted(disk.iterdir()):
         again.resume(folder)
