@@ -52,10 +52,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 def _sampled(folder: Path) -> Seen:
     from vllm.triton_utils import dispatcher
+    from vllm.v1.sample import rejection_sampler
 
-    others = ModuleType("others")
+    others, copies = ModuleType("others"), ModuleType("vllm.copies")
     others.value = Watched()  # type: ignore[attr-defined]
-    sys.modules["others"] = others
+    # As a module of vLLM has it that imports a kernel by its name.
+    copies.kernel = rejection_sampler.expand_kernel  # type: ignore[attr-defined]
+    sys.modules |= {"others": others, "vllm.copies": copies}
     num_responses = asyncio.run(_sample(folder))
     originals = [original for original, _ in dispatcher._registry.values()]
     places = [
