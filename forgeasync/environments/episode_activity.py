@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class EpisodeActivity:
-    """What an episode is doing, for its deadlines; times are of ``time.perf_counter``."""
+    """What an episode is doing, for its deadlines; times are those of ``now_s``."""
 
+    now_s: Callable[[], float] = time.perf_counter
     num_sampling: int = 0
     num_begun: int = 0
     last_s: float = 0.0
@@ -63,10 +64,10 @@ class EpisodeActivity:
 
         @contextmanager
         def waiting() -> Iterator[None]:
-            loop.call_soon_threadsafe(self.begin_wait, time.perf_counter())
+            loop.call_soon_threadsafe(self.begin_wait, self.now_s())
             try:
                 yield
             finally:
-                loop.call_soon_threadsafe(self.end_wait, time.perf_counter())
+                loop.call_soon_threadsafe(self.end_wait, self.now_s())
 
         return waiting

@@ -73,13 +73,16 @@ class Episodes:
         section: EpisodesSection,
         limit_s: float,
         open_session: Callable[[EpisodeAgent], OpenSession] | None = None,
+        now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``name`` is the environment's name in messages; ``limit_s`` is ``timeouts.episode_s``.
         ``renderer`` is None where an endpoint samples all turns.
 
         With ``has_one_agent`` a rollout gets the agent itself, otherwise all of them by their names.
         ``open_session`` opens a session for an agent whose environment asks for one.
+        ``now_s`` is the clock of all deadlines.
         """
+        self._now_s = now_s
         self._open_session = open_session
         self._environment = environment
         self._renderer = renderer
@@ -119,14 +122,14 @@ class Episodes:
                 ``EpisodeInterrupted`` is an ending (``Ending.INFRASTRUCTURE``).
         """
         where = f"environment {self._name}, task {task.task_id}, rollout {episode.index}"
-        activity = EpisodeActivity(last_s=time.perf_counter())
+        activity = EpisodeActivity(now_s=self._now_s, last_s=self._now_s())
         artifacts = EpisodeArtifacts(
             folder=artifacts_folder / artifact_folder_name(episode)
             if keeps_record and artifacts_folder is not None
             else None
         )
         agents = self._agents(episode, activity, max_turn_tokens, sample, artifacts)
-        start_s = time.perf_counter()
+        start_s = self._now_s()
         result, overdue = await self._finish(task, agents, activity, start_s, where)
         for agent in agents:
             if agent.is_cancelled:
@@ -143,7 +146,7 @@ class Episodes:
         return EpisodeOutcome(
             ending=ending,
             agents=tuple(outcome_of(agent, scores.get(agent.name)) for agent in agents),
-            episode_s=time.perf_counter() - start_s - activity.waited_before_turns_s,
+            episode_s=self._now_s() - start_s - activity.waited_before_turns_s,
             sampling_s=activity.sampling_s,
             problem=problem,
             record=record,
@@ -200,14 +203,14 @@ class Episodes:
 
         async def here(request: TurnRequest) -> SampledTurn | None:
             number = activity.num_begun
-            activity.begin(time.perf_counter())
+            activity.begin(self._now_s())
             if not role.is_trainable:
-                activity.judging_since_s[number] = time.perf_counter()
+                activity.judging_since_s[number] = self._now_s()
             try:
                 return await sample(of_agent, request)
             finally:
                 activity.judging_since_s.pop(number, None)
-                activity.end(time.perf_counter())
+                activity.end(self._now_s())
 
         async def from_anywhere(request: TurnRequest) -> SampledTurn | None:
             if asyncio.get_running_loop() is loop:
@@ -226,13 +229,13 @@ class Episodes:
         def begin() -> None:
             if not role.is_trainable:
                 judging.append(activity.num_begun)
-                activity.judging_since_s[activity.num_begun] = time.perf_counter()
-            activity.begin(time.perf_counter())
+                activity.judging_since_s[activity.num_begun] = self._now_s()
+            activity.begin(self._now_s())
 
         def end() -> None:
             if judging:
                 activity.judging_since_s.pop(judging.pop(0), None)
-            activity.end(time.perf_counter())
+            activity.end(self._now_s())
 
         return EndpointAgent(
             endpoint=turns.endpoint,
@@ -273,7 +276,7 @@ class Episodes:
         try:
             while not ended.done() and overdue is None and not has_failed(agents):
                 due_s, overdue_key = self._next_deadline(activity, start_s)
-                left_s = due_s - time.perf_counter()
+                left_s = due_s - self._now_s()
                 if left_s <= 0:
                     overdue = overdue_key
                     break

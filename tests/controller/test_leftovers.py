@@ -21,7 +21,7 @@ from forgeasync.faults.run_mark import RUN_MARK, files_of
 from forgeasync.observability import procs_file
 from forgeasync.observability.procs_file import ProcsFile, left_processes
 from forgeasync.observability.run_dir import RunDir, release_claims
-from forgeasync.rollouts.run_folder import sweep_stale_folders
+from forgeasync.rollouts.run_folder import is_running, sweep_stale_folders
 from forgeasync.schema.problems import ConfigError
 from tests.support.runs import tiny_config
 
@@ -80,13 +80,6 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(RUN_MARK, "none")
     yield
     release_claims()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def kill_at_once(process: subprocess.Popen[str]) -> None:

@@ -21,6 +21,7 @@ from forgeasync.launch.forking import client, proxy
 from forgeasync.launch.forking.client import ADDRESS, ForkServer, fork_app, own_life
 from forgeasync.launch.forking.import_sets import MODULES, ImportSet
 from forgeasync.launch.forking.server import MAX_LOST
+from forgeasync.rollouts.run_folder import is_running
 from tests.support.processes import run_apart
 
 pytestmark = pytest.mark.procs
@@ -72,13 +73,6 @@ def facts_of(process: "subprocess.Popen[str]", word: str = "") -> dict[str, Any]
     process.stdin.write(f"{word}\n")
     process.stdin.flush()
     return json.loads(process.stdout.readline())
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def assert_gone(pid: int) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from forgeasync.rollouts.rollout import FinishReason, VersionRange
 from forgeasync.rollouts.trajectory import EpisodeId, SampledTurn
 from tests.support.buffer_world import make_task
 from tests.support.chat import ScriptedModel, make_tokenizer
+from tests.support.virtual_time import HandClock
 
 TOKEN = "a token that people have been given"
 TOKENIZER = make_tokenizer(None)
@@ -84,7 +85,11 @@ class ServedWorld:
     judge_texts: Sequence[str] = ()
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """While it is closed no turn ends."""
+    clock: HandClock = field(default_factory=HandClock)
+    """The clock of all deadlines of episodes and sessions."""
     num_offered: int = 0
+    num_asked: int = 0
+    """Turns that the policy was asked for, in sessions that are trained on and in others."""
 
     def offer(self) -> "asyncio.Task[EpisodeOutcome]":
         """Begin an episode."""
@@ -102,11 +107,15 @@ class ServedWorld:
 
     async def until_offered(self, number: int) -> None:
         """Wait until so many episodes are on offer."""
-        async with asyncio.timeout(20):
-            while self.desk.report().num_on_offer != number:
-                await asyncio.sleep(0.005)
+        await self.until(lambda: self.desk.report().num_on_offer == number)
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for something that other tasks do."""
+        while not is_reached():
+            await asyncio.sleep(0.001)
 
     async def sample(self, episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
+        self.num_asked += 1
         await self.gate.wait()
         texts = (self.judge_texts if episode.agent else self.texts) or [str(one) for one in range(99)]
         model = self.models.setdefault(episode, ScriptedModel(TOKENIZER, texts))
@@ -115,6 +124,7 @@ class ServedWorld:
     async def sample_untrained(
         self, prompt_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]
     ) -> Continuation:
+        self.num_asked += 1
         await self.gate.wait()
         self.untrained_prompts.append(prompt_ids.tolist())
         said = ScriptedModel(TOKENIZER, ["ok"]).say()
@@ -153,7 +163,8 @@ async def served_world(
     section = section or ServingSection()
     environment = environment or ServedSessions()
     renderer = build_renderer(TOKENIZER, chat_template=False)
-    desk = ServingDesk(section)
+    clock = HandClock()
+    desk = ServingDesk(section, now_s=clock)
     environment.attach(desk, section)
     running = Episodes(
         environment,
@@ -165,10 +176,11 @@ async def served_world(
         section=episodes or EpisodesSection(),
         limit_s=limit_s,
         open_session=desk.open_for,
+        now_s=clock,
     )
     server = serving_server(ServingSetup(section=section, port=0, token=TOKEN), desk)
-    async with server, aiohttp.ClientSession() as http, asyncio.timeout(60):
-        world = ServedWorld(server, desk, running, http, **more)
+    async with server, aiohttp.ClientSession() as http:
+        world = ServedWorld(server, desk, running, http, clock=clock, **more)
         world.gate.set()
         limits = TurnLimits(max_turn_tokens=10, max_context_length=2000, max_turns=5)
         desk.connect(lambda: EpisodeAgent(UntrainedTurns(world.sample_untrained), renderer, limits))

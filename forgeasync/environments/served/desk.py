@@ -7,6 +7,7 @@ which they were made, so that the oldest groups of the buffer are taken first.
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,8 +35,10 @@ class _Offer:
 class ServingDesk:
     """Opens the sessions of one worker (``FrontDesk``)."""
 
-    def __init__(self, section: ServingSection) -> None:
+    def __init__(self, section: ServingSection, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        """``now_s`` is the clock of the sessions' deadlines."""
         self._section = section
+        self._now_s = now_s
         self._lock = threading.Lock()
         self._offers: deque[_Offer] = deque()
         self._open: set[ServedSession] = set()
@@ -131,9 +134,9 @@ class ServingDesk:
 
     def _opened(self, agent: EpisodeAgent) -> ServedSession:
         assert self._server is not None, "it runs before anybody can ask"
-        watched = WatchedAgent(agent, self.counts.took)
+        watched = WatchedAgent(agent, self.counts.took, now_s=self._now_s)
         session = self._server.open(watched, name="policy")
-        served = ServedSession(session, watched, self._section, on_end=self._ended)
+        served = ServedSession(session, watched, self._section, on_end=self._ended, now_s=self._now_s)
         self._open.add(served)
         return served
 

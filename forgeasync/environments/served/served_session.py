@@ -19,13 +19,16 @@ class WatchedAgent:
     trajectory, so a session is over only when none is under way.
     """
 
-    def __init__(self, agent: RespondingAgent, took: Callable[[float], None]) -> None:
-        """``took`` is called with the seconds of every turn that was sampled."""
+    def __init__(
+        self, agent: RespondingAgent, took: Callable[[float], None], *, now_s: Callable[[], float]
+    ) -> None:
+        """``took`` is called with the seconds of every turn that was sampled, by the clock ``now_s``."""
+        self._now_s = now_s
         self._agent = agent
         self._took = took
         self._turns: set[asyncio.Task[Turn]] = set()
         self.quiet_since_s: float | None = None
-        """When the last turn ended, by the loop's clock; None before the first one has begun."""
+        """When the last turn ended, by ``now_s``; None before the first one has begun."""
 
     @property
     def num_under_way(self) -> int:
@@ -41,17 +44,16 @@ class WatchedAgent:
         stop: Sequence[str] = (),
     ) -> Turn:
         """See ``Agent``."""
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
-        turn = loop.create_task(self._respond(messages, tools, max_tokens, stop))
+        begun_s = self._now_s()
+        turn = asyncio.create_task(self._respond(messages, tools, max_tokens, stop))
         self._turns.add(turn)
 
         def ended(turn: "asyncio.Task[Turn]") -> None:
             self._turns.discard(turn)
-            self.quiet_since_s = loop.time()
+            self.quiet_since_s = self._now_s()
             # Also retrieves the error of a turn that nobody waits for.
             if not turn.cancelled() and turn.exception() is None:
-                self._took(loop.time() - begun_s)
+                self._took(self._now_s() - begun_s)
 
         turn.add_done_callback(ended)
         return await asyncio.shield(turn)
@@ -81,8 +83,10 @@ class ServedSession:
         section: ServingSection,
         *,
         on_end: Callable[["ServedSession"], None],
+        now_s: Callable[[], float],
     ) -> None:
-        """``on_end`` is called on the server's loop."""
+        """``on_end`` is called on the server's loop; ``now_s`` is the clock of both deadlines."""
+        self._now_s = now_s
         self.session = session
         self._agent = agent
         self._section = section
@@ -101,8 +105,7 @@ class ServedSession:
         return await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        opened_s = loop.time()
+        opened_s = self._now_s()
         section = self._section
         finished = asyncio.ensure_future(self.session.finished())
         while not finished.done():
@@ -112,7 +115,7 @@ class ServedSession:
                 since_s = opened_s if quiet_since_s is None else quiet_since_s
                 due.append((since_s + section.idle_session_s, SessionEnd.IDLE))
             due_s, end = min(due)
-            left_s = due_s - loop.time()
+            left_s = due_s - self._now_s()
             if left_s <= 0:
                 self.session.close(end)
             # A turn that ends meanwhile moves the deadline, by less than this.

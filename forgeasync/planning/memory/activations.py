@@ -29,8 +29,11 @@ class LayerActivations:
     """Bytes that TorchTitan's selective checkpointing saves; the rest is computed again."""
     boundary: float
     """The layer's input: what full checkpointing saves."""
-    backward: float
-    """Gradients of activations that live at the same time, where the layer's backward pass has most."""
+    passing: float
+    """Bytes besides ``whole`` that live at the same time, where a pass over the layer has most of them.
+
+    These are gradients of activations in the backward pass, or what the forward pass frees at its end.
+    """
 
     def kept(self, choice: ActivationCheckpointing) -> float:
         """Bytes kept from the forward to the backward pass."""
@@ -58,7 +61,7 @@ def layer_activations(
         selective=boundary + attention.selective + network.selective,
         boundary=boundary,
         # The network's backward pass comes first and frees what the network has kept.
-        backward=max(attention.backward - network.whole, network.backward),
+        passing=max(attention.passing - network.whole, network.passing),
     )
 
 
@@ -77,7 +80,7 @@ class _Part:
 
     whole: float
     selective: float
-    backward: float
+    passing: float
 
 
 class _Count:
@@ -149,7 +152,7 @@ class _Count:
             + extra,
             selective=self.tokens * element * self._selective_attention(queries, values, out),
             # On CPUs copies of all that the kernel takes and gives come with them.
-            backward=self.kernel_tokens
+            passing=self.kernel_tokens
             * element
             * (3 * kernel if self._on_cpus else 2 * queries + keys + values + out)
             # Their gradients twice: of the keys that a part sees, and of whole rows, before they are summed.
@@ -177,7 +180,7 @@ class _Count:
             whole=self.tokens * self.element * (hidden + 4 * inner) + self.norm_extra(hidden),
             selective=self.tokens * self.element * self._selective_network(inner),
             # Gradients of the product and of the activated gate.
-            backward=self.tokens * self.element * 2 * inner,
+            passing=self.tokens * self.element * 2 * inner,
         )
 
     def _selective_network(self, inner: float) -> float:
@@ -216,11 +219,15 @@ class _Count:
             selective += tokens * facts.top_k * 2 * hidden * element
         # Gradients of the output, scaled and not, and of the scores. After these, the gate's activation
         # again, and the gradients of the product and of the gate.
-        backward = hidden * (element + 2 * FLOAT32_BYTES)
+        passing = facts.top_k * hidden * (element + 2 * FLOAT32_BYTES)
         if not self._keeps_products:
-            backward = max(backward, 3 * inner * element)
+            passing = max(passing, facts.top_k * 3 * inner * element)
+        if self._expert > 1:
+            # The end of the forward pass: the output by expert, by rank as it is sent, as it comes back, and
+            # scaled in float32; and the sum over a token's experts.
+            passing = max(passing, facts.top_k * hidden * (3 * element + FLOAT32_BYTES) + hidden * element)
         return _Part(
             whole=whole,
             selective=selective,
-            backward=tokens * facts.top_k * backward,
+            passing=tokens * passing,
         )

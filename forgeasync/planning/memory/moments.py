@@ -72,7 +72,7 @@ def step_moments(
     head_weights = units.head_weights if is_tied else 0.0
     head_gradients = units.head_gradients if is_tied else 0.0
     row = kept - last.kept(choice)
-    layer = last.whole + last.backward
+    layer = last.whole + last.passing
     return (
         *_output_layer(config, facts, units, kept + outside_activations(config, facts, machine=machine)),
         Moment(

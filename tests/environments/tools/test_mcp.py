@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from forgeasync.config.mcp import HttpServer, McpServerSection, StdioServer
@@ -22,6 +21,7 @@ from forgeasync.environments.messages import ToolCall
 from forgeasync.environments.tools.toolbox import Toolbox, ToolResult
 from forgeasync.faults.run_mark import RUN_MARK
 from forgeasync.rollouts.outcome import ToolStatus
+from forgeasync.rollouts.run_folder import is_running
 
 pytestmark = pytest.mark.procs
 
@@ -50,12 +50,6 @@ def use(
             return tuple(spec.name for spec in toolbox.specs)
 
     return asyncio.run(go())
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @contextlib.contextmanager
