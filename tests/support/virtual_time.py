@@ -1,8 +1,8 @@
 """Clocks of tests: no busy machine makes them late.
 
-``VirtualTime`` is an event loop whose time is that of its timers. ``HandClock`` is a clock that moves when a test
-says so, and ``HandTime`` an event loop that goes by such a clock. Use these two for code that also waits for
-threads, processes or sockets.
+``VirtualTime`` is an event loop whose time is that of its timers. ``HandClock`` is a clock that a test moves.
+``HandTime`` is an event loop that goes by such a clock. Use these two for code that also waits for threads,
+processes or sockets.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class VirtualTime:
 
 class _WaitsForEvents(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Only a timer that is due ends a wait. Who moves the clock runs on the loop, which looks again after that.
+        # Only a timer that is due ends a wait. Whoever moves the clock runs on the loop, which looks again then.
         return super().select(0 if timeout == 0 else None)
 
 
