@@ -57,7 +57,7 @@ class VirtualTime:
 
 class _WaitsForEvents(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Only a timer that is due ends a wait. Whoever moves the clock runs on the loop, which looks again then.
+        # Only a due timer ends a wait. Whoever moves the clock runs on the loop, which then looks again.
         return super().select(0 if timeout == 0 else None)
 
 
