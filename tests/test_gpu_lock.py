@@ -56,6 +56,11 @@ def test_every_module_that_is_imported_is_locked() -> None:
         assert names & versions.keys(), f"{module} is imported, but {names} are not in requirements/gpu.lock"
 
 
+def test_kernels_are_interpreted_by_the_triton_that_compiles_them() -> None:
+    """tests/gpu_path runs vLLM's kernels here, in the interpreter of the package that compiles them on GPUs."""
+    assert locked("cpu.lock")["triton"] == locked("gpu.lock")["triton"]
+
+
 def test_what_pyproject_pins_is_locked_so() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     versions = locked("gpu.lock")

@@ -111,7 +111,9 @@ def check_gpus(config: RunConfig, num_gpus: int, *, num_of_rewards: int = 0) -> 
             f"trainer.parallel.num_procs = {num_trainer} the run needs {needed} GPUs "
             f"({generator.num_engines} x {generator.tensor_parallel} + {num_trainer}{spares}); "
             f"must be at most the {num_gpus} of this host"
-            + (f", less {num_of_rewards} of process reward models" if num_of_rewards else ""),
+            + (f", less {num_of_rewards} of process reward models" if num_of_rewards else "")
+            + "; for several hosts, add an overlay: --config configs/launchers/ssh.yaml, slurm.yaml or "
+            "kubernetes.yaml (docs/hosts.md)",
         )
     if isinstance(config.launcher, LocalLauncher) and num_gpus > 0:
         yield from check_trainer_on_gpus(config)

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from forgeasync.config.coding import CodingAgent
 from forgeasync.config.environments import McpEnvironment, PythonTool, environment_name
-from forgeasync.config.launcher import LocalLauncher, gpus_per_host, num_hosts
+from forgeasync.config.launcher import HostNames, LocalLauncher, SshLauncher, gpus_per_host, num_hosts
 from forgeasync.config.mcp import StdioServer
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.reward_gpus import reward_gpus
@@ -28,6 +28,9 @@ from forgeasync.planning.weight_times import weight_times
 
 Row = tuple[str, str, str]
 
+GPUS_OF_HOST = 8
+"""GPUs of each host that a plan assumes, where the config names no hosts and one does not suffice."""
+
 
 def dry_run_report(
     config: RunConfig,
@@ -43,13 +46,16 @@ def dry_run_report(
     ``looked_at`` what was looked at of the data (``data.sources.look_at_data``), ``gpu_bytes`` the memory of
     a GPU (``GPU_GIB`` where nobody knows).
     """
+    is_assumed = _needs_hosts(config)
+    if is_assumed:
+        config = _on_hosts(config)
     counts = count_parameters(facts)
     table = Table(title=f"plan of {config.name}", title_justify="left", caption=NOTE, caption_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("what that is")
     sections = (
-        _processes(config),
+        _processes(config, are_hosts_assumed=is_assumed),
         _mesh(config),
         _parameters(config, facts, counts, shape_from),
         *(memory_rows(section) for section in memory_plan(resolve(config, facts), facts)),
@@ -57,6 +63,7 @@ def dry_run_report(
         _data(config, looked_at),
         _steps(config, facts),
         _staleness(config),
+        _records(config, facts),
         _weight_times(config, facts),
     )
     for rows in sections:
@@ -66,7 +73,34 @@ def dry_run_report(
     return table
 
 
-def _processes(config: RunConfig) -> list[Row]:
+def _needs_hosts(config: RunConfig) -> bool:
+    """Whether a config without a launcher section needs more GPUs than a host has."""
+    is_local = isinstance(config.launcher, LocalLauncher)
+    return is_local and planned_machine(config) is Machine.GPU and num_gpus_needed(config) > GPUS_OF_HOST
+
+
+def _on_hosts(config: RunConfig) -> RunConfig:
+    """The config on as few hosts of ``GPUS_OF_HOST`` GPUs as share each role evenly."""
+    generator = config.generator
+    num_trainer = _num_hosts(config.trainer.parallel.num_procs, 1)
+    num_generators = _num_hosts(generator.num_engines, generator.tensor_parallel)
+    hosts = HostNames(
+        trainer=tuple(f"trainer-{number}" for number in range(num_trainer)),
+        generators=tuple(f"generators-{number}" for number in range(num_generators)),
+    )
+    launcher = SshLauncher(kind="ssh", hosts=hosts, gpus_per_host=GPUS_OF_HOST)
+    return config.model_copy(update={"launcher": launcher})
+
+
+def _num_hosts(num_parts: int, gpus_of_part: int) -> int:
+    """The smallest number of hosts that divides the parts evenly and has the GPUs for them."""
+    for number in range(1, num_parts):
+        if num_parts % number == 0 and num_parts // number * gpus_of_part <= GPUS_OF_HOST:
+            return number
+    return num_parts
+
+
+def _processes(config: RunConfig, *, are_hosts_assumed: bool) -> list[Row]:
     generator = config.generator
     num_trainer, num_all = config.trainer.parallel.num_procs, num_gpus_needed(config)
     split = f"{generator.num_replicas} replicas x {generator.tensor_parallel} tensor-parallel"
@@ -80,7 +114,7 @@ def _processes(config: RunConfig) -> list[Row]:
         *_teachers(config),
         *_rewards(config),
         *_cpu_procs(config),
-        *_hosts(config),
+        *_hosts(config, are_assumed=are_hosts_assumed),
     ]
 
 
@@ -142,7 +176,7 @@ def _boxes(config: RunConfig) -> Row:
     )
 
 
-def _hosts(config: RunConfig) -> list[Row]:
+def _hosts(config: RunConfig, *, are_assumed: bool) -> list[Row]:
     launcher = config.launcher
     if isinstance(launcher, LocalLauncher):
         return []
@@ -150,14 +184,15 @@ def _hosts(config: RunConfig) -> list[Row]:
     procs = config.trainer.parallel.num_procs // counts.trainer
     replicas = config.generator.num_replicas // counts.generators
     gpus = f", of {gpus_per_host(launcher)} GPUs" if gpus_per_host(launcher) else ""
-    return [
-        ("hosts, trainer", str(counts.trainer), f"{launcher.kind}{gpus}; {procs} procs each"),
-        (
-            "hosts, generators",
-            str(counts.generators),
-            f"{launcher.kind}{gpus}; {replicas} replicas of {tensor} each",
-        ),
+    kind = "assumed" if are_assumed else launcher.kind
+    rows = [
+        ("hosts, trainer", str(counts.trainer), f"{kind}{gpus}; {procs} procs each"),
+        ("hosts, generators", str(counts.generators), f"{kind}{gpus}; {replicas} replicas of {tensor} each"),
     ]
+    if are_assumed:
+        how = "name yours: --config configs/launchers/ssh.yaml, slurm.yaml or kubernetes.yaml"
+        rows.append(("hosts, all", str(counts.trainer + counts.generators), how))
+    return rows
 
 
 def _mesh(config: RunConfig) -> list[Row]:
@@ -242,6 +277,30 @@ def _staleness(config: RunConfig) -> list[Row]:
         ("max_off_policy_steps", str(bound), meaning),
         ("groups outstanding", f"<= {groups:,}", admission),
     ]
+
+
+def _records(config: RunConfig, facts: ModelFacts) -> list[Row]:
+    """What generators record of each token, so that the trainer computes with the same."""
+    sampling, trainer = config.sampling, config.trainer
+    cuts = [
+        f"sampling.{name} = {value:g}"
+        for name, value, uncut in (
+            ("top_k", sampling.top_k, 0),
+            ("top_p", sampling.top_p, 1.0),
+            ("min_p", sampling.min_p, 0.0),
+        )
+        if value != uncut
+    ]
+    if not sampling.cuts_vocabulary:
+        mask = ("not needed", f"temperature {sampling.temperature:g}, nothing is cut")
+    elif trainer.keep_sampling_mask:
+        mask = ("recorded", f"{', '.join(cuts)}; the trainer's softmax is over the same tokens")
+    else:
+        mask = ("not recorded", f"{', '.join(cuts)}, and trainer.keep_sampling_mask is false")
+    rows = [("sampling mask", *mask)]
+    if facts.num_experts:
+        rows.append(("routed experts", str(trainer.routing_replay), "trainer.routing_replay"))
+    return rows
 
 
 def _weight_times(config: RunConfig, facts: ModelFacts) -> list[Row]:

@@ -278,6 +278,53 @@ def test_the_plan_says_when_the_learning_rate_is_reached(facts: ModelFacts, chan
     assert words in line
 
 
+@pytest.mark.parametrize(
+    ("name", "num_trainer", "trainer", "num_generators", "generators"),
+    [
+        ("qwen3_235b_a22b", 8, "8 procs", 16, "1 replicas of 8"),
+        ("qwen3_30b_a3b", 2, "8 procs", 2, "4 replicas of 2"),
+        ("qwen3_32b", 2, "8 procs", 2, "2 replicas of 4"),
+    ],
+)
+def test_a_config_that_is_too_large_for_a_host_is_planned_on_hosts(
+    name: str, num_trainer: int, trainer: str, num_generators: int, generators: str
+) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    table = render(config, read_model_facts(config.model.path))
+    assert re.search(rf"hosts, trainer +│ +{num_trainer} │ assumed, of 8 GPUs; {trainer} each", table)
+    assert re.search(
+        rf"hosts, generators +│ +{num_generators} │ assumed, of 8 GPUs; {generators} each", table
+    )
+    assert "configs/launchers/ssh.yaml" in table
+
+
+def test_a_config_for_cpus_and_one_for_a_host_are_planned_on_this_machine(facts: ModelFacts) -> None:
+    on_cpus = load_config(CONFIGS / "tiny_moe_cpu.yaml", ["generator.num_replicas=16"])
+    one_host = load_config(CONFIGS / "qwen3_8b.yaml")
+    assert "hosts, " not in render(on_cpus, facts)
+    assert "hosts, " not in render(one_host, read_model_facts(one_host.model.path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], r"not needed │ temperature 1, nothing is cut"),
+        (["sampling.temperature=0.7"], r"not needed │ temperature 0.7, nothing is cut"),
+        (
+            ["sampling.top_p=0.9", "sampling.top_k=50"],
+            r"recorded │ sampling.top_k = 50, sampling.top_p = 0.9;",
+        ),
+        (
+            ["sampling.min_p=0.1", "trainer.keep_sampling_mask=false"],
+            r"not recorded │ sampling.min_p = 0.1, and trainer.keep_sampling_mask is false",
+        ),
+    ],
+)
+def test_the_plan_says_whether_masks_are_recorded(overrides: list[str], words: str) -> None:
+    config = load_config(CONFIGS / "qwen3_30b_a3b.yaml", overrides)
+    assert re.search(rf"sampling mask +│ +{words}", render(config, read_model_facts(config.model.path)))
+
+
 def test_synchronous_run_says_so(facts: ModelFacts) -> None:
     config = load_config(CONFIG_FILE, ["max_off_policy_steps=0"])
     assert "strictly synchronous" in render(config, facts)

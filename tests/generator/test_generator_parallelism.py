@@ -64,6 +64,7 @@ def test_gpus_are_counted_before_the_start() -> None:
         "generator.num_replicas" in message
         and "8 GPUs (3 x 2 + 2)" in message
         and "at most the 7 of this host" in message
+        and "configs/launchers/ssh.yaml, slurm.yaml or kubernetes.yaml" in message
     )
 
 
