@@ -13,6 +13,8 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.sharding import ShardingConfig
 
+# For every process group that is made after this import.
+import forgeasync.trainer.workarounds.gloo_threads as _gloo_threads  # noqa: F401
 from forgeasync.config.model import LoraSection
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.trainer import ActivationCheckpointing, TrainerSection

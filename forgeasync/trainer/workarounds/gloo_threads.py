@@ -1,0 +1,49 @@
+"""Gives every gloo process group of this process one thread; importing it is enough.
+
+A gloo group of torch 2.13 runs its collectives in two threads. A thread that has run one moves the name of
+the collective into a string of the group, without a lock (``lastCompletedWorkName``, in
+``ProcessGroupGloo::runLoop``). A name of more than 15 characters lies on the heap. Two threads that move such
+names at once can both free the name before, and the process dies of signal 6 or 11 at a later ``malloc``.
+Functional all-gathers, which DTensor makes, are called ``ALLGATHER_COALESCED``.
+
+Waiting for each collective before the next is not enough: a collective is done before its name is moved. With
+one thread the collectives of a group run one after the other, in the order in which every rank asks for them.
+Different groups still run at the same time.
+
+Can go when torch writes that string under a lock.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed.constants import default_pg_timeout
+
+_init = ProcessGroupGloo.__init__
+
+
+def _init_with_one_thread(
+    group: ProcessGroupGloo, store: Store, rank: int, size: int, *given: Any, **named: Any
+) -> None:
+    """As ``ProcessGroupGloo``: the last argument is a timeout, or options, or left out."""
+    (last,) = (*given, *named.values()) or (default_pg_timeout,)
+    options = _default_options(last) if isinstance(last, timedelta) else last
+    options._threads = 1
+    _init(group, store, rank, size, options)
+
+
+def _default_options(timeout: timedelta) -> Any:
+    """What torch makes of a timeout, which it does not do by a public name."""
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    options._devices = (
+        [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+        if interfaces
+        else [ProcessGroupGloo.create_default_device()]
+    )
+    return options
+
+
+ProcessGroupGloo.__init__ = _init_with_one_thread
