@@ -271,9 +271,12 @@ class TestProcess:
 def forks_of(pool: VerifierPool) -> set[int]:
     """Process ids of the forks in which the one worker of a pool verifies answers."""
     (pid,) = pool.pids
-    # Bubblewrap and its second process have children, forks have none; without forks the worker has none.
-    leaves = [one for one in psutil.Process(pid).children(recursive=True) if not one.children()]
-    return {one.pid for one in leaves if one.name() != "bwrap" and "worker" in " ".join(one.cmdline())}
+    # In bubblewrap the worker is a descendant of this process, else it is the process itself.
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    workers = {
+        one.pid: one for one in processes if one.name() != "bwrap" and "worker" in " ".join(one.cmdline())
+    }
+    return {one.pid for one in workers.values() if one.ppid() in workers}
 
 
 class TestForks:
