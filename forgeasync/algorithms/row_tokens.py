@@ -9,12 +9,15 @@ Shape suffixes: T trained tokens (targets) of a row, K ids of each token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import torch
 
+
+_LEFT_OUT = cast("torch.Tensor", None)
+"""Default of a tensor that ``__post_init__`` makes in the shape of the others."""
 
 MAX_LOG_RATIO = 20.0
 """Largest exponent of a ratio: e^20 is beyond every sensible cap. In float32 exp() overflows above 88, which
@@ -47,10 +50,17 @@ class TeacherTokens:
     drawn, then -inf where these are fewer than K."""
     student_topk_TK: torch.Tensor
     """The student's, of these ids, with gradients; -inf where there is no id."""
-    versions_T: torch.Tensor
-    """Which version of the teacher's weights has seen the token."""
-    is_asked_T: torch.Tensor
-    """bool: whether the teacher was asked about the token."""
+    versions_T: torch.Tensor = field(default=_LEFT_OUT)
+    """float32: which version of the teacher's weights has seen the token; all 0 if it is left out."""
+    is_asked_T: torch.Tensor = field(default=_LEFT_OUT)
+    """bool: whether the teacher was asked about the token; all True if it is left out."""
+
+    def __post_init__(self) -> None:
+        ones_T = _ones_like(self.logprobs_T)
+        if self.versions_T is None:
+            object.__setattr__(self, "versions_T", 0.0 * ones_T)
+        if self.is_asked_T is None:
+            object.__setattr__(self, "is_asked_T", ones_T.bool())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +84,9 @@ class RowTokens:
     """int64; tokens of one response share an id."""
     ages_T: torch.Tensor
     """int32, in policy versions between sampling and this step."""
-    sample_weights_T: torch.Tensor
-    """float32; how often the token's sequence counts in the batch (rollout accounting)."""
+    sample_weights_T: torch.Tensor = field(default=_LEFT_OUT)
+    """float32; how often the token's sequence counts in the batch (rollout accounting); all 1 if it is left
+    out."""
     ref_logprobs_T: torch.Tensor | None = None
     """float32, under the model that the run started from; None if the loss has no KL penalty."""
     proximal_logprobs_T: torch.Tensor | None = None
@@ -86,6 +97,10 @@ class RowTokens:
     the loss has no terms."""
     teacher: TeacherTokens | None = None
     """None if no term of the loss needs a teacher."""
+
+    def __post_init__(self) -> None:
+        if self.sample_weights_T is None:
+            object.__setattr__(self, "sample_weights_T", _ones_like(self.logprobs_T))
 
     def taught(self) -> RowTokens:
         """The same row, masked to tokens that its teacher was asked about."""
@@ -107,6 +122,11 @@ class RowTokens:
     def sequence_means(self, values_T: torch.Tensor) -> torch.Tensor:
         """For every token [T] the mean of its sequence's masked values; 0 where nothing is masked in."""
         return sequence_means(values_T, self.mask_T, self.sequence_ids_T)
+
+
+def _ones_like(logprobs_T: torch.Tensor) -> torch.Tensor:
+    """Ones [T] in float32, whose sums are exact also where log-probabilities are in bfloat16."""
+    return logprobs_T.new_ones(logprobs_T.shape).float()
 
 
 def sequence_sums(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_ids_T: torch.Tensor) -> torch.Tensor:

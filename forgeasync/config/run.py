@@ -74,6 +74,10 @@ class ScorerSection(Section):
     (``scoring/num_timeouts``)."""
     answer_memory_mib: int = Field(default=1024, ge=16, le=1048576)
     """Memory that verifying one answer may allocate, in MiB."""
+    allow_weaker_isolation: bool = False
+    """Whether answers may be verified behind weaker layers on a machine where bubblewrap does not work. By
+    default such a machine is refused before the run starts. Namespaces, Landlock, limits and an audit hook
+    remain, as far as the kernel has them."""
     max_attempts: int = Field(default=3, gt=0, le=100)
     """Attempts at scoring a response; after this many failures its group is given up (``dropped/unscored``).
     What was lost with a scorer's process does not count."""

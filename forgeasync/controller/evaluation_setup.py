@@ -29,7 +29,7 @@ from forgeasync.planning.memory.host import available_host_bytes, check_generato
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
-from forgeasync.scoring.reward_trial import try_rewards
+from forgeasync.scoring.reward_trial import check_verifiers, try_rewards
 
 HELD_OUT = "held_out"
 """Name of the held-out problems among the sets."""
@@ -101,6 +101,9 @@ def prepare_evaluation(
         ConfigError: lists every problem found.
     """
     problems = [*check_without_model(config), *_check_out(out), *_check_samples(num_samples)]
+    if config.environment is None or endpoint is None:
+        sources = (*named_sources(config.data), *named_sets(config.evaluation))
+        problems += check_verifiers(sources, config.scorer)
     if config.environment is not None:
         problems += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):

@@ -44,7 +44,7 @@ from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.run_folder import SHARED_MEMORY, sweep_stale_folders
 from forgeasync.rollouts.task import Task
 from forgeasync.schema.problems import ConfigError, Problem, raise_if_any
-from forgeasync.scoring.reward_trial import try_rewards
+from forgeasync.scoring.reward_trial import check_verifiers, try_rewards
 from forgeasync.weights.transports.build import check_transport
 
 MADE_MODEL = "models/tiny_moe"
@@ -73,7 +73,8 @@ class Prepared:
 def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     """Check the config against itself, its model's shape and files of earlier runs.
 
-    Code of the user's own is called on made-up input, and an environment is built.
+    Code of the user's own is called on made-up input, an environment is built, and what isolates verifiers
+    is tried.
 
     Raises:
         ConfigError: lists every problem.
@@ -83,6 +84,8 @@ def check(config: RunConfig, *, is_resumed: bool = False) -> ModelFacts:
     others += check_checkpoint_folder(config, is_resumed=is_resumed)
     others += check_transport(config)
     others += check_wandb(config.logging)
+    sources = (*named_sources(config.data), *named_sets(config.evaluation))
+    others += check_verifiers(sources, config.scorer)
     if config.environment is not None:
         others += check_environment(config.environment, config.sandbox, is_served=is_served(config))
     if is_served(config):

@@ -50,8 +50,6 @@ class Turn:
 
     text: str
     """What the model says, without reasoning, tool calls and special tokens."""
-    num_prompt_tokens: int
-    """Number of tokens before the turn: the whole conversation so far."""
     num_tokens: int
     """Number of tokens sampled, those of reasoning and tool calls included."""
     finish_reason: FinishReason
@@ -65,6 +63,9 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     broken_tool_calls: tuple[BrokenToolCall, ...] = ()
     """Attempts at tool calls that cannot be read. They are in no message, so tell the model of them."""
+    num_prompt_tokens: int = 0
+    """Number of tokens before the turn: the whole conversation so far. 0 in a turn that was not sampled, such
+    as that of a scripted agent in a test."""
 
     @property
     def message(self) -> dict[str, Any]:

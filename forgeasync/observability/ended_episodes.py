@@ -15,6 +15,7 @@ SESSION_COUNTS = (
     "num_failed",
     "num_retries_joined",
     "num_not_honoured",
+    "num_with_unknown_fields",
     "num_abandoned",
 )
 """Counts of sessions that are metrics."""

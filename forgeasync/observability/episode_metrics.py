@@ -147,6 +147,12 @@ EPISODES = Topic(
             when=_ENVIRONMENT,
         ),
         Metric(
+            key="session/num_with_unknown_fields",
+            meaning="Requests so far with fields that no endpoint knows, such as those of a newer client "
+            "library. They were ignored; the header `x-forgeasync-ignored` and the log name them.",
+            when=_ENVIRONMENT,
+        ),
+        Metric(
             key="session/num_abandoned",
             meaning="Turns so far that were sampled, or begun, and that no client has got.",
             when=_ENVIRONMENT,

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from forgeasync.config.data import NamedSource, PythonReward, ScoredUnit
+from forgeasync.config.data import MathReward, NamedSource, PythonReward, ReasoningGymReward, ScoredUnit
 from forgeasync.config.judge import JudgeReward
 from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.config.run import ScorerSection
 from forgeasync.environments.reward import Response
 from forgeasync.rollouts.rollout import FinishReason
 from forgeasync.rollouts.task import Task
@@ -16,9 +17,20 @@ from forgeasync.scoring.judge_endpoint import JudgeEndpoint
 from forgeasync.scoring.judge_prompt import MalformedVerdict, messages, read_rubric
 from forgeasync.scoring.process_reward_checks import problem_of_model
 from forgeasync.scoring.reward_process import RewardFailure, RewardProcess
+from forgeasync.scoring.sandbox import check_isolation, find_bubblewrap
 
 MADE_UP_TEXT = "0"
 """Text of the made-up response to a task without a reference; else the text is the reference."""
+
+
+def check_verifiers(sources: Sequence[NamedSource], section: ScorerSection) -> Iterator[Problem]:
+    """Find a problem if one of our verifiers would read answers behind weaker layers than the config accepts.
+
+    Starts Python in bubblewrap, once in a process, where a reward is one of our verifiers.
+    """
+    rewards = (reward for source in sources for reward in source.rewards)
+    if any(isinstance(one, MathReward | ReasoningGymReward) for one in rewards):
+        yield from check_isolation(section, find_bubblewrap())
 
 
 def try_rewards(sources: Sequence[NamedSource], first_tasks: Mapping[str, Task]) -> Iterator[Problem]:

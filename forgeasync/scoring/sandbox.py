@@ -3,15 +3,18 @@
 import functools
 import logging
 import os
-import shutil
 import site
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import forgeasync
+from forgeasync.config.run import ScorerSection
+from forgeasync.environments.sandboxes.bubblewrap_program import HOW_TO_GET, bubblewrap_programs
 from forgeasync.environments.worker_mark import own_mark
+from forgeasync.schema.problems import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -115,18 +118,36 @@ def _user_site() -> list[str]:
 
 @functools.cache
 def find_bubblewrap() -> Bubblewrap:
-    """Try to start Python with our package in bubblewrap; once in a process."""
-    program = shutil.which("bwrap")
-    if program is None:
-        return Bubblewrap(path=None, problem="no program bwrap in PATH")
+    """Start Python with our package in every bubblewrap here until one works; once in a process."""
+    problems = []
+    for program in bubblewrap_programs():
+        if (problem := _problem_of(program)) is None:
+            return Bubblewrap(path=program)
+        problems.append(problem)
+    return Bubblewrap(path=None, problem="; ".join(problems) or "bubblewrap is not installed")
+
+
+def _problem_of(program: str) -> str | None:
     trial = [*bubblewrap_command(program), *python_command(["-c", "import forgeasync.scoring.isolation"])]
     try:
         tried = subprocess.run(
             trial, env=environment(), capture_output=True, text=True, timeout=TRIAL_LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Bubblewrap(path=None, problem=str(error))
+        return str(error)
     if tried.returncode == 0:
-        return Bubblewrap(path=program)
+        return None
     lines = tried.stderr.strip().splitlines() or ["no message"]
-    return Bubblewrap(path=None, problem=f"bwrap exited with {tried.returncode}: {lines[-1][:200]}")
+    return f"{program} exited with {tried.returncode}: {lines[-1][:200]}"
+
+
+def check_isolation(section: ScorerSection, bubblewrap: Bubblewrap) -> Iterator[Problem]:
+    """Find a problem if answers would be verified behind weaker layers than the config accepts."""
+    if bubblewrap.path is None and not section.allow_weaker_isolation:
+        yield Problem(
+            field="scorer.allow_weaker_isolation",
+            value=False,
+            remedy=f"answers are verified in bubblewrap, which does not work here ({bubblewrap.problem}): "
+            f"{HOW_TO_GET}; or set it to true (in calls of math_reward: allow_weaker_isolation=True) to "
+            "verify them behind the weaker layers that work here (docs/scoring.md)",
+        )

@@ -11,7 +11,8 @@ from typing import Any
 
 from forgeasync.config.run import ScorerSection
 from forgeasync.rollouts.score import NO_SCORE, Score, ScoreStatus, VerifierCounts, as_feedback
-from forgeasync.scoring.sandbox import Bubblewrap, find_bubblewrap
+from forgeasync.schema.problems import raise_if_any
+from forgeasync.scoring.sandbox import Bubblewrap, check_isolation, find_bubblewrap
 from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice, Problem, VerifierChoice
 from forgeasync.scoring.verifier_process import AnswerLimits, VerifierProcess
 
@@ -50,10 +51,10 @@ class VerifierPool:
     ) -> None:
         """Processes start when they are first needed; without ``bubblewrap`` it is looked for then."""
         self._choice = choice
+        self._section = section
         self._limits = AnswerLimits(
             time_s=section.answer_limit_s, memory_bytes=section.answer_memory_mib * 2**20
         )
-        self._num_workers = section.num_workers
         self._bubblewrap = bubblewrap
         self._processes: list[VerifierProcess] = []
         self._idle: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()
@@ -80,15 +81,18 @@ class VerifierPool:
         """Start all processes concurrently; returns a sentence on what isolates them.
 
         Raises:
-            ValueError: the choice of verifier is impossible, with the config field.
+            ValueError: the choice of verifier is impossible, or bubblewrap does not work and the config does
+                not accept weaker layers; names the config field.
             VerifierFailure: a process does not start.
         """
         self._make_processes()
-        with ThreadPoolExecutor(self._num_workers) as threads:
+        with ThreadPoolExecutor(self._section.num_workers) as threads:
             (layers, *_) = threads.map(VerifierProcess.start, self._processes)
         assert self._bubblewrap is not None
         why = f" (no bubblewrap: {self._bubblewrap.problem})" if self._bubblewrap.path is None else ""
-        description = f"{self._num_workers} processes verify answers, isolated by {', '.join(layers)}{why}"
+        description = (
+            f"{self._section.num_workers} processes verify answers, isolated by {', '.join(layers)}{why}"
+        )
         logger.info("%s", description)
         return description
 
@@ -96,7 +100,7 @@ class VerifierPool:
         """Score one response; 0.0, counted, if it cannot be verified within its limits.
 
         Raises:
-            ProblemDiffers: the problem is not what its index generates.
+            ValueError: as ``start``; ``ProblemDiffers``: the problem is not what its index generates.
             VerifierFailure: a process cannot be started.
         """
         if len(response) > MAX_ANSWER_BYTES or len(response.encode(errors="replace")) > MAX_ANSWER_BYTES:
@@ -120,7 +124,8 @@ class VerifierPool:
                 return
             if self._bubblewrap is None:
                 self._bubblewrap = find_bubblewrap()
-            for _ in range(self._num_workers):
+            raise_if_any(check_isolation(self._section, self._bubblewrap))
+            for _ in range(self._section.num_workers):
                 self._processes.append(VerifierProcess(self._choice, self._limits, self._bubblewrap))
         for process in self._processes:
             self._idle.put(process)
@@ -143,13 +148,23 @@ class VerifierPool:
         return dataclasses.replace(NO_SCORE, status=_STATUS[kind], feedback=as_feedback(f"{kind}: {reason}"))
 
 
-DEFAULT_VERIFIERS = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
-"""The pool behind ``math_reward``; it starts no process before its first call."""
+_MATH_POOLS = {
+    allowed: VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1, allow_weaker_isolation=allowed))
+    for allowed in (False, True)
+}
+"""The pools behind ``math_reward``; neither starts a process before its first call."""
 
 
-def math_reward(response: str, answer: str) -> float:
+def math_reward(response: str, answer: str, *, allow_weaker_isolation: bool = False) -> float:
     r"""1.0 if the final answer of ``response`` (its last ``\boxed``, if any) equals ``answer``, else 0.0.
 
-    Works from any thread. Raises VerifierFailure if no process can be started.
+    Works from any thread. ``response`` is hostile input, so it is verified in a process that bubblewrap
+    isolates. Where bubblewrap does not work, ``allow_weaker_isolation`` has it verified behind the layers
+    that do (``forgeasync.scoring.isolation``).
+
+    Raises:
+        ValueError: bubblewrap does not work here, and weaker layers are not allowed.
+        VerifierFailure: no process can be started.
     """
-    return DEFAULT_VERIFIERS.score(MathProblem(answer=answer), response).value
+    pool = _MATH_POOLS[allow_weaker_isolation]
+    return pool.score(MathProblem(answer=answer), response).value

@@ -21,7 +21,7 @@ from forgeasync.algorithms.corrections import AgeWeight, product
 from forgeasync.algorithms.kl import KlPlace, penalty_to_go
 from forgeasync.algorithms.loss import Loss
 from forgeasync.algorithms.objectives import Objective, Supervised
-from forgeasync.algorithms.row_tokens import RowTokens
+from forgeasync.algorithms.row_tokens import RowTokens, TeacherTokens
 from tests.support.tokens import K3, section
 
 
@@ -334,9 +334,61 @@ def test_corrections_see_the_advantage_of_the_sequence_itself() -> None:
         mask_T=torch.tensor([True, True]),
         sequence_ids_T=torch.tensor([0, 0]),
         ages_T=torch.tensor([0, 0]),
-        sample_weights_T=torch.ones(2),
         ref_logprobs_T=torch.tensor([-3.0, -3.0]),
     )
     loss(tokens, total=2.0)
     assert SEEN["correction"].tolist() == [3.0, 3.0]
     assert SEEN["objective"].tolist() == [3.0 - 0.5 * (2.0 + 1.0), 3.0 - 0.5 * 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("aggregation", "count", "divisor"),
+    [
+        ({"kind": "token_mean"}, 1000, 1),
+        ({"kind": "sequence_mean_of_token_mean"}, 500, 2),
+        ({"kind": "sequence_mean_of_token_sum"}, 500, 1),
+        ({"kind": "constant_length", "length": 8}, 500, 8),
+    ],
+    ids=["token_mean", "token means", "token sums", "constant_length"],
+)
+def test_in_a_row_without_sample_weights_each_sequence_counts_once(
+    aggregation: dict[str, object], count: int, divisor: int, dtype: torch.dtype
+) -> None:
+    """As a user builds it for a test of an own loss. 500 sequences of 2 tokens: bfloat16 counts to 256."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs_T = -torch.rand(1000, generator=generator, dtype=torch.float64)
+    advantages_T = torch.randn(1000, generator=generator, dtype=torch.float64).to(dtype)
+    row = RowTokens(
+        logprobs_T=logprobs_T.to(dtype).requires_grad_(),
+        behavior_logprobs_T=logprobs_T.to(dtype),
+        advantages_T=advantages_T,
+        mask_T=torch.ones(1000, dtype=torch.bool),
+        sequence_ids_T=torch.arange(1000) // 2,
+        ages_T=torch.zeros(1000, dtype=torch.int32),
+    )
+    assert row.sample_weights_T.dtype == torch.float32
+    assert row.sample_weights_T.tolist() == [1.0] * 1000
+    assert not row.sample_weights_T.requires_grad
+    loss = section(objective={"kind": "reinforce"}, aggregation=aggregation)
+    total = loss.count(row.mask_T, row.sequence_ids_T, row.sample_weights_T)
+    assert float(total) == count
+    # Of a token the objective is minus advantage times log-probability; a sequence has 2 tokens.
+    expected = -float((advantages_T.double() * row.logprobs_T.double()).sum()) / divisor / count
+    error = {torch.bfloat16: 0.02, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    assert float(loss(row, total=total).loss) == pytest.approx(expected, rel=error, abs=error)
+    (gradient_T,) = torch.autograd.grad(loss(row, total=total).loss, row.logprobs_T)
+    torch.testing.assert_close(
+        gradient_T.double(), -advantages_T.double() / divisor / count, rtol=0.01, atol=0.0
+    )
+    again = dataclasses.replace(row, sample_weights_T=torch.full((1000,), 2.0))
+    assert again.sample_weights_T.tolist() == [2.0] * 1000
+
+
+def test_what_a_teacher_says_of_a_token_is_asked_for_unless_it_is_said_otherwise() -> None:
+    logprobs_T = torch.tensor([-1.0, -2.0, -3.0])
+    none_TK = torch.zeros(3, 0)
+    teacher = TeacherTokens(logprobs_T=logprobs_T, topk_TK=none_TK, student_topk_TK=none_TK)
+    assert teacher.is_asked_T.tolist() == [True] * 3
+    assert teacher.is_asked_T.dtype == torch.bool
+    assert (teacher.versions_T.tolist(), teacher.versions_T.dtype) == ([0.0] * 3, torch.float32)

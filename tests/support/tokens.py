@@ -26,7 +26,6 @@ def make_tokens(
         mask_T=torch.ones(num, dtype=torch.bool) if mask_T is None else mask_T,
         sequence_ids_T=torch.zeros(num, dtype=torch.long) if sequence_ids_T is None else sequence_ids_T,
         ages_T=torch.zeros(num, dtype=torch.int32) if ages_T is None else ages_T,
-        sample_weights_T=torch.ones(num),
         ref_logprobs_T=ref_logprobs_T,
         proximal_logprobs_T=proximal_logprobs_T,
     )

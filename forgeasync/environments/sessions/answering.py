@@ -33,7 +33,7 @@ OPENING_PATH = "/sessions"
 """Where clients open sessions, if the server lets them."""
 
 IGNORED_HEADER = "x-forgeasync-ignored"
-"""Names the fields of a request that were not honoured."""
+"""Names the fields of a request that were not honoured, and those that no endpoint knows."""
 
 MAX_KEY_CHARS = 255
 """Of an idempotency key."""
@@ -101,7 +101,7 @@ class Answering:
             )
         if raw := await self._read(request):
             # It has no fields yet: what a client asks for is not ignored.
-            Fields(_parsed(raw)).done()
+            Fields(_parsed(raw)).refuse_rest()
         opened = desk.open()
         session = opened.session
         return _json_response(
@@ -294,7 +294,8 @@ def _count(session: Session, problem: RequestError) -> None:
 
 
 def _ignored_header(asked: Asked) -> dict[str, str]:
-    return {IGNORED_HEADER: ", ".join(asked.ignored)} if asked.ignored else {}
+    names = (*asked.ignored, *asked.unknown)
+    return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
 def _json_response(

@@ -19,6 +19,7 @@ from forgeasync.environments.sessions.fields import (
     read_call,
     read_stops,
     read_tools,
+    refuse_other_callers,
     wrong,
 )
 from forgeasync.environments.sessions.problems import RequestError
@@ -30,7 +31,10 @@ SIGNATURE = "unsigned"
 
 _NOT_HONOURED = ("temperature", "thinking", "top_k", "top_p")
 _WITHOUT_EFFECT = (
+    "billing_policy",
     "cache_control",
+    "diagnostics",
+    "fallback_credit_token",
     "inference_geo",
     "metadata",
     "service_tier",
@@ -38,6 +42,16 @@ _WITHOUT_EFFECT = (
     "user_profile_id",
     "workspace_id",
 )
+_REFUSED = (
+    "compaction",
+    "container",
+    "context_management",
+    "fallbacks",
+    "mcp_servers",
+    "output_format",
+    "thread",
+)
+"""What would change the prompt, or what the answer is and contains."""
 _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -57,33 +71,34 @@ class AnthropicMessages:
         checked_text("model", fields.required("model"))
         messages = fields.required_items("messages")
         tools, strict = read_tools(fields, _read_tool)
-        may_call = _read_tool_choice(fields.take("tool_choice"))
+        may_call = _read_tool_choice(fields)
         max_tokens = fields.count("max_tokens")
         if max_tokens is None:
             raise RequestError("max_tokens is missing", param="max_tokens")
         system = fields.take("system")
         read: list[Message] = []
         if system is not None:
-            read.append({"role": "system", "content": _read_text("system", system)})
-        ignored = fields.given(_NOT_HONOURED) + strict
-        ignored += _read_output_config(fields.take("output_config"))
+            read.append({"role": "system", "content": _read_text(fields, "system", system)})
+        ignored = fields.given(_NOT_HONOURED) + strict + _read_output_config(fields)
         num_errors = 0
         for index, message in enumerate(messages):
-            more, has_error = _read_message(f"messages[{index}]", message)
+            more, has_error = _read_message(fields.inner(f"messages[{index}]", message))
             read += more
             num_errors += has_error
-        asked = Asked(
+        stop, is_streamed = read_stops(fields, "stop_sequences"), fields.flag("stream")
+        fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
+        fields.given(_WITHOUT_EFFECT)
+        fields.ignore_rest()
+        return Asked(
             messages=tuple(read),
             tools=tools if may_call else (),
             max_tokens=max_tokens,
-            stop=read_stops(fields, "stop_sequences"),
-            is_streamed=fields.flag("stream"),
+            stop=stop,
+            is_streamed=is_streamed,
             ignored=ignored + ("tool_result.is_error",) * bool(num_errors),
+            unknown=fields.unknown,
             body=body,
         )
-        fields.given(_WITHOUT_EFFECT)
-        fields.done()
-        return asked
 
     def whole(self, asked: Asked, reply: Reply) -> Json:
         """See ``Api``."""
@@ -125,126 +140,122 @@ class AnthropicMessages:
         return sse(self.error(problem), "error")
 
 
-def _read_tool_choice(value: object) -> bool:
+def _read_tool_choice(fields: Fields) -> bool:
     """Whether the model may call tools."""
+    value = fields.take("tool_choice")
     if value is None:
         return True
-    fields = Fields(value, "tool_choice")
-    may_call = may_call_tools("tool_choice.type", fields.take("type"))
-    fields.only("disable_parallel_tool_use", False, why="must be false: a turn may have several calls")
-    fields.done()
+    choice = fields.inner("tool_choice", value)
+    may_call = may_call_tools(choice.path("type"), choice.take("type"))
+    choice.only("disable_parallel_tool_use", False, why="must be false: a turn may have several calls")
+    choice.ignore_rest()
     return may_call
 
 
-def _read_output_config(value: object) -> tuple[str, ...]:
+def _read_output_config(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("output_config")
     if value is None:
         return ()
-    fields = Fields(value, "output_config")
-    ignored = fields.given(["effort"])
-    fields.done()
+    config = fields.inner("output_config", value)
+    ignored = config.given(["effort"])
+    config.refuse(["format"], why="must be absent: an answer is plain text")
+    config.ignore_rest()
     return ignored
 
 
-def _read_tool(where: str, tool: object) -> tuple[ToolSpec, bool]:
+def _read_tool(fields: Fields) -> tuple[ToolSpec, bool]:
     """The tool, and whether it asks for arguments that are sure to follow the schema."""
-    fields = Fields(tool, where)
     fields.only("type", "custom", why="must be 'custom': there are no built-in tools")
     made = make_tool(
-        where, fields.required("name"), fields.text("description"), fields.required("input_schema")
+        fields.where, fields.required("name"), fields.text("description"), fields.required("input_schema")
     )
     fields.given(["cache_control", "eager_input_streaming"])
     is_strict = fields.flag("strict")
-    fields.done()
+    refuse_other_callers(fields)
+    fields.refuse(["input_examples"], why="the model is not shown them; put them into the description")
+    fields.ignore_rest()
     return made, is_strict
 
 
-def _read_text(where: str, value: object) -> str:
-    if isinstance(value, list):
-        return "".join(
-            _read_text_block(f"{where}[{index}]", Fields(block, f"{where}[{index}]"))
-            for index, block in enumerate(value)
-        )
-    return checked_text(where, value)
+def _read_text(fields: Fields, name: str, value: object) -> str:
+    """The text of a content: a string, or a list of blocks of text."""
+    if not isinstance(value, list):
+        return checked_text(fields.path(name), value)
+    blocks = [fields.inner(f"{name}[{index}]", block) for index, block in enumerate(value)]
+    return "".join(_read_text_block(block, block.take("type")) for block in blocks)
 
 
-def _read_text_block(where: str, fields: Fields, *, kind: str | None = None) -> str:
-    kind = fields.take("type") if kind is None else kind
+def _read_text_block(fields: Fields, kind: object) -> str:
     if kind != "text":
-        raise wrong(
-            f"{where}.type", kind, "must be 'text': this model reads text only", code="unsupported_value"
-        )
+        remedy = "must be 'text': this model reads text only"
+        raise wrong(fields.path("type"), kind, remedy, code="unsupported_value")
     text = checked_text(fields.path("text"), fields.required("text"))
     fields.given(["cache_control", "citations"])
-    fields.done()
+    fields.ignore_rest()
     return text
 
 
-def _read_message(where: str, value: object) -> tuple[list[Message], bool]:
+def _read_message(fields: Fields) -> tuple[list[Message], bool]:
     """The messages that it becomes, and whether a tool's result is marked as an error."""
-    fields = Fields(value, where)
     role, content = fields.required("role"), fields.required("content")
-    fields.done()
+    fields.ignore_rest()
+    if not isinstance(content, str | list):
+        raise wrong(fields.path("content"), content, "must be a string or a list of blocks")
+    if role == "system":
+        return [{"role": "system", "content": _read_text(fields, "content", content)}], False
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise wrong(f"{where}.content", content, "must be a string or a list of blocks")
+    blocks = [fields.inner(f"content[{index}]", block) for index, block in enumerate(content)]
     match role:
         case "assistant":
-            return [_read_turn(f"{where}.content", content)], False
+            return [_read_turn(blocks)], False
         case "user":
-            return _read_user(f"{where}.content", content)
-        case "system":
-            return [{"role": "system", "content": _read_text(f"{where}.content", content)}], False
+            return _read_user(blocks)
         case _:
-            raise wrong(f"{where}.role", role, "must be 'user', 'assistant' or 'system'")
+            raise wrong(fields.path("role"), role, "must be 'user', 'assistant' or 'system'")
 
 
-def _read_turn(where: str, blocks: list[Any]) -> Message:
+def _read_turn(blocks: list[Fields]) -> Message:
     text, thoughts, calls = "", [], []
-    for index, block in enumerate(blocks):
-        at = f"{where}[{index}]"
-        fields = Fields(block, at)
-        match fields.take("type"):
+    for block in blocks:
+        match block.take("type"):
             case "text":
-                text += _read_text_block(at, fields, kind="text")
+                text += _read_text_block(block, "text")
             case "thinking":
-                thoughts.append(checked_text(f"{at}.thinking", fields.required("thinking")))
-                fields.take("signature")
-                fields.done()
+                thoughts.append(checked_text(block.path("thinking"), block.required("thinking")))
+                block.take("signature")
+                block.ignore_rest()
             case "tool_use":
-                calls.append(read_call(at, fields, id_name="id", arguments_name="input"))
-                fields.given(["cache_control", "caller"])
-                fields.done()
+                calls.append(read_call(block, id_name="id", arguments_name="input"))
+                block.given(["cache_control", "caller"])
+                block.ignore_rest()
             case kind:
-                raise wrong(
-                    f"{at}.type", kind, "must be 'text', 'thinking' or 'tool_use'", code="unsupported_value"
-                )
+                remedy = "must be 'text', 'thinking' or 'tool_use'"
+                raise wrong(block.path("type"), kind, remedy, code="unsupported_value")
     message: Json = {"role": ASSISTANT, "content": text}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _read_user(where: str, blocks: list[Any]) -> tuple[list[Message], bool]:
+def _read_user(blocks: list[Fields]) -> tuple[list[Message], bool]:
     messages: list[Message] = []
     has_error = False
     texts: list[str] = []
-    for index, block in enumerate(blocks):
-        at = f"{where}[{index}]"
-        fields = Fields(block, at)
-        kind = fields.take("type")
+    for block in blocks:
+        kind = block.take("type")
         if kind != "tool_result":
-            texts.append(_read_text_block(at, fields, kind=str(kind)))
+            texts.append(_read_text_block(block, kind))
             continue
         if texts:
             messages.append({"role": "user", "content": "".join(texts)})
             texts = []
-        content = fields.take("content")
-        result = "" if content is None else _read_text(f"{at}.content", content)
-        call_id = checked_text(f"{at}.tool_use_id", fields.required("tool_use_id"))
-        has_error |= fields.flag("is_error")
-        fields.given(["cache_control"])
-        fields.done()
+        content = block.take("content")
+        result = "" if content is None else _read_text(block, "content", content)
+        call_id = checked_text(block.path("tool_use_id"), block.required("tool_use_id"))
+        has_error |= block.flag("is_error")
+        block.given(["cache_control", "toolset_name"])
+        block.ignore_rest()
         messages.append({"role": TOOL, "tool_call_id": call_id, "content": result})
     if texts or not messages:
         messages.append({"role": "user", "content": "".join(texts)})

@@ -35,6 +35,8 @@ class Asked:
     """Whether a later request may name the response as its previous one."""
     ignored: tuple[str, ...] = ()
     """The fields that were given and are not honoured."""
+    unknown: tuple[str, ...] = ()
+    """The fields that were given and that the API's grammar does not know (``Fields.unknown``)."""
     body: Mapping[str, Any]
     """The request itself, for what a response repeats of it."""
 

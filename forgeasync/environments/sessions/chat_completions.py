@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forgeasync.environments.environment import Turn
-from forgeasync.environments.messages import ASSISTANT, TOOL, Message
+from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolSpec
 from forgeasync.environments.sessions.asked import Asked, Reply, openai_error, pieces, sse
 from forgeasync.environments.sessions.fields import (
     Fields,
@@ -19,6 +19,7 @@ from forgeasync.environments.sessions.fields import (
     make_tool,
     read_stops,
     read_tools,
+    refuse_other_callers,
     wrong,
 )
 from forgeasync.environments.sessions.openai_fields import (
@@ -35,6 +36,7 @@ MAX_TURNS = 128
 
 _NOT_HONOURED = (
     "frequency_penalty",
+    "length_penalty",
     "logit_bias",
     "min_p",
     "presence_penalty",
@@ -46,6 +48,44 @@ _NOT_HONOURED = (
     "top_p",
     "verbosity",
 )
+_REFUSED = (
+    "audio",
+    "function_call",
+    "functions",
+    "moderation",
+    "prediction",
+    "web_search_options",
+    # Of other servers of open models.
+    "add_generation_prompt",
+    "allowed_token_ids",
+    "bad_words",
+    "best_of",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "echo",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "stop_token_ids",
+    "structured_outputs",
+    "use_beam_search",
+)
+"""What would change the prompt, or what the answer is and contains."""
+_OF_MESSAGES = (
+    "audio",
+    "function_call",
+    "reasoning_content",
+    "refusal",
+    "tool_call_id",
+    "tool_calls",
+)
+"""What the model would be shown of a message of the right role."""
 
 
 class ChatCompletions:
@@ -56,27 +96,32 @@ class ChatCompletions:
         fields = Fields(body)
         checked_text("model", fields.required("model"))
         messages = fields.required_items("messages")
-        tools, ignored = read_tools(fields, _read_tool)
+        tools, strict = read_tools(fields, _read_tool)
         may_call = read_tool_choice(fields)
-        asked = Asked(
-            messages=tuple(_read_message(f"messages[{i}]", one) for i, one in enumerate(messages)),
-            tools=tools if may_call else (),
-            max_tokens=_read_max_tokens(fields),
-            stop=read_stops(fields, "stop"),
-            num_turns=fields.count("n", most=MAX_TURNS) or 1,
-            is_streamed=fields.flag("stream"),
-            ignored=fields.given(_NOT_HONOURED) + ignored,
-            body=body,
-        )
+        read = tuple(_read_message(fields.inner(f"messages[{i}]", one)) for i, one in enumerate(messages))
+        max_tokens, stop = _read_max_tokens(fields), read_stops(fields, "stop")
+        num_turns, is_streamed = fields.count("n", most=MAX_TURNS) or 1, fields.flag("stream")
+        ignored = fields.given(_NOT_HONOURED) + strict
         read_stream_options(fields, "include_usage", "include_obfuscation")
         check_common_fields(fields)
         fields.only("response_format", {"type": "text"}, why="must be {'type': 'text'}")
         fields.only("logprobs", False, why="must be false: log-probabilities are not given out")
         fields.only("store", False, why="must be false: a session stores nothing for later reading")
         fields.only("modalities", ["text"], why="must be ['text']")
+        fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
         fields.given(["metadata"])
-        fields.done()
-        return asked
+        fields.ignore_rest()
+        return Asked(
+            messages=read,
+            tools=tools if may_call else (),
+            max_tokens=max_tokens,
+            stop=stop,
+            num_turns=num_turns,
+            is_streamed=is_streamed,
+            ignored=ignored,
+            unknown=fields.unknown,
+            body=body,
+        )
 
     def whole(self, asked: Asked, reply: Reply) -> Json:
         """See ``Api``."""
@@ -116,74 +161,71 @@ def _read_max_tokens(fields: Fields) -> int | None:
     return old if new is None else new
 
 
-def _read_tool(where: str, tool: object) -> tuple[Any, bool]:
+def _read_tool(fields: Fields) -> tuple[ToolSpec, bool]:
     """The tool, and whether it asks for arguments that are sure to follow the schema."""
-    fields = Fields(tool, where)
     kind = fields.take("type")
     if kind != "function":
-        raise wrong(f"{where}.type", kind, "must be 'function'", code="unsupported_value")
-    function = Fields(fields.required("function"), f"{where}.function")
-    fields.done()
+        raise wrong(fields.path("type"), kind, "must be 'function'", code="unsupported_value")
+    function = fields.inner("function", fields.required("function"))
     made = make_tool(
-        f"{where}.function",
-        function.required("name"),
-        function.text("description"),
-        function.take("parameters"),
+        function.where, function.required("name"), function.text("description"), function.take("parameters")
     )
     is_strict = function.flag("strict")
-    function.done()
+    for one in (function, fields):
+        refuse_other_callers(one)
+        one.ignore_rest()
     return made, is_strict
 
 
-def _read_message(where: str, value: object) -> Message:
-    fields = Fields(value, where)
+def _read_message(fields: Fields) -> Message:
     role = fields.required("role")
     content = fields.take("content")
     message: Json = {"role": role}
     match role:
         case "assistant":
-            message["content"] = "" if content is None else joined_text(f"{where}.content", content, ["text"])
+            message["content"] = "" if content is None else joined_text(fields, "content", content, ["text"])
             if (reasoning := fields.text("reasoning_content")) is not None:
                 message["reasoning_content"] = reasoning
             calls = fields.items("tool_calls")
             if calls:
                 message["tool_calls"] = [
-                    _read_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)
+                    _read_call(fields.inner(f"tool_calls[{index}]", call)) for index, call in enumerate(calls)
                 ]
             fields.only("annotations", [], why="must be empty")
             fields.take("parsed")  # The SDK's ``parse`` and ``stream`` add it to what they return.
         case "user" | "system" | "developer" | "tool":
             if content is None:
-                raise RequestError(f"{where}.content is missing", param=f"{where}.content")
+                raise RequestError(f"{fields.path('content')} is missing", param=fields.path("content"))
             # The model's template knows no developer; the API calls the newer name of the same thing so.
             message["role"] = "system" if role == "developer" else role
-            message["content"] = joined_text(f"{where}.content", content, ["text"])
+            message["content"] = joined_text(fields, "content", content, ["text"])
             if role == TOOL and (call_id := fields.text("tool_call_id")) is not None:
                 message["tool_call_id"] = call_id
         case _:
-            raise wrong(f"{where}.role", role, "must be 'system', 'developer', 'user', 'assistant' or 'tool'")
+            remedy = "must be 'system', 'developer', 'user', 'assistant' or 'tool'"
+            raise wrong(fields.path("role"), role, remedy)
     if (name := fields.text("name")) is not None:
         message["name"] = name
-    fields.done()
+    fields.refuse(_OF_MESSAGES, why=f"a message of role {role!r} cannot have it here")
+    fields.ignore_rest()
     return message
 
 
-def _read_call(where: str, value: object) -> Json:
-    fields = Fields(value, where)
+def _read_call(fields: Fields) -> Json:
     call: Json = {"type": fields.take("type") or "function"}
     if call["type"] != "function":
-        raise wrong(f"{where}.type", call["type"], "must be 'function'")
+        raise wrong(fields.path("type"), call["type"], "must be 'function'")
     if (call_id := fields.text("id")) is not None:
         call["id"] = call_id
     fields.take("index")  # Loops that put a stream together by hand leave it there.
-    function = Fields(fields.required("function"), f"{where}.function")
+    function = fields.inner("function", fields.required("function"))
     call["function"] = {
-        "name": checked_text(f"{where}.function.name", function.required("name")),
-        "arguments": checked_arguments(f"{where}.function.arguments", function.take("arguments") or "{}"),
+        "name": checked_text(function.path("name"), function.required("name")),
+        "arguments": checked_arguments(function.path("arguments"), function.take("arguments") or "{}"),
     }
     function.take("parsed_arguments")
-    function.done()
-    fields.done()
+    function.ignore_rest()
+    fields.ignore_rest()
     return call
 
 

@@ -42,5 +42,5 @@ def read_feedback(body: Mapping[str, Any]) -> tuple[Feedback, bool]:
     finished = fields.take("finished")
     if finished is not None and not isinstance(finished, bool):
         raise wrong("finished", finished, "must be true or false")
-    fields.done()
+    fields.refuse_rest()
     return Feedback(score=float(score), comment=comment), finished is not False

@@ -1,7 +1,12 @@
-"""Reads the fields of a request one by one. A field that nobody takes is refused by its name."""
+"""Reads the fields of a request one by one.
+
+What is left of an object is ignored and named (``ignore_rest``), so that a client library that is newer than
+this code goes on working; or it is refused (``refuse_rest``), where the API is our own.
+"""
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -16,6 +21,12 @@ MAX_DEPTH = 64
 MAX_NODES = 100_000
 """How many values those may have."""
 
+MAX_UNKNOWN_NAMES = 16
+"""How many fields that were ignored are named; ``...`` stands for the rest of them."""
+
+MAX_UNKNOWN_CHARS = 80
+"""Of such a name, with the path to it."""
+
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 
@@ -23,16 +34,24 @@ MAX_STOP_CHARS = 256
 class Fields:
     """The fields of one JSON object. Null counts as absent, as it does for the SDKs."""
 
-    def __init__(self, value: object, where: str = "") -> None:
-        """Raises RequestError if ``value`` is no object."""
+    def __init__(self, value: object, where: str = "", *, unknown: dict[str, None] | None = None) -> None:
+        """``where`` is the object's own place in the body; ``unknown`` collects what ``ignore_rest`` finds.
+
+        Raises RequestError if ``value`` is no object.
+        """
         if not isinstance(value, Mapping):
             raise wrong(where or "the body", value, "must be a JSON object", param=where or None)
         self._fields = {name: found for name, found in value.items() if found is not None}
-        self._where = where
+        self._unknown = {} if unknown is None else unknown
+        self.where = where
+
+    def inner(self, place: str, value: object) -> "Fields":
+        """Return the fields of an object inside this one, at ``place``, such as ``messages[0]``."""
+        return Fields(value, self.path(place), unknown=self._unknown)
 
     def path(self, name: str) -> str:
         """How an error calls the field."""
-        return f"{self._where}.{name}" if self._where else name
+        return f"{self.where}.{name}" if self.where else name
 
     def take(self, name: str) -> Any:
         """Return the field, None if it is absent."""
@@ -92,13 +111,37 @@ class Fields:
         """Take those of the fields that are there, and return their names in order."""
         return tuple(sorted(self.path(name) for name in names if self.take(name) is not None))
 
-    def done(self) -> None:
+    def refuse(self, names: Collection[str], *, why: str) -> None:
+        """Refuse those of the fields that are there."""
+        for name in names:
+            if name in self._fields:
+                raise wrong(self.path(name), self._fields[name], why, code="unsupported_field")
+
+    def refuse_rest(self) -> None:
         """Refuse what nobody has taken."""
-        if self._fields:
-            name = sorted(self._fields)[0]
-            raise wrong(
-                self.path(name), self._fields[name], "this endpoint has no such field", code="unknown_field"
-            )
+        self.refuse(sorted(self._fields), why="this endpoint has no such field")
+
+    def ignore_rest(self) -> None:
+        """Note the names of what nobody has taken, for ``unknown``."""
+        above = re.sub(r"\[\d+\]", "[]", self.where)
+        for name in self._fields:
+            if len(self._unknown) <= MAX_UNKNOWN_NAMES:
+                self._unknown[_header_safe(f"{above}.{name}" if above else name)] = None
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What was ignored in the whole body, each once, at most ``MAX_UNKNOWN_NAMES`` of them.
+
+        Names are safe in a header and in a log: ``?`` stands for whatever is no letter, no digit and none of
+        ``_-.[]``. Indices of lists are left out.
+        """
+        names = tuple(self._unknown)
+        return names if len(names) <= MAX_UNKNOWN_NAMES else (*names[:MAX_UNKNOWN_NAMES], "...")
+
+
+def _header_safe(name: str) -> str:
+    shown = re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[: MAX_UNKNOWN_CHARS + 1]) or "?"
+    return shown if len(shown) <= MAX_UNKNOWN_CHARS else f"{shown[: MAX_UNKNOWN_CHARS - 3]}..."
 
 
 def wrong(
@@ -120,22 +163,26 @@ def checked_text(where: str, value: object) -> str:
     return value
 
 
-def joined_text(where: str, value: object, kinds: Collection[str]) -> str:
-    """Return the text of a content: a string, or a list of parts of these types, each with ``text``."""
+def joined_text(fields: Fields, name: str, value: object, kinds: Collection[str]) -> str:
+    """Return the text of the content ``name``: a string, or a list of parts of these types, with ``text``."""
     if not isinstance(value, list):
-        return checked_text(where, value)
+        return checked_text(fields.path(name), value)
     texts = []
     for index, part in enumerate(value):
-        fields = Fields(part, f"{where}[{index}]")
-        kind = fields.take("type")
-        if kind not in kinds:
+        inside = fields.inner(f"{name}[{index}]", part)
+        if inside.take("type") not in kinds:
             raise wrong(
-                f"{where}[{index}]",
+                inside.where,
                 part,
                 f"must be of type {' or '.join(sorted(kinds))}: this model reads text only",
                 code="unsupported_value",
             )
-        texts.append(checked_text(fields.path("text"), fields.required("text")))
+        texts.append(checked_text(inside.path("text"), inside.required("text")))
+        for listed in ("annotations", "logprobs"):
+            inside.only(listed, [], why="must be empty")
+        # The SDK's ``parse`` adds ``parsed`` to what it returns.
+        inside.given(["parsed", "prompt_cache_breakpoint"])
+        inside.ignore_rest()
     return "".join(texts)
 
 
@@ -193,15 +240,20 @@ def make_tool(where: str, name: object, description: str | None, parameters: obj
 
 
 def read_tools(
-    fields: Fields, read_tool: Callable[[str, object], tuple[ToolSpec, bool]]
+    fields: Fields, read_tool: Callable[[Fields], tuple[ToolSpec, bool]]
 ) -> tuple[tuple[ToolSpec, ...], tuple[str, ...]]:
     """Return the tools, and the names of what they ask for that is not honoured.
 
-    ``read_tool`` gets a tool's path and value; it returns the tool, and whether it asks for arguments that
-    are sure to follow the schema.
+    ``read_tool`` returns a tool, and whether it asks for arguments that are sure to follow the schema.
     """
-    read = [read_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.items("tools"))]
+    read = [read_tool(fields.inner(f"tools[{i}]", tool)) for i, tool in enumerate(fields.items("tools"))]
     return tuple(tool for tool, _ in read), ("tools.strict",) * any(is_strict for _, is_strict in read)
+
+
+def refuse_other_callers(tool: Fields) -> None:
+    """Refuse a tool that is not to be shown to the model at once, or not to be called by it alone."""
+    tool.only("allowed_callers", ["direct"], why="must be ['direct']: only the model calls tools")
+    tool.only("defer_loading", False, why="must be false: there is no search for tools")
 
 
 def may_call_tools(where: str, choice: object) -> bool:
@@ -216,13 +268,14 @@ def may_call_tools(where: str, choice: object) -> bool:
     return choice == "auto"
 
 
-def read_call(where: str, fields: Fields, *, id_name: str, arguments_name: str) -> Json:
-    """Return a tool call whose fields stand at ``where``, as it stands in an assistant's message."""
+def read_call(fields: Fields, *, id_name: str, arguments_name: str) -> Json:
+    """Return a tool call as it stands in an assistant's message."""
     function = {
-        "name": checked_text(f"{where}.name", fields.required("name")),
-        "arguments": checked_arguments(f"{where}.{arguments_name}", fields.required(arguments_name)),
+        "name": checked_text(fields.path("name"), fields.required("name")),
+        "arguments": checked_arguments(fields.path(arguments_name), fields.required(arguments_name)),
     }
-    call_id = checked_text(f"{where}.{id_name}", fields.required(id_name))
+    call_id = checked_text(fields.path(id_name), fields.required(id_name))
+    fields.refuse(["namespace", "toolset_name"], why="tools have one name here")
     return {"id": call_id, "type": "function", "function": function}
 
 

@@ -26,11 +26,11 @@ def read_tool_choice(fields: Fields) -> bool:
 
 
 def read_stream_options(fields: Fields, *flags: str) -> frozenset[str]:
-    """Return which of the flags in ``stream_options`` are set; raises RequestError for any other option."""
+    """Return which of the flags in ``stream_options`` are set."""
     value = fields.take("stream_options")
     if value is None:
         return frozenset()
-    options = Fields(value, "stream_options")
+    options = fields.inner("stream_options", value)
     chosen = frozenset(name for name in flags if options.flag(name))
-    options.done()
+    options.ignore_rest()
     return chosen

@@ -7,7 +7,7 @@ in a row become one assistant's message again.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolCall, ToolSpec, show
+from forgeasync.environments.messages import ASSISTANT, TOOL, Message, ToolCall, ToolSpec
 from forgeasync.environments.sessions.asked import Asked, Reply, openai_error, sse
 from forgeasync.environments.sessions.fields import (
     Fields,
@@ -18,6 +18,7 @@ from forgeasync.environments.sessions.fields import (
     make_tool,
     read_call,
     read_tools,
+    refuse_other_callers,
     wrong,
 )
 from forgeasync.environments.sessions.openai_fields import (
@@ -31,6 +32,9 @@ from forgeasync.environments.sessions.shown_turns import shown
 from forgeasync.rollouts.rollout import FinishReason
 
 _NOT_HONOURED = ("reasoning", "temperature", "top_p")
+_WITHOUT_EFFECT = ("access_programs", "image")
+_REFUSED = ("context_management", "conversation", "max_tool_calls", "moderation", "prompt")
+"""What would change the prompt, or what the answer is and contains."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -44,30 +48,35 @@ class Responses:
         tools, strict = read_tools(fields, _read_tool)
         may_call = read_tool_choice(fields)
         ignored = fields.given(_NOT_HONOURED) + strict
-        ignored += _read_text(fields.take("text")) + _read_include(fields.items("include"))
+        ignored += _read_text(fields) + _read_include(fields.items("include"))
         if (metadata := fields.take("metadata")) is not None:
             Fields(metadata, "metadata")
             check_size("metadata", metadata)
         store = fields.take("store")
         if store is not None and not isinstance(store, bool):
             raise wrong("store", store, "must be true or false")
-        asked = Asked(
-            messages=_read_input(fields.required("input")),
-            instructions=fields.text("instructions"),
-            previous_id=fields.text("previous_response_id"),
-            tools=tools if may_call else (),
-            max_tokens=fields.count("max_output_tokens"),
-            is_streamed=fields.flag("stream"),
-            keeps_response=store is not False,
-            ignored=ignored,
-            body=body,
-        )
+        messages = _read_input(fields, fields.required("input"))
+        instructions, previous_id = fields.text("instructions"), fields.text("previous_response_id")
+        max_tokens, is_streamed = fields.count("max_output_tokens"), fields.flag("stream")
         read_stream_options(fields, "include_obfuscation")
         check_common_fields(fields)
         fields.only("background", False, why="must be false: a response is answered or streamed")
         fields.only("truncation", "disabled", why="must be 'disabled': nothing is removed from a history")
-        fields.done()
-        return asked
+        fields.refuse(_REFUSED, why="a session cannot do what it asks for; leave it out")
+        fields.given(_WITHOUT_EFFECT)
+        fields.ignore_rest()
+        return Asked(
+            messages=messages,
+            instructions=instructions,
+            previous_id=previous_id,
+            tools=tools if may_call else (),
+            max_tokens=max_tokens,
+            is_streamed=is_streamed,
+            keeps_response=store is not False,
+            ignored=ignored,
+            unknown=fields.unknown,
+            body=body,
+        )
 
     def whole(self, asked: Asked, reply: Reply) -> Json:
         """See ``Api``."""
@@ -113,13 +122,14 @@ class Responses:
         return sse({"type": "error", "sequence_number": 0, **data}, "error")
 
 
-def _read_text(value: object) -> tuple[str, ...]:
+def _read_text(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("text")
     if value is None:
         return ()
-    fields = Fields(value, "text")
-    fields.only("format", {"type": "text"}, why="must be {'type': 'text'}")
-    ignored = fields.given(["verbosity"])
-    fields.done()
+    text = fields.inner("text", value)
+    text.only("format", {"type": "text"}, why="must be {'type': 'text'}")
+    ignored = text.given(["verbosity"])
+    text.ignore_rest()
     return ignored
 
 
@@ -133,21 +143,24 @@ def _read_include(include: list[Any]) -> tuple[str, ...]:
     return ("include",) * bool(include)
 
 
-def _read_tool(where: str, tool: object) -> tuple[ToolSpec, bool]:
+def _read_tool(fields: Fields) -> tuple[ToolSpec, bool]:
     """The tool, and whether it asks for arguments that are sure to follow the schema."""
-    fields = Fields(tool, where)
     kind = fields.take("type")
     if kind != "function":
-        raise wrong(
-            f"{where}.type", kind, "must be 'function': there are no built-in tools", code="unsupported_value"
-        )
-    made = make_tool(where, fields.required("name"), fields.text("description"), fields.take("parameters"))
+        remedy = "must be 'function': there are no built-in tools"
+        raise wrong(fields.path("type"), kind, remedy, code="unsupported_value")
+    made = make_tool(
+        fields.where, fields.required("name"), fields.text("description"), fields.take("parameters")
+    )
     is_strict = fields.flag("strict")
-    fields.done()
+    refuse_other_callers(fields)
+    fields.only("async", False, why="must be false: a turn waits for its calls")
+    fields.refuse(["output_schema"], why="the model is not shown it; say it in the description")
+    fields.ignore_rest()
     return made, is_strict
 
 
-def _read_input(value: object) -> tuple[Message, ...]:
+def _read_input(fields: Fields, value: object) -> tuple[Message, ...]:
     if isinstance(value, str):
         return ({"role": "user", "content": checked_text("input", value)},)
     if not isinstance(value, list):
@@ -156,7 +169,7 @@ def _read_input(value: object) -> tuple[Message, ...]:
     turn: Json | None = None
     """The assistant's message that is being put together."""
     for index, item in enumerate(value):
-        part = _read_item(f"input[{index}]", item)
+        part = _read_item(fields.inner(f"input[{index}]", item))
         if part["role"] != ASSISTANT:
             turn = None
             messages.append(part)
@@ -173,60 +186,48 @@ def _read_input(value: object) -> tuple[Message, ...]:
     return tuple({"content": "", **message} for message in messages)
 
 
-def _read_item(where: str, item: object) -> Json:
+def _read_item(fields: Fields) -> Json:
     """One item as a message, or as the part of an assistant's message that it is."""
-    fields = Fields(item, where)
     kind = fields.take("type") or "message"
     fields.given(["id", "status"])
     match kind:
         case "message":
-            part = _read_message(where, fields)
+            part = _read_message(fields)
         case "reasoning":
-            texts = [
-                joined_text(f"{where}.content[{index}]", [one], ["reasoning_text"])
-                for index, one in enumerate(fields.items("content"))
-            ]
+            thoughts = fields.items("content")
             fields.given(["summary", "encrypted_content"])
-            part = {"role": ASSISTANT, **({"reasoning_content": "".join(texts)} if texts else {})}
+            part = {"role": ASSISTANT}
+            if thoughts:
+                part["reasoning_content"] = joined_text(fields, "content", thoughts, ["reasoning_text"])
         case "function_call":
-            call = read_call(where, fields, id_name="call_id", arguments_name="arguments")
-            fields.take("parsed_arguments")  # The SDK's ``parse`` and ``stream`` add it to what they return.
+            call = read_call(fields, id_name="call_id", arguments_name="arguments")
+            fields.only("async", False, why="must be false: a turn waits for its calls")
+            # The SDK's ``parse`` and ``stream`` add ``parsed_arguments`` to what they return.
+            fields.given(["caller", "parsed_arguments"])
             part = {"role": ASSISTANT, "tool_calls": [call]}
         case "function_call_output":
-            call_id = checked_text(f"{where}.call_id", fields.required("call_id"))
-            output = joined_text(f"{where}.output", fields.required("output"), _TEXT_PARTS)
-            fields.take("name")
+            call_id = checked_text(fields.path("call_id"), fields.required("call_id"))
+            output = joined_text(fields, "output", fields.required("output"), _TEXT_PARTS)
+            fields.given(["caller", "name", "namespace"])
             part = {"role": TOOL, "tool_call_id": call_id, "content": output}
         case _:
             raise wrong(
-                f"{where}.type",
+                fields.path("type"),
                 kind,
                 "must be 'message', 'reasoning', 'function_call' or 'function_call_output'",
                 code="unsupported_value",
             )
-    fields.done()
+    fields.ignore_rest()
     return part
 
 
-def _read_message(where: str, fields: Fields) -> Json:
+def _read_message(fields: Fields) -> Json:
     role, content = fields.required("role"), fields.required("content")
     if role not in ("user", "system", "developer", "assistant"):
-        raise wrong(f"{where}.role", role, "must be 'user', 'system', 'developer' or 'assistant'")
-    if isinstance(content, list):
-        content = [_bare_part(f"{where}.content[{index}]", part) for index, part in enumerate(content)]
+        raise wrong(fields.path("role"), role, "must be 'user', 'system', 'developer' or 'assistant'")
     fields.take("phase")
-    text = joined_text(f"{where}.content", content, _TEXT_PARTS)
+    text = joined_text(fields, "content", content, _TEXT_PARTS)
     return {"role": "system" if role == "developer" else role, "content": text}
-
-
-def _bare_part(where: str, part: object) -> object:
-    """A part of a content without what our own parts have beside their text."""
-    if not isinstance(part, Mapping):
-        raise RequestError(f"{where} is {show(part)}; must be an object", param=where)
-    for name in ("annotations", "logprobs"):
-        if part.get(name):
-            raise wrong(f"{where}.{name}", part[name], "must be empty")
-    return {key: value for key, value in part.items() if key not in ("annotations", "logprobs", "parsed")}
 
 
 def _frame(asked: Asked, reply: Reply) -> Json:

@@ -59,6 +59,8 @@ class SessionCounts:
     """Requests that got a sampling which an earlier attempt had begun."""
     num_not_honoured: int = 0
     """Requests with fields that a policy in training cannot honour, such as ``temperature``."""
+    num_with_unknown_fields: int = 0
+    """Requests with fields that the endpoint does not know, which were ignored."""
     num_abandoned: int = 0
     """Turns sampled, or begun, that no client has got."""
     num_ours: int = 0
@@ -119,7 +121,7 @@ class Session:
         """Conversations up to the responses that can be gone on from, without their instructions."""
         self._lock = threading.Lock()
         self._num_sampling = 0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_unknown = False
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
@@ -214,15 +216,21 @@ class Session:
             )
 
     def _note(self, asked: Asked) -> None:
-        if not asked.ignored:
-            return
-        self.counts.num_not_honoured += 1
-        if not self._has_warned:
+        self.counts.num_not_honoured += bool(asked.ignored)
+        self.counts.num_with_unknown_fields += bool(asked.unknown)
+        if asked.ignored and not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
                 "session %r: a client asks for %s; the run's own sampling is used (said once per session)",
                 self.name,
                 ", ".join(asked.ignored),
+            )
+        if asked.unknown and not self._has_warned_of_unknown:
+            self._has_warned_of_unknown = True
+            _LOGGER.warning(
+                "session %r: a client sends %s, which no endpoint knows; ignored (said once per session)",
+                self.name,
+                ", ".join(asked.unknown),
             )
 
     async def _sample(self, asked: Asked) -> Reply:

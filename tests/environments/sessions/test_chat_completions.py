@@ -272,14 +272,16 @@ REFUSED: dict[str, Any] = {
     "modalities": ["text", "audio"],
     "audio": {"voice": "alloy", "format": "wav"},
     "prediction": {"type": "content", "content": "x"},
-    "functions": [{"name": "f"}],
     "web_search_options": {},
-    "invented": 1,
+    "functions": [{"name": "f"}],
+    "moderation": {"model": "m"},
+    "guided_json": {"type": "object"},
+    "chat_template_kwargs": {"enable_thinking": False},
     "n": 0,
     "max_tokens": -1,
     "max_completion_tokens": True,
     "stop": [""],
-    "stream_options": {"invented": 1},
+    "stream_options": {"include_usage": 1},
     "tools": [{"type": "custom", "custom": {"name": "x"}}],
 }
 
@@ -313,6 +315,8 @@ def test_a_field_that_cannot_be_served_is_refused_by_its_name(name: str) -> None
         ({"role": "user", "content": 5}, "messages[1].content"),
         ({"role": "user", "content": "\ud800"}, "messages[1].content"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "messages[1].refusal"),
+        ({"role": "user", "content": "x", "reasoning_content": "y"}, "messages[1].reasoning_content"),
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "a"}]}, "messages[1].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "messages[1].tool_calls[0].function"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},

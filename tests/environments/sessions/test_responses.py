@@ -247,7 +247,8 @@ REFUSED: dict[str, Any] = {
     "store": "yes",
     "metadata": {"a": "\ud800"},
     "input": [{"type": "item_reference", "id": "msg_1"}],
-    "invented": 1,
+    "moderation": {"model": "m"},
+    "context_management": [{"type": "compaction"}],
 }
 
 

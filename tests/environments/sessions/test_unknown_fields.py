@@ -1,0 +1,365 @@
+"""Fields that no endpoint knows: a newer client library goes on working, and what it asked for is named."""
+
+import asyncio
+import copy
+import json
+import logging
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import anthropic.types
+import anthropic.types.beta
+import openai.types.chat as chat
+import openai.types.responses as responses
+import pytest
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from openai.types.responses.response_input_param import FunctionCallOutput
+from openai.types.shared_params import FunctionDefinition
+
+from forgeasync.environments.sessions.anthropic_messages import AnthropicMessages
+from forgeasync.environments.sessions.asked import Api
+from forgeasync.environments.sessions.chat_completions import ChatCompletions
+from forgeasync.environments.sessions.fields import MAX_UNKNOWN_CHARS, MAX_UNKNOWN_NAMES
+from forgeasync.environments.sessions.problems import RequestError
+from forgeasync.environments.sessions.responses import Responses
+from forgeasync.environments.sessions.session import Session
+from forgeasync.observability.ended_episodes import SESSION_COUNTS
+from tests.support.sessions import (
+    WEATHER,
+    ScriptedAgent,
+    anthropic_client,
+    openai_client,
+    say,
+    serving,
+)
+
+HEADER = "x-forgeasync-ignored"
+NEXT_YEAR = {"field_of_next_year": {"level": 3}}
+USER: Any = {"role": "user", "content": "hi"}
+
+
+async def chat_headers(session: Session, **more: Any) -> Mapping[str, str]:
+    async with openai_client(session) as client:
+        raw = await client.chat.completions.with_raw_response.create(model="m", messages=[USER], **more)
+        parsed = raw.parse()
+        if more.get("stream"):
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in parsed]
+            assert "".join(pieces) == "ok"
+        else:
+            assert parsed.choices[0].message.content == "ok"
+        return raw.headers
+
+
+async def responses_headers(session: Session, **more: Any) -> Mapping[str, str]:
+    async with openai_client(session) as client:
+        raw = await client.responses.with_raw_response.create(model="m", input="hi", **more)
+        parsed = raw.parse()
+        if more.get("stream"):
+            events = [event async for event in parsed]
+            assert events[-1].response.output_text == "ok"
+        else:
+            assert parsed.output_text == "ok"
+        return raw.headers
+
+
+async def messages_headers(session: Session, **more: Any) -> Mapping[str, str]:
+    async with anthropic_client(session) as client:
+        raw = await client.messages.with_raw_response.create(model="m", max_tokens=5, messages=[USER], **more)
+        parsed = await raw.parse()
+        if more.get("stream"):
+            events = [event async for event in parsed]
+            assert "".join(one.delta.text for one in events if one.type == "content_block_delta") == "ok"
+        else:
+            assert parsed.content[0].text == "ok"
+        return raw.headers
+
+
+SDKS: dict[str, Callable[..., Any]] = {
+    "chat": chat_headers,
+    "responses": responses_headers,
+    "messages": messages_headers,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("sdk", SDKS)
+def test_a_field_of_the_next_sdk_is_ignored_named_and_counted(
+    sdk: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"stream": True} if stream else {}
+    with_sampling = {"temperature": 0.5, "field_of_next_year": 1}
+
+    async def test() -> None:
+        agent = ScriptedAgent(answer=lambda _: say("ok"))
+        async with serving(agent) as (_, session):
+            plain = await SDKS[sdk](session, **more)
+            assert HEADER not in plain
+            for _ in range(2):
+                headers = await SDKS[sdk](session, **more, extra_body=NEXT_YEAR)
+                assert headers[HEADER] == "field_of_next_year"
+            both = await SDKS[sdk](session, **more, extra_body=with_sampling)
+            assert both[HEADER] == "temperature, field_of_next_year"
+        assert session.counts.num_refused == 0
+        assert (session.counts.num_with_unknown_fields, session.counts.num_not_honoured) == (3, 1)
+        assert agent.calls[0].messages == agent.calls[1].messages == ({"role": "user", "content": "hi"},)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(test())
+    said = [one.getMessage() for one in caplog.records if "which no endpoint knows" in one.getMessage()]
+    assert len(said) == 1 and "field_of_next_year" in said[0]
+
+
+def test_the_count_is_a_metric() -> None:
+    assert "num_with_unknown_fields" in SESSION_COUNTS
+
+
+FUNCTION = {"name": "weather", "description": "Says how the weather is.", "parameters": WEATHER}
+BODIES: dict[str, tuple[Api, dict[str, Any]]] = {
+    "chat": (
+        ChatCompletions(),
+        {
+            "model": "m",
+            "stream_options": {"include_usage": True},
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": "b",
+                    "tool_calls": [
+                        {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "rain"},
+            ],
+        },
+    ),
+    "responses": (
+        Responses(),
+        {
+            "model": "m",
+            "stream_options": {"include_obfuscation": False},
+            "text": {"format": {"type": "text"}},
+            "tools": [{"type": "function", **FUNCTION}],
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+                {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "rain"},
+            ],
+        },
+    ),
+    "messages": (
+        AnthropicMessages(),
+        {
+            "model": "m",
+            "max_tokens": 5,
+            "system": [{"type": "text", "text": "Be brief."}],
+            "tool_choice": {"type": "auto"},
+            "output_config": {"effort": "low"},
+            "tools": [{"name": "weather", "description": "d", "input_schema": WEATHER}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "r", "signature": "s"},
+                        {"type": "text", "text": "b"},
+                        {"type": "tool_use", "id": "c", "name": "weather", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "text", "text": "rain"}],
+                        }
+                    ],
+                },
+            ],
+        },
+    ),
+}
+
+NOT_READ = {"parameters", "input_schema", "input", "arguments", "properties", "format"}
+"""Objects of a tool, not of the API; and the format of an answer, of which only text is served."""
+
+
+def objects(value: Any, place: str = "", name: str = "") -> Any:
+    """Every object of a body that the API reads, with its place."""
+    if isinstance(value, dict):
+        if name not in NOT_READ or (name == "input" and not place.endswith("]")):
+            yield place, value
+        for key, inner in value.items():
+            if key not in NOT_READ or isinstance(inner, list):
+                yield from objects(inner, f"{place}.{key}" if place else key, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from objects(inner, f"{place}[]", name if name not in NOT_READ else "")
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_field_at_any_depth_is_ignored_and_named(kind: str) -> None:
+    api, body = BODIES[kind]
+    plain = api.read(body)
+    assert plain.unknown == ()
+    places = [place for place, _ in objects(body)]
+    assert len(places) >= 10
+    for index, place in enumerate(places):
+        changed = copy.deepcopy(body)
+        list(objects(changed))[index][1]["of_next_year"] = [{"x": 1}]
+        asked = api.read(changed)
+        assert asked.unknown == (f"{place}.of_next_year".removeprefix("."),), place
+        # The model is shown the same.
+        assert (asked.messages, asked.tools) == (plain.messages, plain.tools), place
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("chat", ("messages", 1, "content", 0, "type")),
+        ("chat", ("messages", 1, "role")),
+        ("chat", ("tools", 0, "type")),
+        ("responses", ("input", 0, "content", 0, "type")),
+        ("responses", ("input", 3, "type")),
+        ("responses", ("tools", 0, "type")),
+        ("messages", ("messages", 0, "content", 0, "type")),
+        ("messages", ("messages", 1, "content", 1, "type")),
+        ("messages", ("tools", 0, "type")),
+    ],
+)
+def test_a_kind_of_next_year_is_refused_since_the_model_would_not_be_shown_it(
+    kind: str, place: tuple[str | int, ...]
+) -> None:
+    api, body = BODIES[kind]
+    changed = copy.deepcopy(body)
+    inside: Any = changed
+    for step in place[:-1]:
+        inside = inside[step]
+    inside[place[-1]] = "kind_of_next_year"
+    with pytest.raises(RequestError, match="kind_of_next_year"):
+        api.read(changed)
+
+
+KNOWN: list[tuple[str, Any, str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
+    ("chat", CompletionCreateParamsBase, "", lambda body: body),
+    ("chat", chat.ChatCompletionStreamOptionsParam, "", lambda body: body["stream_options"]),
+    ("chat", chat.ChatCompletionFunctionToolParam, "", lambda body: body["tools"][0]),
+    ("chat", FunctionDefinition, "", lambda body: body["tools"][0]["function"]),
+    ("chat", chat.ChatCompletionUserMessageParam, "", lambda body: body["messages"][1]),
+    ("chat", chat.ChatCompletionAssistantMessageParam, "", lambda body: body["messages"][2]),
+    ("chat", chat.ChatCompletionToolMessageParam, "", lambda body: body["messages"][3]),
+    ("chat", chat.ChatCompletionContentPartTextParam, "", lambda body: body["messages"][1]["content"][0]),
+    ("responses", ResponseCreateParamsBase, "", lambda body: body),
+    ("responses", responses.FunctionToolParam, "", lambda body: body["tools"][0]),
+    ("responses", responses.ResponseTextConfigParam, "", lambda body: body["text"]),
+    ("responses", responses.EasyInputMessageParam, "", lambda body: body["input"][0]),
+    ("responses", responses.ResponseInputTextParam, "", lambda body: body["input"][0]["content"][0]),
+    ("responses", responses.ResponseReasoningItemParam, "", lambda body: body["input"][1]),
+    ("responses", responses.ResponseOutputMessageParam, "", lambda body: body["input"][2]),
+    ("responses", responses.ResponseOutputTextParam, "", lambda body: body["input"][2]["content"][0]),
+    ("responses", responses.ResponseFunctionToolCallParam, "", lambda body: body["input"][3]),
+    ("responses", FunctionCallOutput, "", lambda body: body["input"][4]),
+    # ``betas`` is a header.
+    ("messages", MessageCreateParamsBase, "betas", lambda body: body),
+    ("messages", anthropic.types.ToolParam, "", lambda body: body["tools"][0]),
+    ("messages", anthropic.types.ToolChoiceAutoParam, "", lambda body: body["tool_choice"]),
+    ("messages", anthropic.types.OutputConfigParam, "", lambda body: body["output_config"]),
+    ("messages", anthropic.types.TextBlockParam, "", lambda body: body["messages"][0]["content"][0]),
+    ("messages", anthropic.types.ThinkingBlockParam, "", lambda body: body["messages"][1]["content"][0]),
+    ("messages", anthropic.types.ToolUseBlockParam, "", lambda body: body["messages"][1]["content"][2]),
+    ("messages", anthropic.types.ToolResultBlockParam, "", lambda body: body["messages"][2]["content"][0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "not_sent", "find"), KNOWN, ids=[f"{one[0]}-{one[1].__name__}" for one in KNOWN]
+)
+def test_every_field_of_the_sdk_is_known(
+    kind: str, params: Any, not_sent: str, find: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Each is served, named as not honoured, without effect, or refused by its name; none by accident."""
+    api, body = BODIES[kind]
+    for name in typing.get_type_hints(params).keys() - {not_sent}:
+        changed = copy.deepcopy(body)
+        find(changed).setdefault(name, {"a": "value"})
+        try:
+            asked = api.read(changed)
+        except RequestError as error:
+            assert name in str(error.param), (name, str(error))
+        else:
+            assert asked.unknown == (), name
+
+
+HOSTILE = {
+    "line breaks": ({"a\r\nset-cookie: x": 1}, "a??set-cookie??x"),
+    "separators": ({"a, b; c": 1}, "a??b??c"),
+    "not ASCII": ({"é\x00\u2028\ud800": 1}, "????"),
+    "empty": ({"": 1}, "?"),
+    "long": ({"a" * 100_000: 1}, "a" * (MAX_UNKNOWN_CHARS - 3) + "..."),
+    "nearly long": ({"a" * MAX_UNKNOWN_CHARS: 1}, "a" * MAX_UNKNOWN_CHARS),
+    "many": (
+        {f"f{index}": 1 for index in range(100_000)},
+        ", ".join(f"f{index}" for index in range(MAX_UNKNOWN_NAMES)) + ", ...",
+    ),
+    "just enough": (
+        {f"f{index}": 1 for index in range(MAX_UNKNOWN_NAMES)},
+        ", ".join(f"f{index}" for index in range(MAX_UNKNOWN_NAMES)),
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_cannot_leave_its_header(
+    name: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields, shown = HOSTILE[name]
+
+    async def test() -> None:
+        async with (
+            serving(ScriptedAgent([say("ok")])) as (_, session),
+            aiohttp.ClientSession(headers={"x-api-key": session.api_key}) as client,
+        ):
+            body = json.dumps({"model": "m", "messages": [USER], "stream": stream, **fields})
+            async with client.post(session.base_url + "/chat/completions", data=body) as answer:
+                assert answer.status == 200
+                assert answer.headers[HEADER] == shown
+                assert "set-cookie" not in answer.headers
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(test())
+    (said,) = [one.getMessage() for one in caplog.records if "which no endpoint knows" in one.getMessage()]
+    assert shown in said and "\n" not in said
+
+
+def test_the_same_field_of_many_messages_is_named_once() -> None:
+    messages = [USER | {"weight": index} for index in range(1000)]
+    asked = ChatCompletions().read({"model": "m", "messages": messages, "weight": 1})
+    assert asked.unknown == ("messages[].weight", "weight")
+
+
+def test_what_is_our_own_api_refuses_what_it_does_not_know() -> None:
+    """A word that is misspelled there would end a session."""
+
+    async def test() -> None:
+        async with (
+            serving(ScriptedAgent()) as (_, session),
+            aiohttp.ClientSession(headers={"x-api-key": session.api_key}) as client,
+            client.post(
+                session.anthropic_base_url + "/feedback", json={"score": 1, "finsihed": False}
+            ) as answer,
+        ):
+            assert answer.status == 400
+            assert (await answer.json())["error"]["param"] == "finsihed"
+            assert not session.is_closed
+
+    asyncio.run(test())
