@@ -464,9 +464,9 @@ def test_evaluations_and_checkpoints_come_every_so_many_steps(tmp_path: Path) ->
         recorder=recorder,
     )
     assert len(recorder.accuracies) == 4, "before the first step, after 3 and 6, and after the last"
-    assert [name for name, _ in trainer.checkpoints] == [f"step-{step:08d}" for step in (2, 4, 6)]
+    assert [name for name, _ in trainer.checkpoints] == [f"step-{step:08d}" for step in (2, 4, 6, 7)]
     states = [msgspec.json.decode(run_state, type=RunState) for _, run_state in trainer.checkpoints]
-    assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6)]
+    assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6, 7)]
 
 
 def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
