@@ -273,6 +273,8 @@ class GrpoRun:
             with clock.part(Part.EVALUATE):
                 ended = await self.evaluations.after_step(step)
             times = clock.times(has_evaluated=self.evaluations.waits_after(step))
+            with clock.part(Part.DISK):
+                report = await self.with_ledger(self.buffer.report.call_one())
             with clock.part(Part.RECORD):
                 self.recorder.record(
                     StepRecord(
@@ -281,17 +283,16 @@ class GrpoRun:
                         result=result,
                         times=times,
                         engines=tuple(await self.generators.stats()),
-                        buffer=await self.with_ledger(self.buffer.report.call_one()),
+                        buffer=report,
                         counters=self.counters(),
                         held_out=ended,
                     )
                 )
                 self.bad_steps.count(step, result)
+            with clock.part(Part.DISK):
                 await self.storage.until_written(self.recorder.files)
-            if await self.checkpoints.is_due(step):
-                with clock.part(Part.CHECKPOINT):
-                    await self.checkpoints.begin(step)
-                self.recorder.record_checkpoint(clock.took_s(Part.CHECKPOINT))
+            await self.checkpoints.after_step(step, clock)
+            self.recorder.record_between(clock.times_between())
         await self.checkpoints.finish_last(config.max_steps)
 
     async def with_ledger(self, call: Awaitable[T]) -> T:

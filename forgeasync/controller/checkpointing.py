@@ -19,6 +19,7 @@ from forgeasync.checkpoint.turns import CheckpointTurns
 from forgeasync.controller.exporting import cause_of
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
+from forgeasync.controller.step_clock import Part, StepClock
 from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.environments.sources import digest_of
 from forgeasync.faults.appended_file import Refusal
@@ -65,7 +66,15 @@ class RunCheckpoints:
         )
         self._is_under_way = False
 
-    async def is_due(self, step: int) -> bool:
+    async def after_step(self, step: int, clock: StepClock) -> None:
+        """Begin the checkpoint of ``step`` where one is due; ``clock`` measures the time until then."""
+        if await self._is_due(step):
+            waited_s = self._storage.waited_s
+            with clock.part(Part.CHECKPOINT):
+                await self.begin(step)
+            clock.move(self._storage.waited_s - waited_s, Part.CHECKPOINT, Part.DISK)
+
+    async def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be begun after ``step``: its turn has come, or one has failed."""
         if self._is_under_way and not await self._trainer.is_writing_checkpoint():
             await self._settle()

@@ -36,7 +36,8 @@ class StorageFaults:
         self._faults = faults
         self._refused: set[str] = set()
         self._fault: Fault | None = None
-        self._waited_s = 0.0
+        self.waited_s = 0.0
+        """Seconds so far that callers have waited for disks that refused."""
 
     def refused(self, refusal: Refusal) -> None:
         """Note that something waits for room."""
@@ -62,7 +63,7 @@ class StorageFaults:
                 self.refused(refusal)
             await asyncio.sleep(RETRY_S)
         if paths:
-            self._waited_s += _now_s() - start_s
+            self.waited_s += _now_s() - start_s
         for path in paths:
             self.accepted(path)
 
@@ -82,12 +83,12 @@ class StorageFaults:
         finally:
             waiting.cancel()
             if path:
-                self._waited_s += _now_s() - start_s
+                self.waited_s += _now_s() - start_s
                 self.accepted(path)
 
     def metrics(self) -> dict[str, float]:
-        """Return the time for which callers have waited for disks, under its name in metrics.jsonl."""
-        return {"faults/storage_wait_s": self._waited_s}
+        """Return ``waited_s`` under its name in metrics.jsonl."""
+        return {"faults/storage_wait_s": self.waited_s}
 
 
 def _now_s() -> float:
