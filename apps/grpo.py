@@ -47,12 +47,11 @@ from forgeasync.controller.evaluation_schedule import EvaluationSchedule, waited
 from forgeasync.controller.exporting import export
 from forgeasync.controller.group_endings import GroupEndings, payload_budget
 from forgeasync.controller.host_checks import open_hosts
-from forgeasync.controller.leftovers import take_over
-from forgeasync.controller.preparation import Prepared, prepare
+from forgeasync.controller.preparation import Prepared, take_up
 from forgeasync.controller.recorder import RunRecorder, StepRecord
 from forgeasync.controller.rehearsing import rehearse
 from forgeasync.controller.rescue import save_newest_weights
-from forgeasync.controller.resume import RunFiles, open_files, resume_or_begin_anew
+from forgeasync.controller.resume import RunFiles, open_files
 from forgeasync.controller.serving import WeightServing
 from forgeasync.controller.stall_watch import StallWatch
 from forgeasync.controller.starting import Roles, open_procs, start_roles
@@ -108,6 +107,7 @@ class GrpoRun:
             buffer=self.buffer,
             recorder=recorder,
             storage=self.storage,
+            faults=self.faults,
         )
         resumed = prepared.resumed
         self.version = self.first_version = 0 if resumed is None else resumed.state.step
@@ -273,6 +273,8 @@ class GrpoRun:
             with clock.part(Part.EVALUATE):
                 ended = await self.evaluations.after_step(step)
             times = clock.times(has_evaluated=self.evaluations.waits_after(step))
+            with clock.part(Part.DISK):
+                report = await self.with_ledger(self.buffer.report.call_one())
             with clock.part(Part.RECORD):
                 self.recorder.record(
                     StepRecord(
@@ -281,17 +283,16 @@ class GrpoRun:
                         result=result,
                         times=times,
                         engines=tuple(await self.generators.stats()),
-                        buffer=await self.with_ledger(self.buffer.report.call_one()),
+                        buffer=report,
                         counters=self.counters(),
                         held_out=ended,
                     )
                 )
                 self.bad_steps.count(step, result)
+            with clock.part(Part.DISK):
                 await self.storage.until_written(self.recorder.files)
-            if await self.checkpoints.is_due(step):
-                with clock.part(Part.CHECKPOINT):
-                    await self.checkpoints.begin(step)
-                self.recorder.record_checkpoint(clock.took_s(Part.CHECKPOINT))
+            await self.checkpoints.after_step(step, clock)
+            self.recorder.record_between(clock.times_between())
         await self.checkpoints.finish_last(config.max_steps)
 
     async def with_ledger(self, call: Awaitable[T]) -> T:
@@ -367,6 +368,12 @@ async def train(config: RunConfig, prepared: Prepared) -> None:
             console.message(line)
 
 
+def start(config: RunConfig, resume: str | None = None) -> None:
+    """Make a run, or go on with the one that ``resume`` names; one that is done stays as it is."""
+    if (prepared := take_up(config, resume)) is not None:
+        run_main(train(prepared.config, prepared))
+
+
 def main() -> int:
     """Run the command line; returns the exit code."""
     arguments = parse_arguments(
@@ -375,15 +382,6 @@ def main() -> int:
     if arguments.supervise:
         become_supervisor(arguments.config, arguments.overrides, arguments.resume)
 
-    def start(config: RunConfig) -> None:
-        for line in take_over(config):
-            print(line)
-        resume, words = resume_or_begin_anew(config, arguments.resume)
-        for line in words:
-            print(line)
-        prepared = prepare(config, resume)
-        run_main(train(prepared.config, prepared))
-
     def run() -> None:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
@@ -391,7 +389,7 @@ def main() -> int:
         elif arguments.rehearse:
             rehearse(config, start, on_hosts=arguments.hosts)
         else:
-            start(config)
+            start(config, arguments.resume)
 
     return exit_code(run)
 

@@ -23,12 +23,10 @@ from forgeasync.launch.forking.client import fork_app
 if __name__ == "__main__":
     fork_app(sys.orig_argv)  # before this process imports its own libraries
 
-from apps.grpo import train
+from apps.grpo import start
 from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig, is_served
 from forgeasync.controller.cli import exit_code, parse_arguments, show_plan
-from forgeasync.controller.preparation import prepare
-from forgeasync.controller.stopping import run_main
 from forgeasync.schema.problems import ConfigError, Problem
 
 
@@ -53,9 +51,8 @@ def main() -> int:
         config = checked(load_config(arguments.config, arguments.overrides))
         if arguments.dry_run:
             show_plan(config, gpu_gib=arguments.gpu_gib)
-            return
-        prepared = prepare(config, arguments.resume)
-        run_main(train(prepared.config, prepared))
+        else:
+            start(config, arguments.resume)
 
     return exit_code(run)
 

@@ -332,7 +332,11 @@ class Injector:
         self._note(number, role, kind, moment, time_s, process)
 
     def _break_disk(self, number: int, fault: Planned) -> Iterator[None]:
-        """Have the disk refuse until it was noticed and a moment longer."""
+        """Have the disk refuse until it was noticed and a moment longer.
+
+        Where something that was refused before still waits, the run need not say anything new.
+        """
+        is_noticed = _is_refused(self._lines("faults.jsonl"))
         time_s = time.time()
         orders: list[Order] = []
         give_back: Callable[[], None] | None = None
@@ -346,7 +350,7 @@ class Injector:
         self._note(number, fault.role, fault.kind, fault.moment, time_s, (0, 0))
         end_s = time.monotonic() + MAX_OUTAGE_S
         # faults.jsonl is refused too: what the run says of it is in its output and, afterwards, in the file.
-        while not self._has_noticed_outage(time_s) and time.monotonic() < end_s:
+        while not (is_noticed or self._has_noticed_outage(time_s)) and time.monotonic() < end_s:
             yield
         yield from self._pause(OUTAGE_S)
         if give_back is not None:

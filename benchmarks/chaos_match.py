@@ -37,23 +37,38 @@ class Match:
 def match(
     injected: Sequence[Injected], events: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Match], list[Mapping[str, Any]]]:
-    """Give every injected fault the first line about its role after it, in the order of their times.
+    """Give every injected fault a line about its role, in the order of their times: the first one after it.
 
-    An outage of a disk can show as several faults: what was refused at last may be noticed when the others
-    are written. Further faults of the role ``storage`` after one belong to it; so do those of generators and
-    the trainer to a lost host's. Also returns lines that say "detected" of what nobody has injected.
+    Outages of a disk can overlap. What one has refused may be written only after the next one has begun, so
+    that a line is of the outage during which it was written, where it can be. An outage without a line of its
+    own is a part of the one before, if that goes on. Further faults of the role ``storage`` after one belong
+    to it; so do those of generators and the trainer to a lost host's. Also returns lines that say "detected"
+    of what nobody has injected.
     """
     detected = [one for one in events if one["event"] == "detected"]
     recovered = {one["number"]: one for one in events if one["event"] == "recovered"}
     left = list(detected)
     found: list[Match] = []
-    for one in sorted(injected, key=lambda one: one.time_s):
+    ordered = sorted(injected, key=lambda one: one.time_s)
+    outages_s = [one.time_s for one in ordered if one.role == STORAGE]
+    for one in ordered:
         event = None
         if one.kind not in UNNOTICED:
             roles = [one.role, *([CONTROLLER] if one.moment in AS_CONTROLLER else [])]
             fitting = [at for at in left if at["time_s"] >= one.time_s - EARLY_S and at["role"] in roles]
+            if one.role == STORAGE:
+                next_s = min((time_s for time_s in outages_s if time_s > one.time_s), default=math.inf)
+                during = [at for at in fitting if at["time_s"] < next_s - EARLY_S]
+                open_then = [
+                    at
+                    for at in detected
+                    if at["role"] == STORAGE
+                    and outages_s[0] - EARLY_S <= at["time_s"] < one.time_s
+                    and (at["number"] not in recovered or recovered[at["number"]]["time_s"] > one.time_s)
+                ]
+                fitting = during or open_then or fitting
             event = min(fitting, key=lambda at: (roles.index(at["role"]), at["time_s"]), default=None)
-        if event is not None:
+        if event in left:
             left.remove(event)
         found.append(Match(one, event, None if event is None else recovered.get(event["number"])))
     return found, [event for event in left if not any(_goes_with(event, one) for one in found)]

@@ -185,7 +185,10 @@ def _end_problem(evidence: Evidence) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What became of the faults of one kind in one role. Times are seconds from the injection."""
+    """What became of the faults of one kind in one role.
+
+    Times are seconds from the injection. A disk whose outage goes on is noticed at once.
+    """
 
     role: str
     kind: str
@@ -213,7 +216,9 @@ def rows(matches: Sequence[Match], *, by_kind: bool = True) -> list[Row]:
         found.setdefault((one.injected.role, kind), []).append(one)
     result = []
     for (role, kind), of_kind in sorted(found.items()):
-        detection = [one.detected["time_s"] - one.injected.time_s for one in of_kind if one.detected]
+        detection = [
+            max(0.0, one.detected["time_s"] - one.injected.time_s) for one in of_kind if one.detected
+        ]
         recovery = [one.recovered["time_s"] - one.injected.time_s for one in of_kind if one.recovered]
         result.append(
             Row(

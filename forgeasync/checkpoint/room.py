@@ -60,9 +60,10 @@ def check_room(config: RunConfig, facts: ModelFacts, *, checkpoints: Path, expor
     one = checkpoint_bytes(config, facts)
     num_more = 0
     if config.checkpoint.every_steps is not None:
-        num_ever = config.max_steps // config.checkpoint.every_steps
+        # The last step has one too.
+        num_ever = math.ceil(config.max_steps / config.checkpoint.every_steps)
         num_left = min(config.checkpoint.keep + 1, num_ever) - len(list_checkpoints(checkpoints))
-        num_more = max(min(1, num_ever), num_left)
+        num_more = max(1, num_left)
     exported = export_bytes(config, facts)
     at_export, at_checkpoints = existing_folder(export), existing_folder(checkpoints)
     is_shared = at_export.stat().st_dev == at_checkpoints.stat().st_dev

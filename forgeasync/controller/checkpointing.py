@@ -1,7 +1,6 @@
 """Checkpoints of a run: the trainer's arrays and the controller's state, of the same step."""
 
 import asyncio
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -16,16 +15,19 @@ from forgeasync.checkpoint.folders import (
 )
 from forgeasync.checkpoint.room import checkpoint_bytes, existing_folder
 from forgeasync.checkpoint.run_state import RunState, model_shape
+from forgeasync.checkpoint.turns import CheckpointTurns
 from forgeasync.controller.exporting import cause_of
 from forgeasync.controller.preparation import Prepared
 from forgeasync.controller.recorder import RunRecorder
+from forgeasync.controller.step_clock import Part, StepClock
 from forgeasync.controller.trainer_recovery import TrainerRecovery
 from forgeasync.environments.sources import digest_of
 from forgeasync.faults.appended_file import Refusal
+from forgeasync.faults.fault_log import FaultLog
 from forgeasync.faults.storage import StorageFaults
 
 WAIT_S = 2.0
-"""Seconds between two attempts at the last checkpoint, and between two looks for room."""
+"""Seconds between two looks whether the disk has room for the last checkpoint."""
 
 MAX_FAILURES = 3
 """The last checkpoint ends the run if it fails so often, although there seems to be room."""
@@ -34,8 +36,9 @@ MAX_FAILURES = 3
 class RunCheckpoints:
     """Writes checkpoints of a run to a folder.
 
-    One that cannot be written is removed, told and tried again at a later step, with the weights of that
-    step; training goes on meanwhile.
+    One that cannot be written is removed and told. Training goes on, and after a step that ends some seconds
+    later another one is begun, of that step. Until it is whole, that is a fault of its own, beside those of
+    files that training waits for.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class RunCheckpoints:
         buffer: BufferActor,
         recorder: RunRecorder,
         storage: StorageFaults,
+        faults: FaultLog,
     ) -> None:
+        """``storage`` has the outages of the files that training waits for."""
         self.folder = folder
         self._prepared = prepared
         self._trainer = trainer
@@ -55,24 +60,34 @@ class RunCheckpoints:
         self._recorder = recorder
         self._storage = storage
         self._problems = digest_of(prepared.train)
+        self._outages = StorageFaults(faults)
+        self._turns = CheckpointTurns(
+            prepared.config.checkpoint.every_steps, last_step=prepared.config.max_steps
+        )
         self._is_under_way = False
-        self._num_failures = 0
-        """In a row."""
-        self._retry_at_step = 0
 
-    async def is_due(self, step: int) -> bool:
+    async def after_step(self, step: int, clock: StepClock) -> None:
+        """Begin the checkpoint of ``step`` where one is due; ``clock`` measures the time until then."""
+        if await self._is_due(step):
+            waited_s = self._storage.waited_s
+            with clock.part(Part.CHECKPOINT):
+                await self.begin(step)
+            clock.move(self._storage.waited_s - waited_s, Part.CHECKPOINT, Part.DISK)
+
+    async def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be begun after ``step``: its turn has come, or one has failed."""
-        every_steps = self._prepared.config.checkpoint.every_steps
-        is_turn = every_steps is not None and step % every_steps == 0
-        if self._is_under_way and (is_turn or not await self._trainer.is_writing_checkpoint()):
-            await self._settle(step)
-        return is_turn or (self._num_failures > 0 and step >= self._retry_at_step and self._has_room())
+        if self._is_under_way and not await self._trainer.is_writing_checkpoint():
+            await self._settle()
+        if self._turns.is_turn(step):
+            return True
+        now_s = asyncio.get_running_loop().time()
+        return not self._is_under_way and self._turns.is_retry_due(now_s) and self._has_room()
 
     def _has_room(self) -> bool:
         needed = checkpoint_bytes(self._prepared.config, self._prepared.facts)
         return shutil.disk_usage(existing_folder(self.folder)).free >= needed
 
-    async def _settle(self, step: int) -> None:
+    async def _settle(self) -> None:
         """Wait until the checkpoint under way is written; note whether it was."""
         self._is_under_way = False
         try:
@@ -81,20 +96,24 @@ class RunCheckpoints:
             cause = cause_of(error)
             if not isinstance(cause, CheckpointNotWritten):
                 raise
+            now_s = asyncio.get_running_loop().time()
             if isinstance(cause, CheckpointLost):
                 # No disk is to blame, and the trainer that there is now can write one at once.
-                self._num_failures, self._retry_at_step = 1, step
+                self._turns.lost(now_s)
                 return
-            # Each failure doubles the number of steps to the next attempt.
-            self._retry_at_step = step + 2**self._num_failures
-            self._num_failures += 1
-            self._storage.refused(Refusal(path=str(self.folder), reason=str(cause)))
+            self._turns.refused(now_s)
+            self._outages.refused(Refusal(path=str(self.folder), reason=str(cause)))
         else:
-            self._num_failures = 0
-            self._storage.accepted(str(self.folder))
+            self._turns.written()
+            self._outages.accepted(str(self.folder))
 
     async def begin(self, step: int) -> None:
-        """Have the trainer begin to write the checkpoint of ``step``; training goes on meanwhile."""
+        """Have the trainer begin to write the checkpoint of ``step``, once the one before is written.
+
+        Training goes on while it is written.
+        """
+        if self._is_under_way:
+            await self._settle()
         config = self._prepared.config
         # The ledger is on the disk before the checkpoint that counts on it.
         buffer = await self._storage.while_waiting(
@@ -129,16 +148,17 @@ class RunCheckpoints:
         Raises:
             OSError: it cannot be written, although there seems to be room.
         """
-        await self._settle(step)
+        if self._is_under_way:
+            await self._settle()
         num_failures_with_room = 0
-        while self._num_failures:
+        while self._turns.is_owed:
             await asyncio.sleep(WAIT_S)
             if not self._has_room():
                 continue
             await self.begin(step)
-            await self._settle(step)
+            await self._settle()
             num_failures_with_room += 1
-            if self._num_failures and num_failures_with_room == MAX_FAILURES:
+            if self._turns.is_owed and num_failures_with_room == MAX_FAILURES:
                 raise OSError(f"the checkpoint of step {step} cannot be written to {self.folder}")
 
     async def write_now(self) -> int:
@@ -147,8 +167,8 @@ class RunCheckpoints:
         if (await self._buffer.snapshot.call_one()).trainer_version < version:
             # The step that was under way is complete.
             await self._buffer.committed.call_one(0.0, Update.UNKNOWN)
-        with contextlib.suppress(CheckpointLost):
-            await self.finish()
+        if self._is_under_way:
+            await self._settle()
         # It may have been this step's turn anyway, or that of the checkpoint that the run was resumed from.
         if version not in map(step_of, list_checkpoints(self.folder)):
             await self.begin(version)

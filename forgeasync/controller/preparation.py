@@ -19,12 +19,15 @@ from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.rules import check_gpus, check_without_model
 from forgeasync.config.run import RunConfig, is_served, resolve
 from forgeasync.controller.host_gpus import check_local_gpus, places_of_rewards
+from forgeasync.controller.leftovers import take_over
 from forgeasync.controller.resume import (
     Resumed,
     check_checkpoint_folder,
     find_checkpoint,
     planned_export,
     planned_folder,
+    resume_or_begin_anew,
+    words_if_done,
 )
 from forgeasync.controller.teacher_checks import check_teacher_models, check_teacher_prompts, probe_teachers
 from forgeasync.environments.build import check_environment
@@ -282,3 +285,23 @@ def prepare(config: RunConfig, resume: str | None = None) -> Prepared:
         resumed=resumed,
         warnings=(*request_warnings(config, facts), *warnings),
     )
+
+
+def take_up(config: RunConfig, resume: str | None) -> Prepared | None:
+    """Claim the run's folder, end what a dead run has left there, and prepare; prints what was done.
+
+    Returns None where ``resume`` names a run that has made all of its steps, after saying so.
+
+    Raises:
+        ConfigError: lists every problem found, or a run goes on in the folder.
+        NotEnded: something of the run before does not end.
+    """
+    for line in take_over(config):
+        print(line)
+    if (done := words_if_done(config, resume)) is not None:
+        print(done)
+        return None
+    choice, words = resume_or_begin_anew(config, resume)
+    for line in words:
+        print(line)
+    return prepare(config, choice)

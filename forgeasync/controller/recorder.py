@@ -47,6 +47,8 @@ class StepTimes:
     train_s: float
     publish_weights_s: float
     eval_s: float
+    controller_s: float = 0.0
+    """What the controller itself does: packing rows, committing."""
 
     def longest(self) -> str:
         """What the loop spent the longest time on, for the console."""
@@ -58,6 +60,18 @@ class StepTimes:
         }
         name = max(parts, key=parts.__getitem__)
         return f"{name} {parts[name]:.1f}/{self.step_s:.1f}s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimesBetween:
+    """Wall time from the end of a step to the next one by what it was spent on, in seconds."""
+
+    controller_s: float = 0.0
+    """Reports of other processes, and the lines that are written."""
+    wait_for_disk_s: float = 0.0
+    """Until the ledger and the step's lines were on the disk."""
+    checkpoint_s: float | None = None
+    """Until a checkpoint was begun; None: none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +125,7 @@ class RunRecorder:
             self._tokens = TokenLines(run_dir.tokens, pieces)
         self._prediction = PredictionWatch(config, run_dir, console.message)
         self._start_s = time.perf_counter() - (0.0 if resumed is None else resumed.elapsed_s)
-        self._checkpoint_s: float | None = None
+        self._between = TimesBetween()
         self._bad_batches = BadBatches(run_dir.bad_steps, num_kept=config.trainer.bad_steps.num_kept)
         self._num_generated_before = 0
         self._num_dropped_before: Counter[str] = Counter()
@@ -153,9 +167,9 @@ class RunRecorder:
         """Seconds on the run's clock."""
         return time.perf_counter() - self._start_s
 
-    def record_checkpoint(self, checkpoint_s: float) -> None:
-        """Training stood still for so long until a checkpoint was begun; goes into the next step's line."""
-        self._checkpoint_s = checkpoint_s
+    def record_between(self, times: TimesBetween) -> None:
+        """What training did from the end of a step up to the next one; goes into the next step's line."""
+        self._between = times
 
     def warn(self, problem: str) -> None:
         """Something was refused; it is counted in the metrics of its step, and named here."""
@@ -254,9 +268,11 @@ class RunRecorder:
             metrics |= self._records.metrics()
         metrics |= self._memory_metrics(record)
         metrics["accounting/weight_max"] = max(batch.weights)
-        if self._checkpoint_s is not None:
-            metrics["time/checkpoint_s"] = self._checkpoint_s
-            self._checkpoint_s = None
+        metrics["time/controller_s"] = times.controller_s + self._between.controller_s
+        metrics["time/wait_for_disk_s"] = self._between.wait_for_disk_s
+        if self._between.checkpoint_s is not None:
+            metrics["time/checkpoint_s"] = self._between.checkpoint_s
+        self._between = TimesBetween()
         if self._tokens is not None:
             metrics |= self._tokens.prepare(record.step, result.tokens)
         metrics |= self._prediction.step(record.step, metrics, batch.groups)

@@ -1,6 +1,7 @@
 """Going on from a checkpoint: which one, whether it may be, and the files of the run it belongs to."""
 
 import json
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -120,6 +121,44 @@ def resume_or_begin_anew(config: RunConfig, choice: str | None) -> tuple[str | N
     return None, begin_anew(run_dir)
 
 
+def words_if_done(config: RunConfig, choice: str | None) -> str | None:
+    """Return what to say where ``--resume`` names a run that has made all of its steps; None: it goes on.
+
+    A run that was killed between its last step and its end has not ended. The folder of a checkpoint before
+    the last step goes back to that step.
+    """
+    if choice is None or config.run_dir is None:
+        return None
+    run_dir = RunDir(path=Path(config.run_dir))
+    num_steps = newest_step(run_dir.metrics)
+    goes_back = choice != LATEST and (step_of(Path(choice)) or 0) < config.max_steps
+    if goes_back or num_steps < config.max_steps or not has_ended(run_dir):
+        return None
+    return (
+        f"the run is done: it has made {num_steps} steps, and max_steps is {config.max_steps}; its model is "
+        f"{run_dir.checkpoints / FINAL}. To go on with it, give a larger max_steps"
+    )
+
+
+def newest_step(metrics: Path) -> int:
+    """Return the step of the last whole line of metrics.jsonl; 0 if there is none."""
+    if not metrics.exists():
+        return 0
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines[-2:] if line.endswith(b"\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else 0
+
+
+def has_ended(run_dir: RunDir) -> bool:
+    """Whether a run has exported its model and its ledger has its end."""
+    is_begun = run_dir.ledger.exists() and run_dir.ledger.stat().st_size
+    if not (run_dir.checkpoints / FINAL).is_dir() or not is_begun:
+        return False
+    with run_dir.ledger.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+        last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :]
+    return last.endswith(b"\n") and json.loads(last)["event"] == "ended"
+
+
 def _checkpoint_folder_before(run_dir: RunDir) -> str | None:
     """The folder for checkpoints that the run in a folder was started with; None: that of the run."""
     folder: str | None = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["checkpoint"]["folder"]
@@ -151,10 +190,6 @@ def find_checkpoint(config: RunConfig, facts: ModelFacts, choice: str) -> Resume
     except ValueError as error:
         raise ConfigError([Problem(field="--resume", value=choice, remedy=str(error))]) from None
     raise_if_any(check_resumable(state, folder, config, facts))
-    if config.max_steps == state.step and (final := planned_export(config) / FINAL).exists():
-        # Without it the run goes on: it was killed between its last step and its end.
-        remedy = f"must be more than {state.step}: the run has made all its steps, and {final} is its model"
-        raise ConfigError([Problem(field="max_steps", value=config.max_steps, remedy=remedy)])
     run_dir = RunDir(path=Path(config.run_dir))
     lost = check_ledger(run_dir.ledger, state.checkpointed_buffer, checkpoint=folder)
     found = find_groups(run_dir.payloads, state, config, lost)

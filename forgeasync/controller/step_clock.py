@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 
-from forgeasync.controller.recorder import StepTimes
+from forgeasync.controller.recorder import StepTimes, TimesBetween
 from forgeasync.tracing.proc_trace import doing, span
 from forgeasync.tracing.states import State
 
@@ -21,7 +21,8 @@ class Part(StrEnum):
     PUBLISH = "publish"
     EVALUATE = "evaluate"
     RECORD = "record"
-    """After the step, with whatever the loop does until the next one: no part of its time."""
+    """After the step, as what follows: no part of its time."""
+    DISK = "wait for the disk"
     CHECKPOINT = "begin a checkpoint"
 
 
@@ -50,9 +51,10 @@ class StepClock:
             yield
         self._took_s[part] += time.perf_counter() - start_s
 
-    def took_s(self, part: Part) -> float:
-        """Seconds of a part so far."""
-        return self._took_s[part]
+    def move(self, seconds: float, source: Part, target: Part) -> None:
+        """Count some of a part's time as another one's."""
+        self._took_s[source] -= seconds
+        self._took_s[target] += seconds
 
     @property
     def wait_share(self) -> float:
@@ -69,4 +71,13 @@ class StepClock:
             train_s=took_s[Part.TRAIN],
             publish_weights_s=took_s[Part.PUBLISH],
             eval_s=took_s[Part.EVALUATE] if has_evaluated else 0.0,
+            controller_s=took_s[Part.ASSIGN] + took_s[Part.COMMIT],
+        )
+
+    def times_between(self) -> TimesBetween:
+        """Return the times from the end of the step up to here."""
+        return TimesBetween(
+            controller_s=self._took_s[Part.RECORD],
+            wait_for_disk_s=self._took_s[Part.DISK],
+            checkpoint_s=self._took_s.get(Part.CHECKPOINT),
         )

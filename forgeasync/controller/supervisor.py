@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import mmap
 import os
 import secrets
 import signal
@@ -28,10 +27,10 @@ from typing import NoReturn
 
 import psutil
 
-from forgeasync.checkpoint.folders import FINAL, list_checkpoints
+from forgeasync.checkpoint.folders import list_checkpoints
 from forgeasync.config.load import load_config
 from forgeasync.controller.leftovers import NotEnded, end_all, end_leftovers
-from forgeasync.controller.resume import LATEST, begin_anew, planned_folder
+from forgeasync.controller.resume import LATEST, begin_anew, has_ended, newest_step, planned_folder
 from forgeasync.controller.supervisor_beat import PIPE, Pulse
 from forgeasync.faults.appended_file import is_refusal
 from forgeasync.faults.fault_log import FaultLog, Role
@@ -279,30 +278,12 @@ def _descendants() -> Iterable[psutil.Process]:
     return [one for one in psutil.Process().children(recursive=True) if one.pid not in servers]
 
 
-def newest_step(metrics: Path) -> int:
-    """Return the step of the last whole line of metrics.jsonl; 0 if there is none."""
-    if not metrics.exists():
-        return 0
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    whole = [line for line in lines[-2:] if line.endswith(b"\n")]
-    return int(json.loads(whole[-1])["step"]) if whole else 0
-
-
 def num_detected(faults: Path) -> int:
     """Return how many faults a faults.jsonl has, which may end in half of a line or not be there."""
     if not faults.exists():
         return 0
     lines = faults.read_bytes().splitlines(keepends=True)
     return sum(json.loads(line)["event"] == "detected" for line in lines if line.endswith(b"\n"))
-
-
-def has_ended(run_dir: RunDir) -> bool:
-    """Whether a run has exported its model and its ledger has its end."""
-    if not (run_dir.checkpoints / FINAL).is_dir() or not _size(run_dir.ledger):
-        return False
-    with run_dir.ledger.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
-        last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :]
-    return last.endswith(b"\n") and json.loads(last)["event"] == "ended"
 
 
 def _size(file: Path) -> int:

@@ -5,7 +5,6 @@ the disk waits. Each outage is one fault of the role ``storage``.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -31,13 +30,14 @@ class Keeping(Protocol):
 
 class StorageFaults:
     """Outages of the disks of a run, as its controller sees them. From the first refusal until nothing is
-    refused any more is one fault."""
+    refused any more is one fault. Times are those of the event loop."""
 
     def __init__(self, faults: FaultLog) -> None:
         self._faults = faults
         self._refused: set[str] = set()
         self._fault: Fault | None = None
-        self._ended_wait_s = 0.0
+        self.waited_s = 0.0
+        """Seconds so far that callers have waited for disks that refused."""
 
     def refused(self, refusal: Refusal) -> None:
         """Note that something waits for room."""
@@ -50,18 +50,20 @@ class StorageFaults:
         """Note that nothing of a file waits; no news if nothing has waited."""
         self._refused.discard(path)
         if not self._refused and self._fault is not None:
-            self._ended_wait_s += time.monotonic() - self._fault.detected_s
             self._faults.recovered(self._fault, "was written")
             self._fault = None
 
     async def until_written(self, writers: Sequence[Keeping]) -> None:
         """Wait until nothing is kept by ``writers`` any more."""
         paths: set[str] = set()
+        start_s = _now_s()
         while found := [refusal for one in writers if (refusal := one.flush()) is not None]:
             for refusal in found:
                 paths.add(refusal.path)
                 self.refused(refusal)
             await asyncio.sleep(RETRY_S)
+        if paths:
+            self.waited_s += _now_s() - start_s
         for path in paths:
             self.accepted(path)
 
@@ -71,7 +73,7 @@ class StorageFaults:
         ``refusal`` asks whoever answers the call what is in its way; it is asked only while the call waits.
         """
         waiting = asyncio.ensure_future(call)
-        path = ""
+        path, start_s = "", _now_s()
         try:
             while not (await asyncio.wait([waiting], timeout=PATIENCE_S))[0]:
                 if (found := await refusal()) is not None:
@@ -80,9 +82,14 @@ class StorageFaults:
             return waiting.result()
         finally:
             waiting.cancel()
-            self.accepted(path)
+            if path:
+                self.waited_s += _now_s() - start_s
+                self.accepted(path)
 
     def metrics(self) -> dict[str, float]:
-        """Return the time for which disks have refused, under its name in metrics.jsonl."""
-        now_s = 0.0 if self._fault is None else time.monotonic() - self._fault.detected_s
-        return {"faults/storage_wait_s": self._ended_wait_s + now_s}
+        """Return ``waited_s`` under its name in metrics.jsonl."""
+        return {"faults/storage_wait_s": self.waited_s}
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -28,7 +28,7 @@ FAULTS = Topic(
         ),
         Metric(
             key="faults/storage_wait_s",
-            meaning="Time so far, in seconds, for which disks have refused what the run writes.",
+            meaning="Seconds so far that training waited for a disk that refused what the run writes.",
         ),
         Metric(
             key="faults/tokens_kept_share",

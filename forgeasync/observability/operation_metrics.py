@@ -50,8 +50,21 @@ TIMES = Topic(
             required_of=Reporter.LOOP,
         ),
         Metric(
+            key="time/controller_s",
+            meaning="Seconds since the line before that the controller took: packing rows, committing the "
+            "batch, reports of other processes, writing the line.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
+            key="time/wait_for_disk_s",
+            meaning="Seconds since the line before that training waited until the ledger and the lines of "
+            "the step were on the disk.",
+            required_of=Reporter.LOOP,
+        ),
+        Metric(
             key="time/checkpoint_s",
-            meaning="Seconds that training stood still for the checkpoint of the step before.",
+            meaning="Seconds that training stood still until the checkpoint of the step before was begun, "
+            "without what it waited for a disk that refused.",
             when="steps after a checkpoint",
         ),
         Metric(

@@ -24,7 +24,9 @@ KEYS = (
 """Metrics that every step's line has to have."""
 
 NUM_GENERATORS = "generator/num_healthy"
-"""Read where a line has it."""
+
+OTHER_KEYS = (NUM_GENERATORS, "time/controller_s", "time/wait_for_disk_s", "time/checkpoint_s")
+"""Metrics that are read where a line has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +46,15 @@ class MeasuredSteps:
     busy_share: float | None
     """Share of the generators' time with a request; evaluations are part of it. None: no line says how many
     generators there were."""
-
-    @property
-    def between_share(self) -> float:
-        """Share of the time for what lies between: rows, records, checkpoints."""
-        return max(0.0, 1.0 - self.wait_share - self.train_share - self.publish_share)
+    controller_share: float = 0.0
+    """Share of the time that the controller itself took: rows, reports, lines."""
+    disk_share: float = 0.0
+    """Share of the time in which training waited for a disk."""
+    checkpoint_share: float = 0.0
+    """Share of the time in which training waited until a checkpoint was begun."""
+    eval_share: float = 0.0
+    """What training waited for evaluations, as a share of the time without it: more than 1 where evaluations
+    take longer than all else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,9 @@ class _Step:
     wait_s: float
     train_s: float
     publish_s: float
+    controller_s: float
+    disk_s: float
+    checkpoint_s: float
     busy_s: float
     generators_s: float
     """Seconds of all healthy generators together; 0: it is not known how many there were."""
@@ -123,6 +132,10 @@ class MeasuredWindow:
             train_share=sum(one.train_s for one in self._steps) / seconds,
             publish_share=sum(one.publish_s for one in self._steps) / seconds,
             busy_share=min(1.0, busy_s / generators_s) if generators_s else None,
+            controller_share=sum(one.controller_s for one in self._steps) / seconds,
+            disk_share=sum(one.disk_s for one in self._steps) / seconds,
+            checkpoint_share=sum(one.checkpoint_s for one in self._steps) / seconds,
+            eval_share=sum(one.eval_s for one in self._steps) / seconds,
         )
 
 
@@ -135,6 +148,9 @@ def _step(before: Mapping[str, float], metrics: Mapping[str, float]) -> _Step:
         wait_s=metrics["time/wait_for_batch_s"],
         train_s=metrics["time/train_s"],
         publish_s=metrics["time/publish_weights_s"],
+        controller_s=metrics.get("time/controller_s", 0.0),
+        disk_s=metrics.get("time/wait_for_disk_s", 0.0),
+        checkpoint_s=metrics.get("time/checkpoint_s", 0.0),
         busy_s=metrics["generator/busy_s"] - before["generator/busy_s"],
         generators_s=seconds * metrics[NUM_GENERATORS] if NUM_GENERATORS in metrics else 0.0,
     )

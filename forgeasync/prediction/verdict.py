@@ -53,28 +53,62 @@ def split_words(prediction: Prediction) -> str | None:
 
 
 def bound_words(measured: MeasuredSteps | None) -> str:
-    """Say what bounds a run, by its own times."""
+    """Say what bounds a run, by its own times, and what can be done about it.
+
+    It is what took longest of all that was measured. What is left of the time is never named: nobody can act
+    on it.
+    """
     if measured is None:
         return "what bounds the run is not known: there are too few steps"
-    shares = {
-        "generation": measured.wait_share,
-        "training": measured.train_share,
-        "publishing": measured.publish_share,
-        "what lies between two steps": measured.between_share,
-    }
-    name = max(shares, key=shares.__getitem__)
     over = f"(last {measured.num_steps} steps)"
-    if name != "generation":
-        what = "training waited for it" if name == "publishing" else "it took"
-        return f"{name} bounds the run: {what} {shares[name]:.0%} of the time {over}"
+    others = (
+        (
+            measured.train_share,
+            "training bounds the run: it took",
+            "give the trainer more processes (trainer.parallel), or train on fewer tokens a step",
+        ),
+        (
+            measured.publish_share,
+            "publishing bounds the run: training waited for it",
+            "use a faster weights.transport, or weights.delta",
+        ),
+        (
+            measured.controller_share,
+            "the controller bounds the run: its rows, reports and lines took",
+            "give its host idle cores, or write fewer rollouts (logging.rollouts_per_step)",
+        ),
+        (
+            measured.disk_share,
+            "the disk bounds the run: training waited for it",
+            "make room on the disk of run_dir, or put run_dir on a faster one",
+        ),
+        (
+            measured.checkpoint_share,
+            "checkpoints bound the run: training waited for them",
+            "write fewer (checkpoint.every_steps), or to a faster disk (checkpoint.folder)",
+        ),
+        (
+            measured.eval_share,
+            "evaluations bound the run: training waited for them",
+            "evaluate beside training (evaluation.mode), or less often (evaluation.every_steps)",
+        ),
+    )
+    share, begin, advice = max(others, key=lambda one: one[0])
+    if share > measured.wait_share:
+        # The time of an evaluation is no part of the time that shares are of.
+        of_all = share / (1.0 + share) if share == measured.eval_share else share
+        return f"{begin} {of_all:.0%} of the time {over}; {advice}"
     waited = f"training waited for batches {measured.wait_share:.0%} of the time {over}"
+    more = "add generators (generator.num_replicas), or sample shorter responses"
     if measured.busy_share is None:
-        return f"generation bounds the run: {waited}"
+        return f"generation bounds the run: {waited}; {more}"
     if measured.busy_share >= BUSY:
-        return f"generators bound the run: {waited}, and they were busy for {measured.busy_share:.0%}"
+        return f"generators bound the run: {waited}, and they were busy for {measured.busy_share:.0%}; {more}"
     return (
         f"generators do not bound the run, nor does training: {waited}, and generators had a request for "
-        f"only {measured.busy_share:.0%}; scores, episodes, new weights or the limits of the buffer do"
+        f"only {measured.busy_share:.0%}; scores, episodes, new weights or the limits of the buffer do: add "
+        "scorers (scorer.num_replicas) or workers (episodes.num_workers), or let more groups wait "
+        "(max_off_policy_steps, buffer.max_groups)"
     )
 
 

@@ -221,7 +221,7 @@ def _checkpoints(config: RunConfig, run_dir: RunDir) -> Iterator[Finding]:
     if config.checkpoint.every_steps is None:
         why = "the config writes none"
         yield Finding(part="checkpoint", verdict=Verdict.NOT_EXERCISED, measured=why)
-    elif config.checkpoint.every_steps <= config.max_steps:
+    else:
         yield _finding("checkpoint", bool(written), ", ".join(written) or "none was written")
     final = run_dir.checkpoints / FINAL / "config.json"
     yield _finding("export", final.is_file(), str(final.parent) if final.is_file() else "none was written")

@@ -4,7 +4,7 @@ import sys
 
 from forgeasync.prediction.measured import (
     KEYS,
-    NUM_GENERATORS,
+    OTHER_KEYS,
     WINDOW_STEPS,
     MeasuredSteps,
     MeasuredWindow,
@@ -36,7 +36,7 @@ def _measured(run: RunReader) -> MeasuredSteps | None:
     window = MeasuredWindow.of_run(max_steps, num_steps_ahead=num_ahead)
     num_lines = WINDOW_STEPS + window.num_left_out + num_ahead + 1
     lines: dict[int, dict[str, float]] = {}
-    for key in (*KEYS, NUM_GENERATORS):
+    for key in (*KEYS, *OTHER_KEYS):
         column = run.metrics.column(key)
         for step, value in zip(
             column.steps_N[-num_lines:].tolist(), column.values_N[-num_lines:].tolist(), strict=True

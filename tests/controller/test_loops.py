@@ -5,6 +5,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -24,12 +25,14 @@ from forgeasync.config.buffer import AgeOf
 from forgeasync.config.run import RunConfig
 from forgeasync.config.weights import Interruption
 from forgeasync.controller.kept_groups import FoundGroups
-from forgeasync.controller.recorder import StepRecord, StepTimes
+from forgeasync.controller.recorder import StepRecord, StepTimes, TimesBetween
 from forgeasync.controller.resume import Resumed
 from forgeasync.controller.starting import start_roles
 from forgeasync.environments.order import TaskOrder, sampling_seed
 from forgeasync.environments.reward import Response
-from forgeasync.ledger.lines import START
+from forgeasync.faults.appended_file import Refusal
+from forgeasync.generator.reports import EngineStats
+from forgeasync.ledger.lines import START, CheckpointedBuffer
 from forgeasync.observability.failures import root_cause
 from forgeasync.observability.run_dir import RunDir
 from forgeasync.rollouts.kept_groups import KeptGroup
@@ -60,6 +63,7 @@ from tests.support.loops import (
     score_by_text,
 )
 from tests.support.rollouts import make_stored_rollout
+from tests.support.virtual_time import VirtualTime
 
 SECONDS = 10.0
 """Nothing here waits: past this a loop is stuck."""
@@ -464,9 +468,9 @@ def test_evaluations_and_checkpoints_come_every_so_many_steps(tmp_path: Path) ->
         recorder=recorder,
     )
     assert len(recorder.accuracies) == 4, "before the first step, after 3 and 6, and after the last"
-    assert [name for name, _ in trainer.checkpoints] == [f"step-{step:08d}" for step in (2, 4, 6)]
+    assert [name for name, _ in trainer.checkpoints] == [f"step-{step:08d}" for step in (2, 4, 6, 7)]
     states = [msgspec.json.decode(run_state, type=RunState) for _, run_state in trainer.checkpoints]
-    assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6)]
+    assert [(state.step, state.elapsed_s) for state in states] == [(step, 12.5) for step in (2, 4, 6, 7)]
 
 
 def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,6 +524,53 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
     parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
     assert parts == [(1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 5.0)]
     assert [one.step_s for one in times] == [4.0, 9.0]
+    assert [one.controller_s for one in times] == [0.0, 0.0]
+
+
+def test_what_training_waits_for_between_two_steps_is_measured_by_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports take 2 s, a checkpoint 3 s, and a disk refuses the ledger for 20 s at each checkpoint."""
+    time = VirtualTime()
+
+    class BusyGenerators(Generators):
+        async def stats(self) -> list[EngineStats]:
+            await asyncio.sleep(2.0)
+            return await super().stats()
+
+    class SlowTrainer(Trainer):
+        async def train_items(self, *arguments: object, **keywords: object) -> StepResult:
+            await asyncio.sleep(1.0)
+            return await super().train_items(*arguments, **keywords)
+
+        async def begin_checkpoint(self, *arguments: object, **keywords: object) -> None:
+            await asyncio.sleep(3.0)
+            await super().begin_checkpoint(*arguments, **keywords)
+
+    recorder = Recorder()
+    run = make_run(
+        make_config(tmp_path, "max_steps=3", "checkpoint.every_steps=2"),
+        trainer=SlowTrainer(),
+        generators=BusyGenerators(),
+        recorder=recorder,
+        held_out=[make_problem(10)],
+    )
+    checkpoint = run.buffer.checkpoint.call_one
+
+    async def waits() -> CheckpointedBuffer:
+        await asyncio.sleep(20.0)
+        return await checkpoint()
+
+    async def refusal() -> Refusal:
+        return Refusal(path="ledger.jsonl", reason="full")
+
+    run.buffer.checkpoint, run.buffer.refusal = Endpoint(waits), Endpoint(refusal)
+    clock = SimpleNamespace(perf_counter=time.now_s)
+    monkeypatch.setattr("forgeasync.controller.step_clock.time", clock)
+    time.run(run.run(Fleet()))
+    none = TimesBetween(controller_s=2.0)
+    with_checkpoint = TimesBetween(controller_s=2.0, wait_for_disk_s=20.0, checkpoint_s=3.0)
+    assert recorder.between == [none, with_checkpoint, with_checkpoint]
 
 
 def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(tmp_path: Path) -> None:

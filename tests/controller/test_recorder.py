@@ -17,7 +17,7 @@ from forgeasync.actors.buffer import BufferReport
 from forgeasync.buffer.decisions import Batch, BufferSnapshot, DropReason
 from forgeasync.checkpoint.run_state import RunState
 from forgeasync.config.run import RunConfig
-from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes
+from forgeasync.controller.recorder import RunRecorder, StepRecord, StepTimes, TimesBetween
 from forgeasync.generator.reports import EngineStats, SwapReport
 from forgeasync.ledger.lines import START
 from forgeasync.models.tokenizer import character_tokenizer
@@ -59,7 +59,9 @@ SNAPSHOT = BufferSnapshot(
     num_censored=0,
 )
 ONE_OF_FOUR = HeldOutScores(num_correct=1, score_sum=2.0, num_scored=4, num_unscored=0)
-TIMES = StepTimes(step_s=8.0, wait_for_batch_s=2.0, train_s=4.0, publish_weights_s=0.5, eval_s=1.0)
+TIMES = StepTimes(
+    step_s=8.0, wait_for_batch_s=2.0, train_s=4.0, publish_weights_s=0.5, eval_s=1.0, controller_s=1.0
+)
 
 PROMPTS = PromptEncoder(character_tokenizer(chat_template=False), chat_template=False)
 
@@ -301,7 +303,7 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
         recorder.record_fetch(report)
     for one in (swap(0.01, 0.5), swap(0.03, 0.125)):
         recorder.record_swap(one)
-    recorder.record_checkpoint(0.375)
+    recorder.record_between(TimesBetween(controller_s=0.25, wait_for_disk_s=0.5, checkpoint_s=0.375))
     expected = {
         "reward/scored_mean": 0.25,
         "group/all_correct_share": 0.0,
@@ -319,6 +321,8 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
         "weights/num_bytes_moved": 203,
         "weights/num_bytes_needed": 180,
         "weights/num_bad_blocks": 3,
+        "time/controller_s": 1.25,
+        "time/wait_for_disk_s": 0.5,
         "time/checkpoint_s": 0.375,
     }
     first, second = recording.record(1), recording.record(2)
@@ -326,7 +330,8 @@ def test_how_versions_travelled_and_what_was_scored_is_told_once(recording: Reco
     told_once = {key for key in expected if key.startswith(("reward/", "group/", "response/"))}
     told_once.add("time/checkpoint_s")
     assert not told_once & second.keys()
-    assert {second[key] for key in expected.keys() - told_once} == {0}
+    assert second["time/controller_s"] == 1.0, "that of the step itself"
+    assert {second[key] for key in expected.keys() - told_once - {"time/controller_s"}} == {0}
     printed = recording.printed.getvalue()
     assert "version 1" not in printed
     assert printed.startswith(

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from forgeasync.controller import supervisor
-from forgeasync.controller.supervisor import Supervisor, has_ended, newest_step
+from forgeasync.controller.resume import has_ended, newest_step
+from forgeasync.controller.supervisor import Supervisor
 from forgeasync.controller.supervisor_beat import STALL_S
 from forgeasync.launch.restart_policy import MAX_STARTS_WITHOUT_STEP
 from forgeasync.observability.run_dir import RunDir

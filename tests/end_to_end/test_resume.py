@@ -44,7 +44,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = write_random_model(folder / "model", scale=4.0)
     config = tiny_config(model)
     generator = config.generator.model_copy(update={"batch_invariant": True})
-    checkpoint = CheckpointSection(every_steps=EVERY, keep=2)
+    checkpoint = CheckpointSection(every_steps=EVERY, keep=3)
     config = config.model_copy(
         update={"max_steps": NUM_STEPS, "generator": generator, "checkpoint": checkpoint}
     )
@@ -58,7 +58,8 @@ def whole_run(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     code, _, err = finish(start(config_file, f"run_dir={run_dir}"))
     assert code == 0, err
-    assert names(run_dir / "checkpoints") == ["final", "step-00000002", "step-00000004"]
+    steps = ["step-00000002", "step-00000004", "step-00000005"]
+    assert names(run_dir / "checkpoints") == ["final", *steps], "every other step, and the last one"
     return run_dir
 
 
@@ -70,6 +71,7 @@ def interrupted(whole_run: Path, tmp_path: Path) -> Iterator[Path]:
     (run_dir / "checkpoints" / "final").rename(run_dir / "checkpoints" / "last")
     whole = run_dir / "checkpoints" / "step-00000004"
     whole.rename(whole.with_name(whole.name + ".tmp"))
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000005")
     ledger = run_dir / "ledger.jsonl"
     *lines, _ended = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines) + b'{"n":')
@@ -116,7 +118,8 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(
     assert len(resumption["untrained_prompts"]) == 3 * 4
     trained_again = check_ledger(interrupted)["submitted"] - said["ends"]["unfinished"]
     assert trained_again == NUM_STEPS * 4, "none was lost, none twice"
-    assert names(interrupted / "checkpoints") == ["final", "last.cut-1", "step-00000002", "step-00000004"]
+    steps = ["step-00000002", "step-00000004", "step-00000005"]
+    assert names(interrupted / "checkpoints") == ["final", "last.cut-1", *steps]
 
 
 @pytest.mark.exhaustive
@@ -154,15 +157,15 @@ def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(whole_run, run_dir)
-    arguments = (f"run_dir={run_dir}", "max_steps=4", "--resume", "latest")
-    (tmp_path / "refused").mkdir()
-    code, _, err = run_here(tmp_path / "refused", "--config", str(config_file), *arguments)
-    assert code == 2 and "max_steps = 4: must be more than 4: the run has made all its steps" in err
+    arguments = (f"run_dir={run_dir}", "--resume", "latest")
+    (tmp_path / "done").mkdir()
+    code, out, _ = run_here(tmp_path / "done", "--config", str(config_file), *arguments)
+    assert code == 0 and f"the run is done: it has made {NUM_STEPS} steps" in out
     shutil.rmtree(run_dir / "checkpoints" / "final")
     code, _, err = finish(start(config_file, *arguments))
     assert code == 0, err
-    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    assert check_ledger(run_dir)["ends"]["trained"] == 4 * 4
+    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == list(range(NUM_STEPS + 1))
+    assert check_ledger(run_dir)["ends"]["trained"] == NUM_STEPS * 4
     assert (run_dir / "checkpoints" / "final").is_dir()
 
 

@@ -222,6 +222,31 @@ def test_a_disk_fails_again_once_every_file_was_written(
     assert num_after(("recovered", 4), role="controller") == 3, "its outage is gone with it"
 
 
+def test_a_disk_that_fails_while_something_still_waits_for_it_has_room_again_without_further_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is found refused between the look for quiet and the outage is news of it."""
+    monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
+    given_back: list[int] = []
+    injector = Injector(
+        tmp_path,
+        [planned("storage", Kind.FULL_DISK, at_step=1, pause_share=1.0)],
+        tmp_path / "w.jsonl",
+        orders=Orders(tmp_path / "orders"),
+        fill_disk=lambda: lambda: given_back.append(1),
+    )
+    monkeypatch.setattr(injector, "_pause", lambda seconds: iter([None]))
+    (tmp_path / "procs.json").write_text(json.dumps({"controller": os.getpid(), "procs": []}))
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "time/step_s": 1.0})
+    injector.look()
+    assert not injector.injected, "it waits within the step"
+    waiting = {"event": "detected", "role": "storage", "number": 0, "time_s": time.time()}
+    write_lines(tmp_path / "faults.jsonl", waiting)
+    for _ in range(5):
+        injector.look()
+    assert len(injector.injected) == 1 == len(given_back)
+
+
 def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "1000"])
     try:

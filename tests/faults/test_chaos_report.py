@@ -233,6 +233,34 @@ def test_what_an_outage_delays_belongs_to_it() -> None:
     assert matches[0].detected is None and extra == early
 
 
+def test_outages_of_a_disk_that_overlap_are_each_counted() -> None:
+    """A checkpoint that the first outage has refused is tried again after the second one."""
+    first = _fault(STORAGE, Kind.FULL_DISK, Moment.CHECKPOINT, 10.0)
+    second = _fault(STORAGE, Kind.FULL_DISK, Moment.STEP, 21.0)
+    third = _fault(STORAGE, Kind.FULL_DISK, Moment.STEP, 60.0)
+
+    def back(time_s: float, number: int) -> dict[str, Any]:
+        return _noticed(STORAGE, time_s, number) | {"event": "recovered"}
+
+    ledger = [_noticed(STORAGE, 11.0, 0), back(15.0, 0)]
+    checkpoint = [_noticed(STORAGE, 20.0, 1), back(30.0, 1)]
+    last = [_noticed(STORAGE, 61.0, 2), back(65.0, 2)]
+    matches, extra = match([first, second, third], [*ledger, *checkpoint, *last])
+    assert [one.detected for one in matches] == [ledger[0], checkpoint[0], last[0]] and not extra
+    assert [one.recovered for one in matches] == [ledger[1], checkpoint[1], last[1]]
+    (row,) = rows(matches)
+    assert (row.num_detected, row.num_recovered, row.detection_p50_s) == (3, 3, 1.0)
+    # A fault that was over before says nothing of it, and neither does one that nobody has injected.
+    matches, extra = match([first, second], ledger)
+    assert matches[1].detected is None and not extra
+    matches, extra = match([first, second], [_noticed(STORAGE, 5.0, 0)])
+    assert [one.detected for one in matches] == [None, None] and len(extra) == 1
+    # A line of its own comes before one that goes on.
+    own = [_noticed(STORAGE, 23.0, 2), back(28.0, 2)]
+    matches, extra = match([first, second], [*ledger, *checkpoint, *own])
+    assert matches[1].detected == own[0] and not extra
+
+
 def test_what_dies_at_the_very_end_may_not_be_missed() -> None:
     ((scorer,), _) = match([_fault("scorer", Kind.SIGKILL, Moment.SHUTDOWN, 1.0)], [])
     ((controller,), _) = match([_fault("controller", Kind.SIGKILL, Moment.SHUTDOWN, 1.0)], [])

@@ -28,6 +28,8 @@ def line(step: int, elapsed_s: float, **values: float) -> dict[str, float]:
         "throughput/train_tokens_per_s": 10.0,
         "generator/busy_s": elapsed_s,
         NUM_GENERATORS: 1.0,
+        "time/controller_s": 0.25,
+        "time/wait_for_disk_s": 1.0,
     }
     changed = {key: values.pop(key.rpartition("/")[2]) for key in found if key.rpartition("/")[2] in values}
     assert not values
@@ -42,12 +44,15 @@ def measured(lines: list[dict[str, float]], *, num_left_out: int = 0, last_step:
 
 
 def test_shares_and_rates_are_of_the_time_without_evaluations() -> None:
-    found = measured([line(1, 5.0), line(2, 10.0), line(3, 25.0, eval_s=10.0, busy_s=20.0)])
+    third = line(3, 25.0, eval_s=10.0, busy_s=20.0) | {"time/checkpoint_s": 0.5}
+    found = measured([line(1, 5.0), line(2, 10.0), third])
     assert found is not None and found.num_steps == 2
     assert found.step_s == pytest.approx(5.0), "10 s were an evaluation's"
     assert found.trained_tokens_per_s == pytest.approx(80.0 / 10.0)
     assert (found.wait_share, found.train_share, found.publish_share) == pytest.approx((0.2, 0.4, 0.1))
-    assert found.between_share == pytest.approx(0.3)
+    between = (found.controller_share, found.disk_share, found.checkpoint_share)
+    assert between == pytest.approx((0.05, 0.2, 0.05))
+    assert found.eval_share == pytest.approx(1.0)
     assert found.busy_share == pytest.approx(15.0 / 20.0), "evaluations keep generators busy too"
 
 

@@ -30,7 +30,7 @@ from forgeasync.config.load import load_config
 from forgeasync.config.run import RunConfig, TimeoutSection
 from forgeasync.controller import starting
 from forgeasync.controller.preparation import Prepared
-from forgeasync.controller.recorder import StepRecord
+from forgeasync.controller.recorder import StepRecord, TimesBetween
 from forgeasync.controller.resume import RunFiles
 from forgeasync.controller.starting import Roles
 from forgeasync.environments.reward import Response
@@ -442,6 +442,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
+        self.between: list[TimesBetween] = []
         self.accuracies: list[float | None] = []
         self.counters: list[Mapping[str, float]] = []
         self.rewards: list[float] = []
@@ -489,8 +490,8 @@ class Recorder:
     def warn(self, problem: str) -> None:
         self.problems.append(problem)
 
-    def record_checkpoint(self, checkpoint_s: float) -> None:
-        return None
+    def record_between(self, times: TimesBetween) -> None:
+        self.between.append(times)
 
     def record(self, record: StepRecord) -> None:
         self.batches.append(record.batch)
