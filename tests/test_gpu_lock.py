@@ -57,7 +57,7 @@ def test_every_module_that_is_imported_is_locked() -> None:
 
 
 def test_kernels_are_interpreted_by_the_triton_that_compiles_them() -> None:
-    """tests/gpu_path runs vLLM's kernels here, in the interpreter of the package that compiles them on GPUs."""
+    """tests/gpu_path interprets vLLM's kernels here with the package that compiles them on GPUs."""
     assert locked("cpu.lock")["triton"] == locked("gpu.lock")["triton"]
 
 
