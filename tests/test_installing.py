@@ -1,15 +1,18 @@
-"""Set-up installs from where pip is set to find packages, whoever does the installing."""
+"""Set-up: which packages an environment gets, and where they are found."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "requirements" / "install.py"
+REPOSITORY = Path(__file__).parents[1]
+SCRIPT = REPOSITORY / "requirements" / "install.py"
 uv_environment = runpy.run_path(str(SCRIPT))["uv_environment"]
 
 
@@ -61,3 +64,93 @@ def test_a_package_comes_from_where_pip_would_find_it(tmp_path: Path, version: s
     command = [sys.executable, SCRIPT, "--no-deps", "--target", tmp_path / "installed"]
     subprocess.run([*command, f"forgeasync-sample=={version}"], env=own, check=True, timeout=60)
     assert (tmp_path / "installed" / "forgeasync_sample.py").read_text() == f"VERSION = {version!r}\n"
+
+
+LOCKS = ("cpu", "gpu")
+TARGETS = ("demo", "test", "model", "lint")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A folder with the Makefile and what it depends on; its commands are printed, and none is run."""
+
+    folder: Path
+
+    def write(self, name: str, *, hour: int) -> None:
+        """Write a file, or write it again, at an hour of one day."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        seconds = 1_000_000_000 + hour * 3600
+        os.utime(path, (seconds, seconds))
+
+    def make(self, *targets: str, is_refused: bool = False) -> str:
+        own = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+        done = subprocess.run(
+            ["make", "--dry-run", *targets],
+            cwd=self.folder,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode != 0) is is_refused, done.stdout + done.stderr
+        return done.stderr if is_refused else done.stdout
+
+    def installed(self, *targets: str) -> list[str]:
+        """The locks whose packages would be installed."""
+        return re.findall(r"install\.py --no-deps -r requirements/(\w+)\.lock", self.make(*targets))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    fresh = Checkout(tmp_path)
+    for name in ("Makefile", "pyproject.toml", "requirements/cpu.lock", "requirements/gpu.lock"):
+        fresh.write(name, hour=1)
+    (tmp_path / "Makefile").write_bytes((REPOSITORY / "Makefile").read_bytes())
+    return fresh
+
+
+def test_set_up_installs_its_own_lock_and_everything_else_the_one_for_cpus(checkout: Checkout) -> None:
+    assert checkout.installed("setup") == ["cpu"] and checkout.installed("setup-gpu") == ["gpu"]
+    for target in TARGETS:
+        assert checkout.installed(target) == ["cpu"], target
+        assert checkout.installed("setup-gpu", target) == ["gpu"], target
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/cpu.lock", "requirements/gpu.lock"])
+def test_an_environment_gets_the_packages_of_its_own_lock_alone(
+    checkout: Checkout, lock: str, changed: str
+) -> None:
+    checkout.write(f".venv/installed-{lock}", hour=2)
+    setup = {"cpu": "setup", "gpu": "setup-gpu"}[lock]
+    for target in (setup, *TARGETS):
+        assert checkout.installed(target) == [], target
+    checkout.write(changed, hour=3)
+    expected = [] if changed.endswith(".lock") and lock not in changed else [lock]
+    for target in (setup, *TARGETS):
+        assert checkout.installed(target) == expected, target
+
+
+@pytest.mark.parametrize(
+    ("there", "target", "keeps"), [("gpu", "setup", "setup-gpu"), ("cpu", "setup-gpu", "setup")]
+)
+def test_one_lock_is_not_installed_over_the_other(
+    checkout: Checkout, there: str, target: str, keeps: str
+) -> None:
+    checkout.write(f".venv/installed-{there}", hour=2)
+    message = checkout.make(target, is_refused=True)
+    assert f".venv has the packages of requirements/{there}.lock" in message
+    assert f"`make {keeps}` keeps these up to date; to change over, remove .venv first" in message
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_an_interrupted_set_up_is_known_by_its_lock_and_done_again(checkout: Checkout, lock: str) -> None:
+    """The stamp is written before the first package, and older than every lock."""
+    commands = checkout.make({"cpu": "setup", "gpu": "setup-gpu"}[lock]).splitlines()
+    first, last = [number for number, line in enumerate(commands) if line.startswith("touch ")]
+    assert first < next(number for number, line in enumerate(commands) if " install" in line) < last
+    (checkout.folder / ".venv").mkdir()
+    subprocess.run(commands[first], shell=True, cwd=checkout.folder, check=True, timeout=60)
+    assert checkout.installed("test") == [lock]

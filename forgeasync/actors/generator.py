@@ -123,6 +123,7 @@ class GeneratorActor(Actor):
             adapters=adapters,
             in_flight=self._in_flight if setup.section.keep_in_flight else None,
             num_scored_ids=setup.num_scored_ids,
+            gpu_bytes=setup.gpu_bytes,
         )
         self._episodes = EngineEpisodes(self._engine)
         started()

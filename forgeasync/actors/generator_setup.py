@@ -23,5 +23,7 @@ class GeneratorSetup:
     weights: WeightsSection
     lora: LoraSection | None
     payload_capacity_bytes: int
+    gpu_bytes: int
+    """What each process of the engine takes of its GPU for certain, by the memory plan."""
     num_scored_ids: int = 0
     """Ids that a teacher is asked for at each token."""

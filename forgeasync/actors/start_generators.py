@@ -20,6 +20,9 @@ from forgeasync.config.run import RunConfig
 from forgeasync.config.trainer import RoutingReplay
 from forgeasync.launch.hosts import Host
 from forgeasync.launch.jobs import HostRole
+from forgeasync.planning.memory.generator import generator_memory
+from forgeasync.planning.memory.items import Machine, least_bytes, total_bytes
+from forgeasync.planning.memory.parameters import count_parameters
 from forgeasync.rollouts.records import Records
 from forgeasync.waiting import deadline, forget
 from forgeasync.weights.layout import WeightSet
@@ -55,6 +58,9 @@ async def start_generators(
         weights=config.weights,
         lora=config.lora,
         payload_capacity_bytes=capacity_bytes,
+        gpu_bytes=least_bytes(
+            total_bytes(generator_memory(config, facts, count_parameters(facts), Machine.GPU))
+        ),
     )
 
     folder_of = dict(zip(ids, folders, strict=True))

@@ -20,6 +20,8 @@ from forgeasync.faults.fault_log import Role
 from forgeasync.launch.hosts import Host
 from forgeasync.launch.jobs import HostRole
 from forgeasync.models.config_file import model_folder, read_model_facts
+from forgeasync.planning.memory.items import Machine, least_bytes, total_bytes
+from forgeasync.planning.memory.teachers import teacher_memory
 from forgeasync.rollouts.prompts import PromptEncoder
 from forgeasync.rollouts.records import Records
 from forgeasync.rollouts.teacher_prompt import TeacherPrompts
@@ -127,6 +129,7 @@ async def _start_pool(
         weights=weights_of_teacher(config.weights),
         lora=config.lora if section.moves else None,
         payload_capacity_bytes=groups.capacity_bytes,
+        gpu_bytes=least_bytes(total_bytes(dict(teacher_memory(config, Machine.GPU))[name])),
         # Given ids have the sampled one among them.
         num_scored_ids=groups.num_ids + groups.asks_student_ids,
     )

@@ -113,11 +113,12 @@ class GeneratorEngine:
         adapters: AdapterSetup | None = None,
         in_flight: Path | None = None,
         num_scored_ids: int = 0,
+        gpu_bytes: int | None = None,
     ) -> "GeneratorEngine":
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
 
         What named groups have in flight is logged in the folder ``in_flight``, which is made.
-        ``num_scored_ids`` is the most that ``forgeasync.generator.token_scores`` asks for.
+        ``num_scored_ids``: the most of ``token_scores``; ``gpu_bytes``: must be free of each GPU; None: 92 %.
         """
         is_cpu = current_platform.is_cpu()
         adapt_process()
@@ -134,6 +135,7 @@ class GeneratorEngine:
             adapters=adapters,
             is_cpu=is_cpu,
             num_scored_ids=num_scored_ids,
+            gpu_bytes=None if is_cpu else gpu_bytes,
         )
         vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if is_cpu:

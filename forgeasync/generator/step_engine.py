@@ -6,18 +6,24 @@ Requests that are added between two steps are computed together.
 Shape suffixes: J tags of one request, C classes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from vllm import EngineArgs, PoolingParams
 from vllm.config import PoolerConfig
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import PoolingRequestOutput
+from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.generator.engine_args import gpu_share
 from forgeasync.generator.workarounds.vllm_process import adapt_process
+from forgeasync.models.sizes import BYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,10 @@ class StepEngine:
                 max_num_seqs=section.max_num_seqs,
                 max_num_batched_tokens=section.max_num_batched_tokens,
                 kv_cache_memory_bytes=int(section.kv_cache_gib * 2**30),
+                # Engines of one GPU find what the others have left of it.
+                gpu_memory_utilization=gpu_share(
+                    None if current_platform.is_cpu() else weights_and_cache_bytes(section)
+                ),
                 enforce_eager=True,
                 async_scheduling=False,
                 # A prefix that is not computed has no scores at its tags.
@@ -93,6 +103,16 @@ class StepEngine:
         # Of two classes, wrong and right, the second is right; one class alone is right itself.
         values_J = logits_JC[:, 0].sigmoid() if logits_JC.shape[1] == 1 else logits_JC.softmax(-1)[:, 1]
         return ScoredTags(request_id=request_id, values=tuple(values_J.tolist()))
+
+
+def weights_and_cache_bytes(section: ProcessRewardModel) -> int:
+    """Bytes that an engine holds of its GPU while it computes nothing."""
+    num_elements = 0
+    for file in Path(section.model_path).glob("*.safetensors"):
+        with safe_open(file, framework="np") as tensors:
+            # get_slice reads the header, not the tensor.
+            num_elements += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
+    return num_elements * BYTES_PER_ELEMENT[section.dtype] + int(section.kv_cache_gib * 2**30)
 
 
 def _without_values(request_id: str, problem: str) -> ScoredTags:

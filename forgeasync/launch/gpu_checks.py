@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from forgeasync.config.trainer import FlashAttention
 from forgeasync.launch.gpu_facts import FLASH_ATTENTION_PACKAGES, Gpu, GpuFacts, Version
+from forgeasync.planning.memory.items import least_bytes
 from forgeasync.schema.problems import Problem
-
-PLAN_ERROR = 0.1
-"""Error of the memory plan (``planning.memory.plan.NOTE``): what it may overstate refuses no GPU."""
 
 BFLOAT16_CAPABILITY = (8, 0)
 """Ampere's: FlashAttention 2, grouped products and vLLM's MoE kernels in bfloat16 need it."""
@@ -81,7 +79,7 @@ def gpu_warnings(hosts: Sequence[HostGpus], flash_attention: FlashAttention) -> 
     warnings: list[str] = []
     for host in hosts:
         for plan, gpu in ((plan, gpu) for plan in host.plans for gpu in _smallest(host)):
-            if _at_least(plan) <= gpu.memory_bytes < plan.num_bytes:
+            if least_bytes(plan.num_bytes) <= gpu.memory_bytes < plan.num_bytes:
                 warnings.append(
                     f"host {host.host}: the {plan.role}'s plan of {_gib(plan.num_bytes)} GiB is more than "
                     f"the {_gib(gpu.memory_bytes)} GiB of GPU {gpu.index} ({gpu.name}), by less than its own "
@@ -174,7 +172,7 @@ def _check_kinds(host: HostGpus) -> Iterator[Problem]:
 def _check_memory(host: HostGpus) -> Iterator[Problem]:
     for gpu in _smallest(host):
         for plan in host.plans:
-            if gpu.memory_bytes < _at_least(plan):
+            if gpu.memory_bytes < least_bytes(plan.num_bytes):
                 yield Problem(
                     field=plan.field,
                     value=plan.value,
@@ -184,7 +182,7 @@ def _check_memory(host: HostGpus) -> Iterator[Problem]:
                 )
     # A GPU that is large enough may be held by others.
     for gpu in host.used:
-        largest = max((_at_least(plan) for plan in host.plans), default=0)
+        largest = max((least_bytes(plan.num_bytes) for plan in host.plans), default=0)
         if gpu.free_bytes < largest <= gpu.memory_bytes:
             yield Problem(
                 field=f"host {host.host}: GPU {gpu.index}",
@@ -260,10 +258,6 @@ def _check_alike(hosts: Sequence[HostGpus]) -> Iterator[Problem]:
 
 def _smallest(host: HostGpus) -> tuple[Gpu, ...]:
     return (min(host.used, key=lambda gpu: gpu.memory_bytes),) if host.used else ()
-
-
-def _at_least(plan: RolePlan) -> int:
-    return int(plan.num_bytes * (1.0 - PLAN_ERROR))
 
 
 def _dotted(version: Version) -> str:

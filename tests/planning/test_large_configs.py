@@ -23,6 +23,7 @@ from forgeasync.models.rules import check_config
 from forgeasync.models.sizes import kv_bytes_per_token, largest_group_payload_bytes
 from forgeasync.models.workarounds import flash_attention
 from forgeasync.planning.memory.host import groups_outstanding
+from forgeasync.planning.memory.items import least_bytes
 from forgeasync.planning.memory.plan import memory_plan
 from forgeasync.planning.report import dry_run_report
 from forgeasync.trainer import model as trainer_model
@@ -38,9 +39,6 @@ SIZES = {
 
 GPU_BYTES = 79 * 2**30
 """What torch sees of an H100 or A100 of 80 GB is a little more."""
-
-PLAN_ERROR = 0.1
-"""The plan's own, see ``memory.plan.NOTE``."""
 
 RUNNING_TOKENS = 8192
 MEAN_RESPONSE_TOKENS = 12288
@@ -85,7 +83,7 @@ def test_every_gpu_and_the_figures_in_the_comments(name: str) -> None:
     config, facts = large(name)
     trainer, generator, _ = memory_plan(resolve(config, facts), facts)
     for role in (trainer, generator):
-        assert role.total is not None and role.total.num_bytes < (1 - PLAN_ERROR) * GPU_BYTES, role.owner
+        assert role.total is not None and role.total.num_bytes < least_bytes(GPU_BYTES), role.owner
 
     section = config.generator
     held = section.kv_cache_gib * 2**30 / kv_bytes_per_token(config, facts)
@@ -118,7 +116,7 @@ def test_trainers_on_fewer_gpus_would_not_fit() -> None:
         fewer = load_config(CONFIGS / f"{name}.yaml", [f"trainer.parallel.num_procs={change}"])
         trainer, _, _ = memory_plan(resolve(fewer, facts), facts)
         assert fewer.trainer.parallel.num_procs * 2 == config.trainer.parallel.num_procs
-        assert trainer.total is not None and trainer.total.num_bytes > (1 - PLAN_ERROR) * GPU_BYTES, name
+        assert trainer.total is not None and trainer.total.num_bytes > least_bytes(GPU_BYTES), name
 
 
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ from enum import StrEnum
 
 FLOAT32_BYTES = 4
 
+PLAN_ERROR = 0.1
+"""Error of the memory plan (``planning.memory.plan.NOTE``): what it may overstate refuses no GPU."""
+
 
 class Machine(StrEnum):
     """Kind of machine that a run's ranks compute on."""
@@ -21,6 +24,11 @@ class MemoryItem:
     name: str
     num_bytes: int
     how: str
+
+
+def least_bytes(num_bytes: int) -> int:
+    """Bytes that a rank takes for certain where the plan says ``num_bytes``: the plan less its error."""
+    return int(num_bytes * (1.0 - PLAN_ERROR))
 
 
 def total_bytes(items: Sequence[MemoryItem]) -> int:

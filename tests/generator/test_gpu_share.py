@@ -1,0 +1,165 @@
+"""How much of a GPU must be free before an engine starts there: what the plan says, by vLLM's own check."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from vllm.config import CacheConfig
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker.utils import request_memory
+
+from forgeasync.actors import start_generators, start_teachers
+from forgeasync.actors.procs import Procs
+from forgeasync.config.load import load_config
+from forgeasync.config.model import Dtype
+from forgeasync.config.process_reward_model import ProcessRewardModel
+from forgeasync.config.run import RunConfig
+from forgeasync.config.trainer import FlashAttention
+from forgeasync.controller.host_gpus import generator_plan
+from forgeasync.generator import engine_args, step_engine
+from forgeasync.launch.gpu_checks import HostGpus, check_hosts_gpus
+from forgeasync.models.config_file import SHIPPED_MODELS, read_model_facts
+from forgeasync.planning.memory.items import Machine, least_bytes, total_bytes
+from forgeasync.planning.memory.teachers import teacher_memory
+from forgeasync.rollouts.records import Records
+from tests.launch.test_gpu_checks import H100, facts
+from tests.support.config_samples import CONFIGS
+from tests.support.models import write_process_reward_model, write_random_model
+
+GIB = 2**30
+NUM_BYTES = 79 * GIB
+"""Memory of each GPU."""
+
+
+class Gpu:
+    """What vLLM's platform says of a GPU."""
+
+    @staticmethod
+    def is_cpu() -> bool:
+        return False
+
+    @staticmethod
+    def get_device_total_memory() -> int:
+        return NUM_BYTES
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_args, "current_platform", Gpu)
+    monkeypatch.setattr(step_engine, "current_platform", Gpu)
+
+
+def starts(share: float, *, free_bytes: int) -> bool:
+    """Whether vLLM starts an engine with that share on a GPU of which so much is free."""
+    snapshot = MemorySnapshot(
+        total_memory=NUM_BYTES, free_memory=free_bytes, device="cpu", auto_measure=False
+    )
+    try:
+        request_memory(snapshot, CacheConfig(gpu_memory_utilization=share))
+    except ValueError as error:
+        assert "Free memory on device" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b"])
+def test_vllm_starts_wherever_our_own_check_has_passed(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    model = SHIPPED_MODELS / config.model.path.replace("/", "--")
+    plan = generator_plan(config, read_model_facts(str(model)))
+    args = engine_args.engine_args(
+        model_path=model,
+        generator=config.generator,
+        max_context_length=config.model.max_context_length,
+        seed=0,
+        records=Records(routing=True, kept_tokens=False, num_dense_layers=0),
+        adapters=None,
+        is_cpu=False,
+        gpu_bytes=least_bytes(plan.num_bytes),
+    )
+    needed = least_bytes(plan.num_bytes)
+    for free_bytes, passes in ((needed + 1, True), (needed - GIB, False)):
+        gpu = dataclasses.replace(H100, memory_bytes=NUM_BYTES, free_bytes=free_bytes)
+        host = HostGpus(host="node0", facts=facts(gpu), num_needed=1, plans=(plan,), is_trainer=False)
+        assert (list(check_hosts_gpus([host], FlashAttention.AUTO)) == []) is passes
+        assert starts(args.gpu_memory_utilization, free_bytes=free_bytes) is passes
+    assert not starts(CacheConfig.gpu_memory_utilization, free_bytes=needed + 1), "by its default"
+
+
+def test_more_than_a_gpu_has_is_refused_with_both_figures() -> None:
+    with pytest.raises(ValueError, match=r"needs 80 GiB of its GPU, which has 79; lower kv_cache_gib"):
+        engine_args.gpu_share(80 * GIB)
+    assert engine_args.gpu_share(NUM_BYTES) == 1.0
+
+
+class SetUp(Exception):
+    """What engines would have been started with."""
+
+
+def set_up(**fields: Any) -> None:
+    raise SetUp(fields)
+
+
+def test_generators_are_started_with_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_generators, "GeneratorSetup", set_up)
+    config, model = tiny(tmp_path)
+    expected = least_bytes(generator_plan(config, read_model_facts(str(model))).num_bytes)
+    assert asked_for(tmp_path, config, model, with_teachers=False) == expected
+
+
+def test_teachers_are_started_with_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_teachers, "GeneratorSetup", set_up)
+    config, model = tiny(tmp_path)
+    (memory,) = (items for _, items in teacher_memory(config, Machine.GPU))
+    assert asked_for(tmp_path, config, model, with_teachers=True) == least_bytes(total_bytes(memory))
+
+
+def tiny(folder: Path) -> tuple[RunConfig, Path]:
+    model = write_random_model(folder / "hf")
+    config = load_config(CONFIGS / "distill_cpu.yaml", [f"model.path={model}"])
+    (name,) = config.teachers
+    return load_config(
+        CONFIGS / "distill_cpu.yaml", [f"model.path={model}", f"teachers.{name}.model_path={model}"]
+    ), model
+
+
+def asked_for(folder: Path, config: RunConfig, model: Path, *, with_teachers: bool) -> int:
+    async def start() -> None:
+        procs = Procs(folder / "logs")
+        shape = read_model_facts(str(model))
+        try:
+            if with_teachers:
+                procs.payload_folders = [folder]
+                await start_teachers.start_teachers(procs, config, shape, prompts=None)
+            else:
+                await start_generators.start_generators(procs, config, shape, model)
+        except* SetUp as group:
+            (error,) = group.exceptions
+            seen.append(error.args[0]["gpu_bytes"])
+        finally:
+            await procs.close()
+
+    seen: list[int] = []
+    asyncio.run(start())
+    (num_bytes,) = seen
+    return num_bytes
+
+
+def test_engines_of_process_reward_models_share_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_process_reward_model(tmp_path)
+    monkeypatch.setattr(step_engine.LLMEngine, "from_engine_args", lambda args: args)
+    section = ProcessRewardModel(
+        kind="process_reward_model", model_path=str(folder), dtype=Dtype.BFLOAT16, kv_cache_gib=8.0
+    )
+    engine = step_engine.StepEngine(section, tag_id=1)
+    share = engine._llm.gpu_memory_utilization
+    weights = sum(tensor.size for tensor in load_file(folder / "model.safetensors").values()) * 2
+    assert share * NUM_BYTES == pytest.approx(weights + 8 * GIB)
+    # With nine of them there, a tenth does not fit.
+    assert starts(share, free_bytes=NUM_BYTES - 8 * 9 * GIB) is False
+    assert starts(share, free_bytes=NUM_BYTES - 8 * 8 * GIB)
