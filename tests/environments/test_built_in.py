@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.support.agents import ScriptedAgent, said
 from tests.support.buffer_world import make_task
 from tests.support.chat import ScriptedModel, make_tokenizer
 from tests.support.config_samples import MINIMAL
+from tests.support.virtual_time import HandTime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASK = dataclasses.replace(make_task(3), prompt="7+8=", answer="15")
@@ -50,10 +52,13 @@ def python(number: int, code: object) -> ToolCall:
 
 
 def run(
-    section: EnvironmentSection, *turns: Turn | str, tool_limit_s: float = 20.0
+    section: EnvironmentSection,
+    *turns: Turn | str,
+    tool_limit_s: float = 300.0,
+    run_on: Callable[..., Any] = asyncio.run,
 ) -> tuple[Score, ScriptedAgent]:
     agent = ScriptedAgent(*turns, tool_limit_s=tool_limit_s)
-    return asyncio.run(build_environment(section).rollout(TASK, agent)), agent
+    return run_on(build_environment(section).rollout(TASK, agent)), agent
 
 
 def told(agent: ScriptedAgent) -> list[str]:
@@ -86,20 +91,31 @@ def test_python_keeps_its_variables_and_tells_of_errors() -> None:
 
 
 @pytest.mark.procs
-def test_python_that_takes_too_long_is_ended_and_what_it_printed_is_told() -> None:
+@pytest.mark.parametrize(
+    ("limit_s", "told_first"),
+    [(0.2, ""), pytest.param(20.0, "begun\n", marks=pytest.mark.exhaustive)],
+    ids=["soon", "after_it_printed"],
+)
+def test_python_that_takes_too_long_is_ended_and_what_it_printed_is_told(
+    limit_s: float, told_first: str
+) -> None:
     code = "print('begun', flush=True)\nwhile True: pass"
-    score, agent = run(
-        section_of(kind="python_tool", max_result_characters=200),
-        said("", python(0, code)),
-        said("", python(1, "print('x' * 1000)")),
-        "14",
-        tool_limit_s=3.0,
-    )
+    # Of the two deadlines the box's own comes first, however late: by this clock no time passes.
+    section, clock = section_of(kind="python_tool"), HandTime()
+    score, agent = run(section, said("", python(0, code)), "14", tool_limit_s=limit_s, run_on=clock.run)
     assert score.value == 0.0
-    late, cut = told(agent)
-    assert late == "begun\nThe interpreter was killed (deadline); its variables are gone."
-    assert cut == "x" * 200 + "\n[800 more characters were cut]"
-    assert agent.tool_calls == {ToolStatus.TIMEOUT: 1, ToolStatus.CUT: 1}
+    (late,) = told(agent)
+    assert late.startswith(told_first)
+    assert late.endswith("The interpreter was killed (deadline); its variables are gone.")
+    assert agent.tool_calls == {ToolStatus.TIMEOUT: 1}
+
+
+@pytest.mark.procs
+def test_what_python_prints_is_cut() -> None:
+    section = section_of(kind="python_tool", max_result_characters=200)
+    _, agent = run(section, said("", python(0, "print('x' * 1000)")), "14")
+    assert told(agent) == ["x" * 200 + "\n[800 more characters were cut]"]
+    assert agent.tool_calls == {ToolStatus.CUT: 1}
 
 
 @pytest.mark.procs
@@ -138,8 +154,8 @@ def episode(section: EnvironmentSection, model: ScriptedModel, tokenizer: Any) -
         roles=[AgentRole(name="agent", is_trainable=True)],
         has_one_agent=True,
         max_context_length=200,
-        section=EpisodesSection(tool_s=20.0),
-        limit_s=60.0,
+        section=EpisodesSection(),
+        limit_s=300.0,
     )
 
     async def sample(episode: EpisodeId, request: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from forgeasync.rollouts.task import Task
 from forgeasync.rollouts.trajectory import EpisodeId
 from tests.support.buffer_world import make_task
 from tests.support.chat_server import ChatServer, Reply, call, completion, error, serving
+from tests.support.virtual_time import HandClock
 
 SAMPLING = SamplingSection(temperature=0.5, top_p=0.9, max_response_tokens=50, stop=("END",))
 ADD = ToolSpec(name="add", description="adds", parameters={"type": "object", "properties": {}})
@@ -39,7 +41,7 @@ ADD = ToolSpec(name="add", description="adds", parameters={"type": "object", "pr
 
 def make_agent(server: ChatServer, **changes: Any) -> EndpointAgent:
     endpoint = EndpointModel(base_url=server.url, model="served", max_retries=changes.pop("max_retries", 0))
-    settings = {"endpoint": endpoint, "sampling": SAMPLING, "limit_s": 20.0, "max_turns": 10}
+    settings = {"endpoint": endpoint, "sampling": SAMPLING, "limit_s": 300.0, "max_turns": 10}
     return EndpointAgent(**(settings | changes))
 
 
@@ -168,13 +170,16 @@ def test_what_the_endpoint_does_is_nobodys_score(reply: Reply, words: str) -> No
 
 
 def test_an_endpoint_that_hangs_is_left() -> None:
+    left = threading.Event()
+
     def slow(body: Mapping[str, Any]) -> Reply:
-        time.sleep(1.0)
+        left.wait()
         return completion("late")
 
     with serving(slow) as server:
         with pytest.raises(EpisodeInterrupted, match=r"longer than timeouts\.generate_s = 0\.2 s"):
             ask(make_agent(server, limit_s=0.2, max_retries=9), "?")
+        left.set()
 
 
 def test_the_key_is_read_by_name_and_sent_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +248,15 @@ class KeepsWhatItSays(Environment):
         return Score(value=1.0, is_correct=turn.text == "four")
 
 
-def run_episode(server: ChatServer, folder: Path, rollout: Environment) -> EpisodeOutcome:
+def run_episode(
+    server: ChatServer,
+    folder: Path,
+    rollout: Environment,
+    *,
+    now_s: Callable[[], float] = time.perf_counter,
+    loops: list[asyncio.AbstractEventLoop] | None = None,
+) -> EpisodeOutcome:
+    """The event loop that it runs on becomes the last of ``loops``."""
     episodes = Episodes(
         rollout,
         None,
@@ -251,33 +264,47 @@ def run_episode(server: ChatServer, folder: Path, rollout: Environment) -> Episo
         roles=[AgentRole(name="agent", is_trainable=True)],
         has_one_agent=True,
         max_context_length=100,
-        section=EpisodesSection(step_s=0.3),
-        limit_s=20.0,
+        section=EpisodesSection(),
+        limit_s=300.0,
+        now_s=now_s,
     )
     endpoint = EndpointModel(base_url=server.url, model="served", max_retries=0)
-    return asyncio.run(
-        episodes.run(
+
+    async def go() -> EpisodeOutcome:
+        if loops is not None:
+            loops.append(asyncio.get_running_loop())
+        return await episodes.run(
             make_task(3),
             EpisodeId(group_id=-2, index=0),
             max_turn_tokens=10,
-            sample=EndpointTurns(endpoint=endpoint, sampling=SAMPLING, limit_s=20.0),
+            sample=EndpointTurns(endpoint=endpoint, sampling=SAMPLING, limit_s=300.0),
             keeps_record=True,
             artifacts_folder=folder / "artifacts",
         )
-    )
+
+    return asyncio.run(go())
 
 
 def test_an_environment_runs_unchanged_against_an_endpoint(tmp_path: Path) -> None:
     """The server takes longer than the environment may between two turns: turns do not count as its time."""
 
+    clock, loops = HandClock(), list[asyncio.AbstractEventLoop]()
+    step_s = EpisodesSection().step_s
+
+    async def nothing() -> None:
+        pass
+
     def slow(body: Mapping[str, Any]) -> Reply:
-        time.sleep(0.6)
+        # The episode's loop has been told before this that a turn has begun.
+        asyncio.run_coroutine_threadsafe(nothing(), loops[-1]).result()
+        clock.advance(step_s + 1.0)
         return completion("four")
 
     with serving(slow) as server:
-        outcome = run_episode(server, tmp_path, KeepsWhatItSays())
+        outcome = run_episode(server, tmp_path, KeepsWhatItSays(), now_s=clock, loops=loops)
     assert outcome.ending is Ending.COMPLETED and outcome.agents[0].score == Score(1.0, True)
-    assert outcome.versions is None and 0.5 < outcome.sampling_s < outcome.episode_s
+    assert outcome.versions is None
+    assert outcome.sampling_s == outcome.episode_s == step_s + 1.0
     assert outcome.record is not None
     (branch,) = outcome.record["agents"][0]["branches"]
     assert [one["content"] for one in branch] == [make_task(3).prompt, "four"]

@@ -49,6 +49,7 @@ from tests.support.buffer_world import make_task
 from tests.support.chat import ScriptedModel, make_tokenizer
 from tests.support.loops import MAX_STEPS, Generators, Recorder, Trainer, make_config, make_run
 from tests.support.rollouts import make_stored_rollout
+from tests.support.virtual_time import HandTime
 
 TOKENIZER = make_tokenizer(None)
 TASK = dataclasses.replace(make_task(3), prompt="1 + 2 =")
@@ -85,6 +86,7 @@ def make_episodes(
     limit_s: float = 20.0,
     max_context_length: int = 100,
     roles: Sequence[AgentRole] = (AgentRole(name="agent", is_trainable=True),),
+    now_s: Callable[[], float] = time.perf_counter,
 ) -> Episodes:
     return Episodes(
         rollout if isinstance(rollout, Environment) else FromFunction(rollout),
@@ -95,7 +97,26 @@ def make_episodes(
         max_context_length=max_context_length,
         section=section or EpisodesSection(),
         limit_s=limit_s,
+        now_s=now_s,
     )
+
+
+def start(
+    episodes: Episodes, sample: Sampler, *, num_episodes: int, keeps_record: bool = False
+) -> "list[asyncio.Task[EpisodeOutcome]]":
+    """Begin episodes side by side."""
+    return [
+        asyncio.ensure_future(
+            episodes.run(
+                TASK,
+                EpisodeId(group_id=9, index=index),
+                max_turn_tokens=10,
+                sample=sample,
+                keeps_record=keeps_record,
+            )
+        )
+        for index in range(num_episodes)
+    ]
 
 
 def run(
@@ -114,18 +135,7 @@ def run(
     models = sample or Models()
 
     async def go() -> list[EpisodeOutcome]:
-        return await asyncio.gather(
-            *(
-                episodes.run(
-                    TASK,
-                    EpisodeId(group_id=9, index=index),
-                    max_turn_tokens=10,
-                    sample=models,
-                    keeps_record=True,
-                )
-                for index in range(num_episodes)
-            )
-        )
+        return await asyncio.gather(*start(episodes, models, num_episodes=num_episodes, keeps_record=True))
 
     return asyncio.run(go())
 
@@ -148,7 +158,7 @@ def test_each_rollout_has_its_own_score() -> None:
     assert values(outcomes) == [0.0, 1.0, 2.0]
     assert [outcome.ending for outcome in outcomes] == [Ending.COMPLETED] * 3
     assert all(outcome.num_turns == 2 and outcome.problem is None for outcome in outcomes)
-    assert all(0 < outcome.sampling_s <= outcome.episode_s < 20 for outcome in outcomes)
+    assert all(0 < outcome.sampling_s <= outcome.episode_s for outcome in outcomes)
     assert models.threads == {threading.get_ident()}, "turns are sampled on the worker's own loop"
     (branch,) = outcomes[1].record["agents"][0]["branches"]
     assert [(one["role"], one["content"]) for one in branch] == [
@@ -200,7 +210,7 @@ async def hangs_on() -> Score:
     try:
         await asyncio.sleep(1000)
     except asyncio.CancelledError:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0)
     return Score(value=1.0, is_correct=True)
 
 
@@ -226,47 +236,62 @@ async def spins() -> Score:
         (returns_number, Ending.ENVIRONMENT_CRASH, "rollout returned '1.0'; must return a Score"),
         (returns_nothing, Ending.ENVIRONMENT_CRASH, "rollout returned 'None'; must return a Score"),
         (not_a_number, Ending.ENVIRONMENT_CRASH, "a score must be finite"),
-        (hangs, Ending.TIMEOUT, "took longer than timeouts.episode_s = 0.3 s"),
-        (hangs_on, Ending.TIMEOUT, "took longer than timeouts.episode_s = 0.3 s"),
     ],
 )
 def test_an_episode_that_goes_wrong_is_named_and_harms_no_other(
     then: Callable[[], Awaitable[object]], ending: Ending, problem: str
 ) -> None:
-    outcomes = run(only_one("1", then), limit_s=0.3 if then in (hangs, hangs_on) else 20.0)
+    outcomes = run(only_one("1", then))
     assert [outcome.ending for outcome in outcomes] == [Ending.COMPLETED, ending, Ending.COMPLETED]
     assert outcomes[1].problem.startswith(f"environment my.Env, task {TASK.task_id}, rollout 1: ")
     assert problem in outcomes[1].problem and outcomes[1].agents[0].score is None
 
 
-def test_a_blocking_episode_delays_no_other() -> None:
+@pytest.mark.parametrize("then", [hangs, hangs_on, waits_for_a_process])
+def test_an_episode_that_takes_too_long_delays_no_other(then: Callable[[], Awaitable[Score]]) -> None:
     """Nothing of Python can end a wait in C: the process that it waits for is killed."""
+    clock = HandTime()
+    episodes = make_episodes(only_one("1", then), limit_s=0.3, now_s=clock)
 
-    async def rollout(task: Task, agent: Agent) -> Score:
-        turn = await agent.respond(task.prompt)
-        return await (waits_for_a_process() if turn.text == "1" else two_turns(task, agent))
+    async def go() -> list[EpisodeOutcome]:
+        running = start(episodes, Models(), num_episodes=3)
+        # The clock stands still: whoever ends, ends without the deadline of the one that hangs.
+        others = [await running[0], await running[2]]
+        await clock.pass_until(running[1].done)
+        return [others[0], await running[1], others[1]]
 
-    start_s = time.perf_counter()
-    outcomes = run(rollout, limit_s=1.0)
+    outcomes = clock.run(go())
     assert [one.ending for one in outcomes] == [Ending.COMPLETED, Ending.TIMEOUT, Ending.COMPLETED]
-    assert outcomes[0].episode_s < 0.9 and outcomes[2].episode_s < 0.9
-    assert time.perf_counter() - start_s < 15
+    assert "took longer than timeouts.episode_s = 0.3 s" in outcomes[1].problem
+    assert outcomes[1].agents[0].score is None
 
 
 def test_a_thread_that_spins_is_interrupted_and_one_that_blocks_is_counted() -> None:
     blocked = threading.Event()
 
     async def blocks() -> Score:
-        # In pieces, since nothing ends one wait: it must not outlive the test by much.
-        blocked.wait(8)
+        blocked.wait()
         return Score(value=1.0, is_correct=True)
 
-    for then, num_stuck in ((spins, 0), (blocks, 1)):
-        episodes = make_episodes(only_one("0", then), limit_s=0.3)
-        run_one = episodes.run(TASK, EpisodeId(group_id=9, index=0), max_turn_tokens=10, sample=Models())
-        assert asyncio.run(run_one).ending is Ending.TIMEOUT
-        assert episodes.num_stuck == num_stuck
-    blocked.set()
+    def run_one(then: Callable[[], Awaitable[Score]]) -> Episodes:
+        clock = HandTime()
+        episodes = make_episodes(only_one("0", then), limit_s=0.3, now_s=clock)
+
+        async def go() -> EpisodeOutcome:
+            (running,) = start(episodes, Models(), num_episodes=1)
+            await clock.pass_until(running.done)
+            return await running
+
+        assert clock.run(go()).ending is Ending.TIMEOUT
+        return episodes
+
+    try:
+        assert run_one(blocks).num_stuck == 1
+    finally:
+        blocked.set()
+    spinning = run_one(spins)
+    while spinning.num_stuck:
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -278,13 +303,17 @@ def test_a_thread_that_spins_is_interrupted_and_one_that_blocks_is_counted() -> 
     ],
 )
 def test_every_part_of_an_episode_has_its_deadline(section: dict[str, float], rollout: str, key: str) -> None:
+    waits = threading.Event()
+
     async def sleeps_first(task: Task, agents: Agents) -> Score:
-        await asyncio.sleep(100)
+        waits.set()
+        await asyncio.sleep(1000)
         return await two_turns(task, agents.solver)
 
     async def sleeps_between(task: Task, agents: Agents) -> Score:
         await agents.solver.respond(task.prompt)
-        await asyncio.sleep(100)
+        waits.set()
+        await asyncio.sleep(1000)
         return Score(value=0.0, is_correct=False)
 
     async def judges(task: Task, agents: Agents) -> Score:
@@ -294,28 +323,45 @@ def test_every_part_of_an_episode_has_its_deadline(section: dict[str, float], ro
     models = Models()
 
     async def slow_judge(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
-        await asyncio.sleep(100 if episode.agent == 1 else 0)
+        if episode.agent == 1:
+            waits.set()
+            await asyncio.Event().wait()
         return await models(episode, request)
 
     roles = (AgentRole(name="solver", is_trainable=True), AgentRole(name="judge", is_trainable=False))
     rollouts = {"sleeps_first": sleeps_first, "sleeps_between": sleeps_between, "judges": judges}
-    (outcome,) = run(
-        rollouts[rollout], slow_judge, section=EpisodesSection(**section), num_episodes=1, roles=roles
-    )
+    clock = HandTime()
+    episodes = make_episodes(rollouts[rollout], section=EpisodesSection(**section), roles=roles, now_s=clock)
+
+    async def go() -> EpisodeOutcome:
+        (running,) = start(episodes, slow_judge, num_episodes=1)
+        await clock.stand_until(waits.is_set)
+        await clock.pass_until(running.done)
+        return await running
+
+    outcome = clock.run(go())
     assert outcome.ending is Ending.TIMEOUT and f"took longer than {key}" in outcome.problem
-    assert outcome.episode_s < 10
 
 
 def test_a_slow_model_is_not_the_environments_fault() -> None:
-    models = Models()
+    models, clock = Models(), HandTime()
 
     async def slow(episode: EpisodeId, request: TurnRequest) -> SampledTurn | None:
-        await asyncio.sleep(0.3)
+        clock.advance(3.0)
+        # The episode looks at its deadlines meanwhile.
+        for _ in range(5):
+            await asyncio.sleep(0)
         return await models(episode, request)
 
     section = EpisodesSection(setup_s=0.1, step_s=0.1)
-    (outcome,) = run(two_turns, slow, section=section, num_episodes=1)
-    assert outcome.ending is Ending.COMPLETED and outcome.sampling_s > 0.6
+    episodes = make_episodes(two_turns, section=section, now_s=clock)
+
+    async def go() -> EpisodeOutcome:
+        (running,) = start(episodes, slow, num_episodes=1)
+        return await running
+
+    outcome = clock.run(go())
+    assert outcome.ending is Ending.COMPLETED and outcome.sampling_s == outcome.episode_s == 6.0
 
 
 def test_an_episode_without_a_turn_is_a_crash() -> None:
@@ -618,7 +664,7 @@ def test_groups_of_episodes_skip_the_scorer(tmp_path: Path) -> None:
             groups=ScriptedEpisodes(generators, failing=lambda group_id: group_id == 1),
         )
         grpo.scorer = NobodyScores()
-        await asyncio.wait_for(grpo.run(OnlyForEpisodes()), 20)
+        await grpo.run(OnlyForEpisodes())
 
     asyncio.run(go())
     assert len(trainer.steps) == MAX_STEPS
@@ -657,7 +703,7 @@ def test_episodes_that_always_fail_end_the_run(tmp_path: Path) -> None:
     async def go() -> None:
         grpo = make_run(config, recorder=Recorder())
         grpo.groups = ScriptedEpisodes(Generators(), failing=lambda group_id: True)
-        await asyncio.wait_for(grpo.run(OnlyForEpisodes()), 20)
+        await grpo.run(OnlyForEpisodes())
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(go())
@@ -879,7 +925,7 @@ def test_a_group_waits_while_the_cache_of_its_generator_is_short(monkeypatch: py
         released.set()
         assert all(isinstance(one, SampledGroup) for one in await asyncio.gather(first, second))
 
-    asyncio.run(asyncio.wait_for(go(), 20))
+    asyncio.run(go())
 
 
 def test_an_evaluation_set_is_sampled_in_its_own_way() -> None:

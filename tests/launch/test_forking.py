@@ -28,7 +28,6 @@ pytestmark = pytest.mark.procs
 
 PROGRAM = "tests.support.forked_program"
 MARK = "0123456789abcdef" * 2
-GONE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +75,7 @@ def facts_of(process: "subprocess.Popen[str]", word: str = "") -> dict[str, Any]
 
 
 def assert_gone(pid: int) -> None:
-    end_s = time.monotonic() + GONE_S
     while is_running(pid):
-        assert time.monotonic() < end_s, f"process {pid} is still there"
         time.sleep(0.01)
 
 
@@ -216,10 +213,10 @@ def test_a_fork_with_low_descriptors_ends_with_its_proxy(server: ForkServer) -> 
 def test_a_fork_ends_with_whoever_started_it(server: ForkServer) -> None:
     life, other_end = os.pipe()
     process, pid = waiting(server, lives=[life])
-    assert psutil.pid_exists(pid)
+    assert is_running(pid)
     os.close(other_end)
     assert_gone(pid)
-    assert process.wait(GONE_S) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
     os.close(life)
 
 
@@ -250,7 +247,7 @@ def test_a_fork_ends_with_the_worker_that_has_started_its_proxy(server: ForkServ
 def test_signals_to_a_proxy_reach_the_fork(server: ForkServer) -> None:
     process, _ = waiting(server)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(GONE_S) == 17
+    assert process.wait() == 17
 
 
 def test_a_signal_before_there_is_a_fork_reaches_it() -> None:
@@ -275,18 +272,16 @@ def test_a_signal_before_there_is_no_fork_to_be_had_ends_the_process() -> None:
         process.send_signal(signal.SIGTERM)
         link, _ = listener.accept()
         link.close()
-        assert process.wait(GONE_S) == -signal.SIGTERM
+        assert process.wait() == -signal.SIGTERM
 
 
 def until_handled(pid: int) -> None:
     """Wait until a process has a handler for SIGTERM."""
-    end_s = time.monotonic() + GONE_S
     while True:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
         if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
             return
-        assert time.monotonic() < end_s
         time.sleep(0.005)
 
 
@@ -326,18 +321,17 @@ def test_an_app_is_a_fork_that_nothing_is_left_of() -> None:
     # A shell has what it starts lead a group, which Ctrl-C and Ctrl-Z are for.
     process = start_app("exit", "3", "x y", process_group=0)
     assert process.stdin is not None and process.stdout is not None
-    end_s = time.monotonic() + GONE_S
+    # Two servers, one of generators, and the app.
     while len(found := descendants(process)) < 3:
-        assert time.monotonic() < end_s, "two servers, one of generators, and the app"
-        time.sleep(0.05)
+        time.sleep(0.01)
     process.stdin.write("\n")
     process.stdin.flush()
     facts = json.loads(process.stdout.readline())
     assert facts["has_torch"] and facts["pid"] != process.pid
     assert facts["group"] == process.pid, "it stays in the group"
     assert facts["arguments"] == ["3", "x y"] and facts["original"] == ["-m", APP, "exit", "3", "x y"]
-    assert process.wait(GONE_S) == 3
-    assert not [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert process.wait() == 3
+    assert not [one for one in found if is_running(one.pid)]
 
 
 def test_an_app_that_is_killed_takes_its_fork_and_its_servers_with_it() -> None:
@@ -386,7 +380,7 @@ def test_without_its_server_a_fork_goes_on_and_others_import_by_themselves() -> 
         os.kill(one, signal.SIGKILL)
         assert_gone(one)
     assert not server.can_be_used
-    assert psutil.pid_exists(pid) and process.poll() is None
+    assert is_running(pid) and process.poll() is None
     late = start(server, "exit", "4")
     facts = facts_of(late)
     _, err = late.communicate()
@@ -414,7 +408,7 @@ def test_a_server_of_a_set_that_is_lost_is_begun_again_until_it_is_given_up() ->
         for one in others:
             os.kill(one, signal.SIGKILL)
             assert_gone(one)
-        assert others and psutil.pid_exists(first)
+        assert others and is_running(first)
     server.end()
 
 
@@ -458,7 +452,6 @@ os.setuid(65534)
 link = socket.socket(socket.AF_UNIX)
 link.connect("\\0{server.address}-common")
 body = b'{{"environment": {{}}, "folder": "/", "arguments": [], "num_lives": 0, "kept": []}}'
-link.settimeout(5)
 try:
     socket.send_fds(link, [len(body).to_bytes(4, "big")], [0, 1, 2])
     link.sendall(body)
@@ -466,10 +459,11 @@ try:
 except (ConnectionResetError, BrokenPipeError):
     print(b"")
 """
-    before = psutil.Process(min(server.processes())).children()
+    before = set(psutil.Process(min(server.processes())).children())
     told = subprocess.run([sys.executable, "-c", asking], capture_output=True, text=True, check=True)
     assert told.stdout == "b''\n"
-    assert psutil.Process(min(server.processes())).children() == before
+    # Forks of other tests may have ended meanwhile.
+    assert set(psutil.Process(min(server.processes())).children()) <= before
 
 
 def test_a_server_is_for_the_environment_that_it_has_imported_with(
@@ -546,7 +540,7 @@ server = fork_server((ImportSet.GENERATOR,))
 server.wait(ImportSet.GENERATOR)
 print(*server.processes(), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=GONE_S)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     servers = [int(word) for word in done.stdout.split()]
     assert len(servers) == 2, done.stderr
     # At once, without waiting: nothing of a run is to be found after it.

@@ -16,6 +16,7 @@ from forgeasync.launch.host_limits import gather_host_limits
 from forgeasync.launch.hosts import HostLost
 from forgeasync.launch.job_hosts import JobHost, JobHosts, lost_words
 from forgeasync.launch.jobs import HostRole
+from tests.support.virtual_time import HandTime
 
 
 def host(name: str, machine: str, *, heard_s: float, problem: str | None) -> JobHost:
@@ -68,7 +69,7 @@ class Agent:
     async def _answer(self, *arguments: object) -> int:
         self.num_beats += 1
         if self.is_cut_off:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         return 0
 
 
@@ -77,6 +78,7 @@ def test_hosts_that_are_left_are_called_until_the_run_has_ended(
 ) -> None:
     """One that nobody calls ends itself: the trainer would, while it saves the weights."""
     monkeypatch.setattr(job_hosts, "BEAT_S", 0.005)
+    clock = HandTime()
 
     async def scenario() -> None:
         launcher = SlurmLauncher(kind="slurm", gpus_per_host=0, partition="main")
@@ -90,20 +92,20 @@ def test_hosts_that_are_left_are_called_until_the_run_has_ended(
         }
         watching = asyncio.create_task(hosts.watch())
         agents[0].is_cut_off = True
+        await clock.pass_until(watching.done, step_s=0.005)
         with pytest.raises(HostLost, match=r"host trainer-0 .* is lost: waiting for an answer took longer"):
             await watching
         num_before = agents[1].num_beats
-        async with asyncio.timeout(10):
-            while agents[1].num_beats < num_before + 3:
-                await asyncio.sleep(0.01)
+        await clock.pass_until(lambda: agents[1].num_beats >= num_before + 3, step_s=0.005)
         hosts._is_open = True
         with pytest.raises(HostLost, match="trainer-0"):
             await hosts.close()
         num_before = agents[1].num_beats
-        await asyncio.sleep(0.05)
+        over_s = clock() + 0.05
+        await clock.pass_until(lambda: clock() >= over_s, step_s=0.005)
         assert agents[1].num_beats == num_before, "nothing of a run that has ended is called"
 
-    asyncio.run(scenario())
+    clock.run(scenario())
 
 
 def test_a_host_that_ends_during_a_call_is_missed_at_once(
@@ -125,13 +127,12 @@ def test_a_host_that_ends_during_a_call_is_missed_at_once(
             ]
         }
         watching = asyncio.create_task(hosts.watch())
-        async with asyncio.timeout(10):
-            while not agent.num_beats:
-                await asyncio.sleep(0.01)
-            process.kill()
-            await process.wait()
-            with pytest.raises(HostLost, match=r"trainer-2 .* is lost: its process has ended"):
-                await watching
+        while not agent.num_beats:
+            await asyncio.sleep(0.001)
+        process.kill()
+        await process.wait()
+        with pytest.raises(HostLost, match=r"trainer-2 .* is lost: its process has ended"):
+            await watching
 
     asyncio.run(scenario())
 

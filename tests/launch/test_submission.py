@@ -12,6 +12,7 @@ from forgeasync.launch import submission
 from forgeasync.launch.jobs import build_job
 from forgeasync.launch.submission import LaunchFailed, Submission
 from tests.support.processes import run_apart
+from tests.support.virtual_time import HandTime
 
 SLURM = SlurmLauncher(kind="slurm", gpus_per_host=8, partition="gpu")
 TAKEN = "echo Submitted batch job 7"
@@ -36,27 +37,42 @@ def write_squeue(folder: Path, state: str | None, told: str) -> None:
     write(folder, "squeue", f"case \"$*\" in *--json*) echo '{text}';; *) echo '{told}';; esac")
 
 
-def start(commands: Path, limit_s: int | None, interrupt_after_s: float | None = None) -> tuple[str, str]:
-    """Words of the failure, and what was cancelled; a process of its own, which sets Monarch up."""
-    words = run_apart(_start, commands, limit_s, interrupt_after_s)
+def start(commands: Path, limit_s: int | None, *, is_interrupted: bool = False) -> tuple[str, str]:
+    """Words of the failure, and what was cancelled; a process of its own, which sets Monarch up.
+
+    With a limit no time passes until the job is said to wait. An interruption comes while sbatch runs, which
+    has made a file ``begun`` and waits for a file ``go``.
+    """
+    words = run_apart(_start, commands, limit_s, is_interrupted)
     cancelled = commands / "cancelled"
     return words, cancelled.read_text() if cancelled.exists() else ""
 
 
-def _start(commands: Path, limit_s: int | None, interrupt_after_s: float | None) -> str:
-    submission.TELL_S = 0.1
+def _start(commands: Path, limit_s: int | None, is_interrupted: bool) -> str:
+    submission.TELL_S = 0.0
     os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"
     launcher = SLURM.model_copy(update={"start_timeout_s": limit_s})
-    return asyncio.run(_start_and_end(launcher, commands / "logs", interrupt_after_s))
+    clock = HandTime()
+    return clock.run(_start_and_end(clock, launcher, commands, is_interrupted))
 
 
-async def _start_and_end(launcher: SlurmLauncher, logs: Path, interrupt_after_s: float | None) -> str:
+async def _start_and_end(
+    clock: HandTime, launcher: SlurmLauncher, commands: Path, is_interrupted: bool
+) -> str:
+    logs = commands / "logs"
     job = Submission(build_job(launcher, "test", logs), launcher, logs)
     told: list[str] = []
+    starting = asyncio.create_task(job.start(told.append))
+    if is_interrupted:
+        await clock.stand_until((commands / "begun").exists)
+        starting.cancel()
+        (commands / "go").touch()
+    elif launcher.start_timeout_s is not None:
+        await clock.stand_until(lambda: any("PENDING" in one for one in told) or starting.done())
+        clock.advance(launcher.start_timeout_s)
     try:
-        async with asyncio.timeout(interrupt_after_s):
-            await job.start(told.append)
-    except (LaunchFailed, TimeoutError) as error:
+        await starting
+    except (LaunchFailed, asyncio.CancelledError) as error:
         return "\n".join([*told, str(error)])
     finally:
         await job.end()
@@ -67,8 +83,9 @@ def test_a_job_that_waits_too_long_is_cancelled_with_slurms_reason(commands: Pat
     write(commands, "sbatch", TAKEN)
     write_squeue(commands, "PENDING", "PENDING (QOSMaxNodePerUserLimit)")
     text, cancelled = start(commands, 3)
-    told, words = text.splitlines()
-    assert told == "Slurm job 7 is PENDING (QOSMaxNodePerUserLimit)", "once, as it does not change"
+    *told, words = text.splitlines()
+    pending = "Slurm job 7 is PENDING (QOSMaxNodePerUserLimit)"
+    assert told[-1] == pending and told.count(pending) == 1, "once, as it does not change"
     assert words.startswith("Slurm job 7 has not started within 3 s (launcher.start_timeout_s): it is ")
     assert "it is PENDING (QOSMaxNodePerUserLimit). It is cancelled now." in words
     assert "2 nodes of partition gpu" in words
@@ -118,7 +135,8 @@ def test_a_job_that_slurm_refuses_has_slurms_words(commands: Path) -> None:
 
 def test_a_run_that_is_ended_while_it_submits_cancels_what_it_gets(commands: Path) -> None:
     """Between sbatch and its answer nobody knows the job's id yet."""
-    write(commands, "sbatch", f"sleep 1; {TAKEN}")
+    wait = f"touch {commands}/begun; until [ -e {commands}/go ]; do sleep 0.01; done"
+    write(commands, "sbatch", f"{wait}; {TAKEN}")
     write_squeue(commands, "PENDING", "PENDING (Resources)")
-    words, cancelled = start(commands, None, 0.2)
+    words, cancelled = start(commands, None, is_interrupted=True)
     assert not words.startswith("Slurm job") and cancelled.split("\n")[0] == "7", (words, cancelled)

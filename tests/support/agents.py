@@ -23,7 +23,7 @@ def said(text: str = "", *calls: ToolCall, broken: Sequence[BrokenToolCall] = ()
 class ScriptedAgent:
     """Takes the given turns, one after the other."""
 
-    def __init__(self, *turns: Turn | str, tool_limit_s: float = 10.0) -> None:
+    def __init__(self, *turns: Turn | str, tool_limit_s: float = 300.0) -> None:
         self._turns = [said(turn) if isinstance(turn, str) else turn for turn in turns]
         self.tool_limit_s = tool_limit_s
         self.tool_calls: Counter[ToolStatus] = Counter()

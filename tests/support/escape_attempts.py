@@ -254,7 +254,7 @@ async def try_all(section: SandboxSection, *, harmless_only: bool) -> dict[str, 
 
             async def run(attempt: Attempt) -> tuple[str, str]:
                 code = _COMMON + attempt.code
-                done = await box.exec(["python3", "-c", code, json.dumps(facts)], timeout_s=30)
+                done = await box.exec(["python3", "-c", code, json.dumps(facts)], timeout_s=300)
                 # An attempt that breaks proves nothing.
                 problem = "" if done.exit_code == 0 else f"BROKEN {done.exit_code} {done.stderr}"
                 return attempt.name, done.stdout + problem

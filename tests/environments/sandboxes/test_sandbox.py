@@ -43,15 +43,17 @@ SECTIONS = [fa.Bubblewrap(output_kib=1), fa.UnsafeSubprocess(output_kib=1)]
     ],
 )
 def test_a_command_ends_as_it_would_anywhere(section, command, exit_code, stdout, stderr) -> None:
-    done = in_box(lambda box: box.exec(command, timeout_s=20), section)
+    done = in_box(lambda box: box.exec(command, timeout_s=300), section)
     assert (done.exit_code, done.stdout, done.stderr) == (exit_code, stdout, stderr)
-    assert not done.timed_out and done.killed_by is None and 0 < done.duration_s < 20
+    assert not done.timed_out and done.killed_by is None and 0 < done.duration_s
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
 def test_output_beyond_the_limit_is_counted(section) -> None:
     done = in_box(
-        lambda box: box.exec("head -c 5000 /dev/zero | tr '\\0' x; head -c 1024 /dev/zero >&2", timeout_s=20),
+        lambda box: box.exec(
+            "head -c 5000 /dev/zero | tr '\\0' x; head -c 1024 /dev/zero >&2", timeout_s=300
+        ),
         section,
     )
     assert done.stdout == "x" * 1024 and done.num_stdout_bytes_cut == 5000 - 1024
@@ -59,19 +61,24 @@ def test_output_beyond_the_limit_is_counted(section) -> None:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
-def test_a_deadline_ends_the_whole_tree(section) -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "stdout"),
+    [(0.1, ""), pytest.param(10.0, "begun\n", marks=pytest.mark.exhaustive)],
+    ids=["soon", "after_it_printed"],
+)
+def test_a_deadline_ends_the_whole_tree(section, timeout_s: float, stdout: str) -> None:
     mark = "mark-" + os.urandom(8).hex()
     command = ["sh", "-c", 'setsid sh -c "sleep 600; :" "$0" & (sleep 600; :) & echo begun; sleep 600', mark]
 
     async def use(box: fa.Sandbox) -> fa.ExecResult:
-        done = await box.exec(command, timeout_s=0.4)
+        done = await box.exec(command, timeout_s=timeout_s)
         assert processes_with(mark) == 0
-        assert (await box.exec("echo again", timeout_s=20)).stdout == "again\n"
+        assert (await box.exec("echo again", timeout_s=300)).stdout == "again\n"
         return done
 
     done = in_box(use, section)
     assert done.timed_out and done.killed_by is fa.KilledBy.DEADLINE and done.exit_code == -9
-    assert done.stdout == "begun\n"
+    assert done.stdout in (stdout, "begun\n")
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
@@ -85,19 +92,22 @@ def test_a_cancelled_call_is_killed_and_the_box_goes_on(section) -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        end = time.monotonic() + 10
-        while processes_with(mark) and time.monotonic() < end:
+        while processes_with(mark):
             await asyncio.sleep(0.01)
-        assert processes_with(mark) == 0
-        assert (await box.exec("echo again", timeout_s=20)).stdout == "again\n"
+        assert (await box.exec("echo again", timeout_s=300)).stdout == "again\n"
 
     in_box(use, section)
 
 
-def test_a_box_that_is_cancelled_while_it_starts_leaves_nothing() -> None:
+def test_a_box_that_is_cancelled_while_it_starts_leaves_nothing(tmp_path) -> None:
+    mark = "mark-" + os.urandom(8).hex()
+    folder = tmp_path / mark
+    folder.mkdir()
+
     async def run() -> None:
         for delay_s in (0.0, 0.001, 0.002, 0.004, 0.006, 0.01):
-            box = fa.Sandbox(fa.Bubblewrap(env={"MARK": "x"}))
+            # Its name is in the command of the box's first process.
+            box = fa.Sandbox(fa.Bubblewrap(mounts={str(folder): "/marked"}))
             starting = asyncio.create_task(box.__aenter__())
             await asyncio.sleep(delay_s)
             starting.cancel()
@@ -105,14 +115,11 @@ def test_a_box_that_is_cancelled_while_it_starts_leaves_nothing() -> None:
             if not isinstance((await asyncio.gather(starting, return_exceptions=True))[0], BaseException):
                 await box.close()
         async with fa.Sandbox() as box:
-            assert (await box.exec("echo works", timeout_s=20)).stdout == "works\n"
+            assert (await box.exec("echo works", timeout_s=300)).stdout == "works\n"
 
-    before = processes_with("--as-pid-1")
     asyncio.run(run())
-    end = time.monotonic() + 10
-    while processes_with("--as-pid-1") > before and time.monotonic() < end:
+    while processes_with(mark):
         time.sleep(0.01)
-    assert processes_with("--as-pid-1") <= before
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.kind)
@@ -125,12 +132,12 @@ def test_files_go_in_and_out_unchanged(section) -> None:
         await box.write("a b/'c'/data", b"")
         assert await box.read("a b/'c'/data") == b""
         await box.write("-n", b"x")
-        assert (await box.exec("cat ./-n", timeout_s=20)).stdout == "x" and await box.read("-n") == b"x"
+        assert (await box.exec("cat ./-n", timeout_s=300)).stdout == "x" and await box.read("-n") == b"x"
         with pytest.raises(FileNotFoundError, match="missing"):
             await box.read("missing")
         with pytest.raises(fa.SandboxError, match="not a file"):
             await box.read("a b")
-        await box.exec("mkfifo pipe", timeout_s=20)
+        await box.exec("mkfifo pipe", timeout_s=300)
         with pytest.raises(fa.SandboxError, match="not a file"):
             await box.read("pipe")
         await box.write("large", b"x" * 1001)
@@ -159,7 +166,7 @@ def test_a_box_starts_with_a_copy_of_a_folder(section, tmp_path: Path) -> None:
     (tmp_path / "src" / "input").write_text("as prepared")
 
     async def use(box: fa.Sandbox) -> None:
-        assert (await box.exec("cd src && ./run.sh && cat input", timeout_s=20)).stdout == "ran\nchanged\n"
+        assert (await box.exec("cd src && ./run.sh && cat input", timeout_s=300)).stdout == "ran\nchanged\n"
 
     in_box(use, section, workspace=tmp_path)
     assert (tmp_path / "src" / "input").read_text() == "as prepared"
@@ -172,13 +179,13 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, limits, match) ->
     for index in range(20):
         (tmp_path / f"{index}").write_bytes(bytes(100_000))
     with pytest.raises(fa.SandboxError, match=match):
-        in_box(lambda box: box.exec("true", timeout_s=20), fa.Bubblewrap(**limits), workspace=tmp_path)
+        in_box(lambda box: box.exec("true", timeout_s=300), fa.Bubblewrap(**limits), workspace=tmp_path)
 
 
 def test_a_pipe_in_the_folder_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(fa.SandboxError, match="pipe is neither file"):
-        in_box(lambda box: box.exec("true", timeout_s=20), workspace=tmp_path)
+        in_box(lambda box: box.exec("true", timeout_s=300), workspace=tmp_path)
 
 
 def test_mounts_are_seen_and_cannot_be_written(tmp_path: Path) -> None:
@@ -187,7 +194,7 @@ def test_mounts_are_seen_and_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     section = fa.Bubblewrap(mounts={str(tmp_path): "/data/set"}, env={"PLACE": "/data/set"})
     command = "cat $PLACE/data.txt; echo x > $PLACE/data.txt; touch $PLACE/new; true"
-    done = in_box(lambda box: box.exec(command, timeout_s=20), section)
+    done = in_box(lambda box: box.exec(command, timeout_s=300), section)
     assert done.stdout == "mounted" and done.stderr.count("Read-only file system") == 2
     assert os.listdir(tmp_path) == ["data.txt"]
 
@@ -196,8 +203,8 @@ def test_boxes_know_nothing_of_each_other() -> None:
     async def run() -> None:
         async with fa.Sandbox() as one, fa.Sandbox() as other:
             await one.write("file", b"x")
-            await one.exec("touch /tmp/a /dev/shm/b", timeout_s=20)
-            assert (await other.exec("ls /work /tmp /dev/shm", timeout_s=20)).stdout.split() == [
+            await one.exec("touch /tmp/a /dev/shm/b", timeout_s=300)
+            assert (await other.exec("ls /work /tmp /dev/shm", timeout_s=300)).stdout.split() == [
                 "/dev/shm:",
                 "/tmp:",
                 "/work:",
@@ -208,10 +215,11 @@ def test_boxes_know_nothing_of_each_other() -> None:
 
 def test_calls_of_a_box_run_side_by_side() -> None:
     async def use(box: fa.Sandbox) -> None:
-        begin = time.monotonic()
-        done = await asyncio.gather(*(box.exec(f"sleep 0.5; echo {i}", timeout_s=20) for i in range(12)))
-        assert [one.stdout for one in done] == [f"{index}\n" for index in range(12)]
-        assert time.monotonic() - begin < 12 * 0.5
+        # Each waits until all of them are there.
+        meet = "touch $0; until set -- *; [ $# -eq 12 ]; do sleep 0.01; done; echo $0"
+        calls = (box.exec(["sh", "-c", meet, str(number)], timeout_s=300) for number in range(12))
+        done = await asyncio.gather(*calls)
+        assert [one.stdout for one in done] == [f"{number}\n" for number in range(12)]
 
     in_box(use)
 
@@ -220,7 +228,7 @@ def test_boxes_work_on_any_thread_with_a_loop() -> None:
     said: list[str] = []
 
     def work() -> None:
-        said.append(in_box(lambda box: box.exec("echo works", timeout_s=20)).stdout)
+        said.append(in_box(lambda box: box.exec("echo works", timeout_s=300)).stdout)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for one in threads:
@@ -231,13 +239,16 @@ def test_boxes_work_on_any_thread_with_a_loop() -> None:
 
 
 def test_a_box_is_used_between_entering_and_closing() -> None:
+    mark = "mark-" + os.urandom(8).hex()
+
     async def run() -> None:
         box = fa.Sandbox()
         with pytest.raises(SandboxClosed, match="not been entered"):
             await box.exec("true", timeout_s=1)
         async with box:
-            call = asyncio.create_task(box.exec("sleep 600", timeout_s=600))
-            await asyncio.sleep(0.1)
+            call = asyncio.create_task(box.exec(["sh", "-c", "sleep 600; :", mark], timeout_s=600))
+            while not processes_with(mark):
+                await asyncio.sleep(0.01)
             await box.close()
             with pytest.raises(SandboxClosed):
                 await call
@@ -269,10 +280,10 @@ def test_a_call_that_cannot_be_made_is_refused(command, timeout_s, match) -> Non
 def test_a_killed_launcher_is_replaced() -> None:
     from forgeasync.environments.sandboxes import program
 
-    in_box(lambda box: box.exec("true", timeout_s=20))
+    in_box(lambda box: box.exec("true", timeout_s=300))
     program._launchers[0]._process.kill()
     program._launchers[0]._process.wait()
-    assert in_box(lambda box: box.exec("echo works", timeout_s=20)).stdout == "works\n"
+    assert in_box(lambda box: box.exec("echo works", timeout_s=300)).stdout == "works\n"
 
 
 def test_a_host_that_is_killed_leaves_no_box_behind() -> None:
@@ -281,24 +292,21 @@ def test_a_host_that_is_killed_leaves_no_box_behind() -> None:
         "import asyncio, sys, forgeasync as fa\n"
         "async def main():\n"
         "    async with fa.Sandbox(fa.Bubblewrap(env={'MARK': sys.argv[1]})) as box:\n"
-        "        await (await box.python()).run('x = 1', timeout_s=20)\n"
+        "        await (await box.python()).run('x = 1', timeout_s=300)\n"
         "        command = ['sh', '-c', 'sleep 600; :', sys.argv[1] + '-in-box']\n"
         "        await box.exec(command, timeout_s=600)\n"
         "asyncio.run(main())\n"
     )
     host = subprocess.Popen([sys.executable, "-c", code, mark])
     try:
-        end = time.monotonic() + 60
-        while not processes_with(mark + "-in-box") and time.monotonic() < end:
+        while not processes_with(mark + "-in-box"):
+            assert host.poll() is None
             time.sleep(0.02)
-        assert processes_with(mark + "-in-box")
     finally:
         host.kill()
         host.wait()
-    end = time.monotonic() + 10
-    while processes_with(mark) and time.monotonic() < end:
+    while processes_with(mark):
         time.sleep(0.02)
-    assert processes_with(mark) == 0
 
 
 def test_killing_every_python_spares_the_supervisor() -> None:
@@ -311,8 +319,8 @@ def test_killing_every_python_spares_the_supervisor() -> None:
 
     async def use(box: fa.Sandbox) -> None:
         session = await box.python()
-        assert (await box.exec(["python3", "-c", kill], timeout_s=20)).exit_code == 0
-        assert (await session.run("1", timeout_s=20)).session_ended
-        assert (await box.exec("echo works", timeout_s=20)).stdout == "works\n"
+        assert (await box.exec(["python3", "-c", kill], timeout_s=300)).exit_code == 0
+        assert (await session.run("1", timeout_s=300)).session_ended
+        assert (await box.exec("echo works", timeout_s=300)).stdout == "works\n"
 
     in_box(use)

@@ -305,7 +305,7 @@ def test_errors_before_and_after_the_headers(
 
     async def test() -> None:
         agent = ScriptedAgent([error])
-        limits = SessionLimits(keep_alive_s=0.01 if is_late else 10)
+        limits = SessionLimits(keep_alive_s=0.01 if is_late else 600)
         async with (
             serving(agent, limits=limits) as (_, session),
             anthropic_client(session, max_retries=0) as client,

@@ -18,6 +18,7 @@ from tests.support.sessions import (
     serving,
     until,
 )
+from tests.support.virtual_time import HandTime
 
 USER = {"role": "user", "content": "hi"}
 
@@ -100,17 +101,20 @@ def test_a_connection_that_is_lost_while_the_turn_is_sampled() -> None:
 def test_a_client_that_runs_out_of_patience() -> None:
     """Its first requests time out; the last attempt gets what the first one began."""
 
+    clock = HandTime()
+
     async def test() -> None:
         agent = numbered()
         agent.gate.clear()
         async with serving(agent) as (_, session):
-            asking = asyncio.create_task(chat(session, timeout=0.1, max_retries=50))
-            await until(lambda: session.counts.num_retries_joined == 2)
+            asking = asyncio.create_task(chat(session, timeout=1.0, max_retries=50))
+            # In steps so small that an attempt arrives long before it times out.
+            await clock.pass_until(lambda: session.counts.num_retries_joined == 2, step_s=0.02)
             agent.gate.set()
             assert await asking == "answer 1"
         assert len(agent.calls) == 1
 
-    asyncio.run(test())
+    clock.run(test())
 
 
 def test_the_same_request_twice_is_two_turns() -> None:
@@ -193,17 +197,22 @@ def test_a_turn_that_failed_is_sampled_again() -> None:
 
 
 def test_a_turn_beyond_its_deadline_is_given_up_and_not_asked_for_again() -> None:
+    clock = HandTime()
+
     async def test() -> None:
         agent = numbered()
         agent.gate.clear()
         async with serving(agent, limits=SessionLimits(turn_s=0.02)) as (_, session):
+            asking = asyncio.create_task(chat(session))
+            await clock.stand_until(lambda: len(agent.calls) == 1)
+            clock.advance(0.02)
             with pytest.raises(openai.InternalServerError, match=r"no turn within 0\.02 s"):
-                await chat(session)
-            await until(lambda: agent.num_cancelled == 1)
+                await asking
+            await clock.stand_until(lambda: agent.num_cancelled == 1)
         assert len(agent.calls) == 1
         assert session.counts.num_abandoned == 1
 
-    asyncio.run(test())
+    clock.run(test())
 
 
 def test_an_idempotency_key_joins_also_first_attempts() -> None:

@@ -308,7 +308,9 @@ def test_a_body_that_never_arrives() -> None:
 def test_headers_that_never_arrive(raw: bytes) -> None:
     async def test() -> None:
         async with serving(ScriptedAgent(), limits=SessionLimits(idle_s=0.05)) as (_, session):
-            assert await send(session, raw) == b""
+            # A server that hangs up before it has read everything resets the connection.
+            with contextlib.suppress(ConnectionError):
+                assert await send(session, raw) == b""
 
     asyncio.run(test())
 
@@ -322,9 +324,9 @@ def test_a_closed_session_is_not_held_on_to() -> None:
             session.close()
             del session
             # A connection refers to its last request for a while.
-            await asyncio.sleep(0.01)
-            gc.collect()
-            assert watched() is None
+            while watched() is not None:
+                await asyncio.sleep(0.001)
+                gc.collect()
 
     asyncio.run(test())
 
