@@ -49,15 +49,13 @@ class VirtualTime:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = asyncio.SelectorEventLoop(self._selector)
         loop.time = self.now_s  # type: ignore[method-assign]
-        try:
-            return loop.run_until_complete(coroutine)
-        finally:
-            loop.close()
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(coroutine)
 
 
 class _WaitsForEvents(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Only a timer that is due ends a wait. Whoever moves the clock runs on the loop, which looks again then.
+        # Only a timer that is due ends a wait. Whoever moves the clock runs on the loop: it looks again then.
         return super().select(0 if timeout == 0 else None)
 
 
