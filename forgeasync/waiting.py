@@ -1,7 +1,6 @@
 """Waiting in one event loop: for a condition of a shared state machine, and with a deadline."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -35,13 +34,13 @@ class Monitor(Generic[S]):
         """Wait until ``attempt`` returns something other than None and False; returns that.
 
         An attempt that succeeds may change the state: the others look at it again. ``look_at_s`` may name a
-        time (of ``time.monotonic``) at which the next attempt is due even without a change.
+        time (of the event loop) at which the next attempt is due even without a change.
         """
         loop = asyncio.get_running_loop()
         while (result := attempt(self.state)) is None or result is False:
             changed: asyncio.Future[None] = loop.create_future()
             at_s = look_at_s(self.state)
-            timer = None if at_s is None else loop.call_later(at_s - time.monotonic(), _finish, changed)
+            timer = None if at_s is None else loop.call_at(at_s, _finish, changed)
             self._waiting.append(changed)
             try:
                 await changed

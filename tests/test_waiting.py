@@ -1,7 +1,6 @@
 """A shared state: whoever waits is woken by what makes the condition hold, and is never forgotten."""
 
 import asyncio
-import time
 from collections.abc import Coroutine
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgeasync.waiting import Monitor
+from tests.support.virtual_time import VirtualTime
 
 
 class Account:
@@ -31,7 +31,7 @@ class Account:
 
 
 def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 10.0))
+    asyncio.run(scenario)
 
 
 async def settle() -> None:
@@ -103,11 +103,12 @@ def test_what_one_waiter_changes_wakes_the_next() -> None:
 def test_it_looks_again_when_the_time_has_come() -> None:
     async def scenario() -> None:
         monitor = Monitor(Account())
-        at_s = time.monotonic() + 0.05
-        await monitor.until(lambda account: time.monotonic() >= at_s, look_at_s=lambda account: at_s)
-        assert time.monotonic() >= at_s
+        now_s = asyncio.get_running_loop().time
+        at_s = now_s() + 50.0
+        await monitor.until(lambda account: now_s() >= at_s, look_at_s=lambda account: at_s)
+        assert now_s() == at_s
 
-    run(scenario())
+    VirtualTime().run(scenario())
 
 
 @given(

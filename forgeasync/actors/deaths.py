@@ -7,7 +7,6 @@ in; Monarch reports the death itself some seconds later.
 import asyncio
 import re
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,12 +91,13 @@ def read_report(report: str, log_dir: Path) -> Death:
 
 async def first_ended(procs: Sequence[Proc], *, within_s: float) -> Proc | None:
     """Return a proc that has ended, or ends ``within_s``; None if all continue. Checks at least once."""
-    start_s = time.monotonic()
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + within_s
     while True:
         have_ended = await asyncio.gather(*(proc.has_ended() for proc in procs))
         for proc, has_ended in zip(procs, have_ended, strict=True):
             if has_ended:
                 return proc
-        if time.monotonic() - start_s >= within_s:
+        if loop.time() >= end_s:
             return None
         await asyncio.sleep(LOOK_S)

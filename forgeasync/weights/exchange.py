@@ -4,7 +4,7 @@ Nobody waits for a reader. A publisher without a free slot skips the version, an
 ``until_owed`` returns once it can catch up; readers wait in ``lease`` for a version newer than theirs.
 """
 
-import time
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -16,12 +16,16 @@ Stage = Callable[[int], Awaitable[Manifest]]
 """Copies the trainer's current weights into a slot."""
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class WeightExchange(Monitor[WeightLedger]):
     """A ``WeightLedger`` shared by the loops of one event loop."""
 
     async def publish(self, stage: Stage) -> Manifest | None:
         """Stage and commit the weights; None if every slot is being read: the version is skipped and owed."""
-        slot = self.change(lambda ledger: ledger.begin(time.monotonic()))
+        slot = self.change(lambda ledger: ledger.begin(_now_s()))
         if slot is None:
             return None
         try:
@@ -35,7 +39,7 @@ class WeightExchange(Monitor[WeightLedger]):
     async def until_owed(self) -> None:
         """Wait until a version was skipped that could be published now."""
         await self.until(
-            lambda ledger: ledger.is_owing and ledger.can_begin(time.monotonic()),
+            lambda ledger: ledger.is_owing and ledger.can_begin(_now_s()),
             # Nothing signals that a lease has run out, so the clock must be checked.
             look_at_s=lambda ledger: ledger.next_deadline_s() if ledger.is_owing else None,
         )
@@ -49,9 +53,7 @@ class WeightExchange(Monitor[WeightLedger]):
         It is the ``preferred`` one where that is still there, else the newest.
         """
         manifest = await self.until(
-            lambda ledger: ledger.acquire(
-                reader, newer_than=newer_than, now_s=time.monotonic(), preferred=preferred
-            )
+            lambda ledger: ledger.acquire(reader, newer_than=newer_than, now_s=_now_s(), preferred=preferred)
         )
         try:
             yield manifest

@@ -7,21 +7,33 @@ import subprocess
 
 import pytest
 
+from forgeasync.actors import buffer_watch, watched_process
 from forgeasync.actors.buffer_watch import BufferWatch
 from forgeasync.actors.deaths import ActorDied
 from forgeasync.faults.fault_log import FaultLog, Role
 from tests.support.standing_still import CALL, standing_still
 
+NUM_ANSWERS = 5
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watched_process, "BEAT_S", 0.01)
+
 
 async def _watched(number: signal.Signals | None, *, heartbeat_s: float) -> FaultLog:
     process = standing_still()
+    num_answers = 0
     told: list[str] = []
     faults = FaultLog(tell=told.append)
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def answer() -> None:
+        nonlocal num_answers
         if number is signal.SIGSTOP:
             await never
+        num_answers += 1
 
     watch = BufferWatch(answer, pid=process.pid, heartbeat_s=heartbeat_s, faults=faults)
     watching = asyncio.create_task(watch.watch())
@@ -29,11 +41,12 @@ async def _watched(number: signal.Signals | None, *, heartbeat_s: float) -> Faul
         if number is not None:
             os.kill(process.pid, number)
             with pytest.raises(ActorDied, match=rf"the buffer \(process {process.pid}\) is gone"):
-                await asyncio.wait_for(watching, 60.0)
-            assert process.wait(60) < 0, "it was killed, if it was not dead"
+                await watching
+            assert process.wait() < 0, "it was killed, if it was not dead"
             assert (f"MainThread in {CALL} (" in told[0]) == (number is signal.SIGSTOP)
         else:
-            await asyncio.sleep(2.0)
+            while num_answers < NUM_ANSWERS:
+                await asyncio.sleep(0.01)
             assert not watching.done()
     finally:
         watching.cancel()
@@ -45,15 +58,15 @@ async def _watched(number: signal.Signals | None, *, heartbeat_s: float) -> Faul
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_buffer_that_is_gone_is_a_fault_that_ends_the_run(number: signal.Signals) -> None:
-    faults = asyncio.run(_watched(number, heartbeat_s=1.0 if number is signal.SIGSTOP else 3600.0))
+    faults = asyncio.run(_watched(number, heartbeat_s=0.1 if number is signal.SIGSTOP else 3600.0))
     (fault,) = faults.open
     assert fault.role is Role.BUFFER
-    expected = "has not answered for buffer.heartbeat_s = 1 s" if number is signal.SIGSTOP else "has died"
+    expected = "has not answered for buffer.heartbeat_s = 0.1 s" if number is signal.SIGSTOP else "has died"
     assert fault.what == expected
 
 
 def test_a_buffer_that_answers_is_left_alone() -> None:
-    assert not asyncio.run(_watched(None, heartbeat_s=1.0)).open
+    assert not asyncio.run(_watched(None, heartbeat_s=0.1)).open
 
 
 def test_a_death_that_ended_the_run_in_another_way_is_noted_at_the_end() -> None:

@@ -17,6 +17,7 @@ from forgeasync.config.run import TimeoutSection
 from forgeasync.observability.failures import last_words
 from forgeasync.trainer.step_result import StepResult
 from forgeasync.waiting import DeadlineExceeded, deadline
+from tests.support.virtual_time import VirtualTime
 
 REPOSITORY = Path(__file__).parents[2]
 PLAIN_TIMEOUT = re.compile(r"asyncio\.timeout\(")
@@ -42,7 +43,7 @@ def test_of_nested_deadlines_the_one_that_passed_speaks(is_inner_late: bool) -> 
                 await asyncio.sleep(60)
 
     with pytest.raises(DeadlineExceeded, match="^the inner" if is_inner_late else "^the outer"):
-        asyncio.run(nested())
+        VirtualTime().run(nested())
 
 
 def test_another_timeout_of_the_body_passes_unchanged() -> None:
@@ -149,7 +150,7 @@ def test_staging_behind_a_long_step_does_not_use_up_its_own_time() -> None:
         ]
         assert (manifest.waited_s, manifest.staging_s) == (0.25, 0.5)
 
-    asyncio.run(scenario())
+    VirtualTime().run(scenario())
 
 
 def test_the_next_step_begins_once_staging_has_begun() -> None:
@@ -158,8 +159,8 @@ def test_the_next_step_begins_once_staging_has_begun() -> None:
         mesh = make_mesh(rank)
         begun = asyncio.Event()
         staging = asyncio.create_task(mesh.stage_weights(0, when_begun=begun.set))
-        await asyncio.wait_for(begun.wait(), 30)
-        await asyncio.wait_for(mesh.train_rows([[]], step=3), 30)
+        await begun.wait()
+        await mesh.train_rows([[]], step=3)
         assert rank.log == [
             "begin_staging begins",
             "begin_staging ends",
@@ -169,7 +170,7 @@ def test_the_next_step_begins_once_staging_has_begun() -> None:
         ]
         staging.cancel()
 
-    asyncio.run(scenario())
+    VirtualTime().run(scenario())
 
 
 def test_late_staging_is_told_by_its_version() -> None:
@@ -180,7 +181,7 @@ def test_late_staging_is_told_by_its_version() -> None:
         ):
             await mesh.stage_weights(0)
 
-    asyncio.run(scenario())
+    VirtualTime().run(scenario())
 
 
 def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
@@ -197,7 +198,7 @@ def test_a_call_after_a_cancelled_one_waits_until_the_ranks_are_free() -> None:
         await mesh.save_hf(Path("final"), source=Path("model"))
         assert rank.log == ["train_rows begins", "train_rows ends", "save_hf begins", "save_hf ends"]
 
-    asyncio.run(scenario())
+    VirtualTime().run(scenario())
 
 
 def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
@@ -210,7 +211,7 @@ def test_late_ranks_are_told_by_their_step_and_hold_nobody_up() -> None:
         with pytest.raises(DeadlineExceeded, match=r"^the trainer writing final"):
             await mesh.save_hf(Path("final"), source=Path("model"))
 
-    asyncio.run(scenario())
+    VirtualTime().run(scenario())
 
 
 def test_ranks_that_wait_for_one_that_has_failed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
+from forgeasync.actors import environment_pool, watched_process
 from forgeasync.actors.environment import WorkerReport
 from forgeasync.actors.environment_pool import (
     MAX_FAILED_STARTS,
@@ -38,7 +39,8 @@ class ScriptedWorker:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.num_stuck = 0
-        self.hangs_on_connecting = False
+        self.num_reports = 0
+        self.hangs_on_connecting = self.is_connecting = False
         self.connect = Endpoint(self._connect)
         self.report = Endpoint(self._report)
         self.run_episode = Endpoint(self._run_episode)
@@ -55,10 +57,12 @@ class ScriptedWorker:
 
     async def _connect(self, generators: object, lost: object) -> None:
         if self.hangs_on_connecting:
+            self.is_connecting = True
             await asyncio.Event().wait()
 
     async def _report(self) -> WorkerReport:
         await self._answering()
+        self.num_reports += 1
         return WorkerReport(num_stuck=self.num_stuck, num_killed_processes=2, serving=None)
 
     async def _run_episode(self, request: EpisodeRequest) -> EpisodeOutcome:
@@ -86,10 +90,9 @@ class World:
     watching: "asyncio.Task[None] | None" = None
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not is_reached():
-                assert self.watching is None or not self.watching.done(), self.watching
-                await asyncio.sleep(0.01)
+        while not is_reached():
+            assert self.watching is None or not self.watching.done(), self.watching
+            await asyncio.sleep(0.01)
 
 
 def request(index: int) -> EpisodeRequest:
@@ -139,8 +142,15 @@ async def started(
             world.watching.cancel()
         await world.pool.close()
         for number, worker in world.workers.items():
-            assert worker.process.wait(10) is not None
-            assert not marked_processes(f"mark-{os.getpid()}-{number}")
+            assert worker.process.wait() is not None
+            while marked_processes(f"mark-{os.getpid()}-{number}"):
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_pool, "LOOK_S", 0.01)
+    monkeypatch.setattr(watched_process, "BEAT_S", 0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -194,12 +204,13 @@ def test_episodes_wait_for_room() -> None:
         async with started(num_workers=1, max_live=2) as world:
             running = [asyncio.create_task(world.pool.run_episode(request(index))) for index in range(5)]
             await world.until(lambda: world.workers[0].num_running == 2)
-            await asyncio.sleep(0.05)
+            for _ in range(100):
+                await asyncio.sleep(0)
             assert world.workers[0].num_running == world.pool.num_live == 2
             # One that gives up waiting takes no room.
             running.pop().cancel()
             world.workers[0].is_released.set()
-            outcomes = await asyncio.wait_for(asyncio.gather(*running), 10)
+            outcomes = await asyncio.gather(*running)
             assert [one.ending for one in outcomes] == [Ending.COMPLETED] * 4
             assert world.pool.num_live == 0
 
@@ -212,7 +223,9 @@ def test_a_worker_with_stuck_threads_retires_when_its_episodes_have_ended() -> N
             first = asyncio.create_task(world.pool.run_episode(request(0)))
             await world.until(lambda: world.workers[0].num_running == 1)
             world.workers[0].num_stuck = MAX_STUCK + 1
-            await asyncio.sleep(2.0)
+            # A second answer shows that the first one was looked at.
+            num_reports = world.workers[0].num_reports
+            await world.until(lambda: world.workers[0].num_reports == num_reports + 2)
             second = asyncio.create_task(world.pool.run_episode(request(1)))
             third = asyncio.create_task(world.pool.run_episode(request(2)))
             await world.until(lambda: world.workers[1].num_running == 2)
@@ -233,8 +246,7 @@ def test_a_worker_that_was_starting_is_ended_too() -> None:
             await world.pool.connect(lambda: ((), ()))
             world.hangs_on_connecting = lambda number: True
             os.kill(world.workers[0].process.pid, signal.SIGKILL)
-            await world.until(lambda: 2 in world.workers)
-            await asyncio.sleep(0.1)
+            await world.until(lambda: 2 in world.workers and world.workers[2].is_connecting)
         # Leaving has closed the pool, and ``started`` looks at what is left.
 
     asyncio.run(go())
@@ -246,7 +258,7 @@ def test_workers_that_cannot_be_started_any_more_end_the_run() -> None:
             world.fails_to_start = lambda number: True
             os.kill(world.workers[0].process.pid, signal.SIGKILL)
             with pytest.raises(WorkersFail, match=r"cannot be started: no such module"):
-                await asyncio.wait_for(world.watching, 20)
+                await world.watching
             assert len(world.told) == 1 + MAX_FAILED_STARTS - 1
 
     asyncio.run(go())

@@ -20,6 +20,7 @@ from forgeasync.observability.failures import failure_line
 from forgeasync.observability.run_log import RunLog
 from forgeasync.waiting import DeadlineExceeded, deadline
 from tests.support.disks import Disk, install
+from tests.support.virtual_time import VirtualTime
 
 KILLED = """The actor <root>.<forgeasync.actors.trainer.TrainerActor trainer{'procs': 1/2}> and all its descendants have failed:
   the process this actor was running on failed: Killed(sig=9)"""  # noqa: E501
@@ -83,7 +84,7 @@ def fail_beside_a_death(host: Machine, report: Callable[[Procs], None]) -> None:
         finally:
             await fleet.close()
 
-    asyncio.run(scenario())
+    VirtualTime().run(scenario())
 
 
 class LostHosts(LocalHosts):
@@ -130,7 +131,7 @@ def test_hosts_that_cannot_be_watched_any_more_end_the_run() -> None:
         fleet = Procs(Path("logs"), UnwatchedHosts())
         await fleet.open(lambda line: None)
         with pytest.raises(ConnectionError, match="no agent can be called"):
-            await asyncio.wait_for(fleet.watch(), 10)
+            await fleet.watch()
         await fleet.close()
 
     asyncio.run(scenario())

@@ -34,7 +34,6 @@ PROMPT = np.arange(3, 15, dtype=np.int32)
 SAMPLING = SamplingSection(max_response_tokens=140)
 NUM_SAMPLES = 24
 """So many that some are under way whenever one looks."""
-DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +120,8 @@ async def _turn(actor: GeneratorActor, episode: EpisodeId, *, repeated: bool) ->
 
 
 async def _until_logged(host: LocalHost, log: Path, group_id: int) -> InFlightRead:
-    async with asyncio.timeout(DEADLINE_S):
-        while not (read := await host.read_in_flight(log, [group_id])).num_kept:
-            await asyncio.sleep(0)
+    while not (read := await host.read_in_flight(log, [group_id])).num_kept:
+        await asyncio.sleep(0)
     return read
 
 
@@ -137,7 +135,7 @@ def _trace(rollout: StoredRollout) -> TokenTrace:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = write_random_model(tmp_path_factory.mktemp("model") / "hf", scale=6.0)
     out = tmp_path_factory.mktemp("logs")
-    return asyncio.run(asyncio.wait_for(_scenario(tiny_config(folder), folder, out), 3 * DEADLINE_S))
+    return asyncio.run(_scenario(tiny_config(folder), folder, out))
 
 
 def test_a_group_goes_on_from_what_its_host_has_read(seen: Seen) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgeasync.actors import generator_pool, router
+from forgeasync.actors import router
 from forgeasync.actors.generator import CancelledGroup, RefusedGroup
 from forgeasync.actors.generator_pool import GeneratorsFail
 from forgeasync.actors.router import GroupGivenUp
@@ -23,6 +23,7 @@ from forgeasync.waiting import DeadlineExceeded
 from tests.support.replicas import ReplicaWorld, generators_of
 from tests.support.rollouts import make_stored_rollout
 from tests.support.standing_still import CALL
+from tests.support.virtual_time import VirtualTime
 
 SAMPLING = SamplingSection(max_response_tokens=8)
 PROMPT = np.arange(3, dtype=np.int32)
@@ -42,21 +43,26 @@ def running(world: ReplicaWorld) -> dict[int, int]:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_generator_that_is_gone_is_replaced_and_its_groups_go_on_elsewhere(sent: signal.Signals) -> None:
     async def go() -> None:
-        async with generators_of(("a", "a"), heartbeat_s=2.0) as world:
+        async with generators_of(("a", "a"), heartbeat_s=1000.0) as world:
             groups = [sample(world, group) for group in range(4)]
             await world.until(lambda: len(running(world)) == 4)
             assert sorted(running(world).values()) == [0, 0, 1, 1]
             pid = world.generators[0].process.pid
             world.kill(0, sent)
             if sent is signal.SIGSTOP:
+                replica = world.pool.replicas[0]
+                await world.until(lambda: replica.beat is not None and not replica.beat.done())
+                # As if the answer had taken so long.
+                replica.beat_since_s -= 600.0
                 await world.until(lambda: world.state(0) is ReplicaState.SUSPECT)
+                replica.beat_since_s -= 600.0
             await world.until(lambda: world.state(0) is ReplicaState.DEAD)
             assert (f"MainThread in {CALL} (" in world.told[0]) == (sent is signal.SIGSTOP)
             if sent is signal.SIGSTOP:
                 assert "; the controller waits in GeneratorRouter.sample_group (forgeasync/" in world.told[0]
                 assert "(4 of these)" in world.told[0]
             await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
-            assert world.generators[0].process.wait(60) == -signal.SIGKILL, "also one that has stopped"
+            assert world.generators[0].process.wait() == -signal.SIGKILL, "also one that has stopped"
             for one in world.generators.values():
                 one.is_released.set()
             assert await asyncio.gather(*groups) == [()] * 4
@@ -142,7 +148,7 @@ def test_a_late_group_is_cancelled_repeated_and_then_dropped() -> None:
             assert all(one.num_live == 0 for one in world.pool.table.state.present)
             assert world.router.metrics()["generator/num_late_groups"] == 1 + router.MAX_LATE
 
-    asyncio.run(go())
+    VirtualTime().run(go())
 
 
 def test_a_cancelled_group_is_not_sampled_again() -> None:
@@ -190,7 +196,7 @@ def test_generators_that_cannot_be_started_end_the_run() -> None:
             world.kill(0)
             assert world.watching is not None
             with pytest.raises(GeneratorsFail, match=r"generator 0: 3 engines in a row .*no such model"):
-                await asyncio.wait_for(world.watching, 60)
+                await world.watching
             assert set(world.generators) == {0, 1}
 
     asyncio.run(go())
@@ -267,8 +273,8 @@ def test_counters_of_lost_generators_still_count() -> None:
 
 
 def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_replicas, "SUSPECT_S", 1.0)
-    monkeypatch.setattr(slow_replicas, "REPLACE_S", 4.0)
+    monkeypatch.setattr(slow_replicas, "SUSPECT_S", 0.1)
+    monkeypatch.setattr(slow_replicas, "REPLACE_S", 3600.0)
 
     async def go() -> None:
         async with generators_of(("a", "a"), slow_factor=3.0) as world:
@@ -279,6 +285,7 @@ def test_one_that_is_slow_gets_no_groups_and_is_replaced(monkeypatch: pytest.Mon
             groups += [sample(world, group) for group in (3, 4)]
             await world.until(lambda: len(running(world)) == 4)
             assert sorted(running(world).values()) == [0, 0, 0, 1], "a suspect gets no new groups"
+            monkeypatch.setattr(slow_replicas, "REPLACE_S", 0.2)
             await world.until(lambda: world.state(1) is ReplicaState.DEAD)
             await world.until(lambda: 2 in world.generators and world.state(2) is ReplicaState.HEALTHY)
             await world.until(lambda: sum(group in running(world) for group in (1, 2, 3, 4)) == 4)
@@ -308,7 +315,7 @@ def test_heartbeats_begin_with_the_looks_however_long_the_start_took() -> None:
 
 def test_generators_are_not_blamed_for_a_controller_that_stood_still() -> None:
     async def go() -> None:
-        async with generators_of(("a",), heartbeat_s=1.0) as world:
+        async with generators_of(("a",), heartbeat_s=1800.0) as world:
             replica = world.pool.replicas[0]
             world.generators[0].holds.add("beat")
             await world.until(lambda: replica.beat is not None)
@@ -318,6 +325,7 @@ def test_generators_are_not_blamed_for_a_controller_that_stood_still() -> None:
             world.pool._health._looked_s -= 3600.0
             await world.until(lambda: replica.beat_since_s != sent_s - 3600.0)
             assert world.state(0) is not ReplicaState.DEAD
+            replica.beat_since_s -= 1800.0
             await world.until(lambda: world.state(0) is ReplicaState.DEAD)
 
     asyncio.run(go())
@@ -380,9 +388,7 @@ def test_files_of_processes_follow(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator_pool, "LOOK_S", 0.01)
-
+def test_nothing_is_started_after_the_end() -> None:
     async def go() -> None:
         async with generators_of(("a",)) as world:
             world.kill(0)

@@ -11,6 +11,7 @@ from forgeasync.config.run import TimeoutSection
 from forgeasync.faults.replica_states import ReplicaState
 from forgeasync.weights.fetcher import HostShare
 from tests.support.replicas import ReplicaWorld, generators_of, manifest_of
+from tests.support.virtual_time import VirtualTime
 
 HOSTS = ("a", "b", "a", "a")
 """Of every rank; numbers are the same until one is lost."""
@@ -97,7 +98,7 @@ def test_one_that_is_lost_in_an_update_holds_nobody_up(act: str, is_late: bool) 
             together = [HostShare(index=index, count=3) for index in range(3)]
             assert told == (together if is_swapped else [None] * 3)
 
-    asyncio.run(go())
+    VirtualTime().run(go())
 
 
 def test_the_first_generator_of_a_host_makes_what_the_others_open() -> None:

@@ -14,6 +14,12 @@ from tests.support.processes import run_ranks
 NUM_CALLS = 12
 
 
+async def until(begun: threading.Event) -> None:
+    """Wait for something that a thread does."""
+    while not begun.is_set():
+        await asyncio.sleep(0)
+
+
 def test_calls_run_one_after_the_other_in_one_thread() -> None:
     async def scenario() -> None:
         thread, log = OrderedThread("trains"), []
@@ -33,9 +39,14 @@ def test_calls_run_one_after_the_other_in_one_thread() -> None:
 
 def test_the_event_loop_is_free_while_the_thread_works() -> None:
     async def scenario() -> None:
-        thread, let_go = OrderedThread("trains"), threading.Event()
-        working = asyncio.create_task(thread.call(lambda: let_go.wait(10)))
-        await asyncio.sleep(0.01)
+        thread, begun, let_go = OrderedThread("trains"), threading.Event(), threading.Event()
+
+        def work() -> bool:
+            begun.set()
+            return let_go.wait()
+
+        working = asyncio.create_task(thread.call(work))
+        await until(begun)
         let_go.set()
         assert await working
 
@@ -58,17 +69,20 @@ def test_an_error_has_its_traceback_and_the_next_call_runs() -> None:
 
 def test_what_comes_after_a_cancelled_call_runs_behind_its_work() -> None:
     async def scenario() -> None:
-        thread, log, let_go = OrderedThread("trains"), [], threading.Event()
+        thread, log = OrderedThread("trains"), []
+        begun, let_go = threading.Event(), threading.Event()
 
         def work() -> None:
+            begun.set()
             let_go.wait()
             log.append("cancelled")
 
         first = asyncio.create_task(thread.call(work))
-        await asyncio.sleep(0.01)
+        await until(begun)
         first.cancel()
         second = asyncio.create_task(thread.call(lambda: log.append("second")))
-        await asyncio.sleep(0.01)
+        for _ in range(NUM_CALLS):
+            await asyncio.sleep(0)
         assert log == []
         let_go.set()
         await second

@@ -29,8 +29,6 @@ from tests.support.loops import (
 )
 from tests.support.recorded_rollouts import make_rollout
 
-SECONDS = 10.0
-
 
 async def let_others_run() -> None:
     """After so many turns of the loop all that can happen has happened."""
@@ -95,7 +93,7 @@ def held_run(folder: Path, *overrides: str) -> tuple[Trainer, HeldGenerators, St
             finally:
                 loops.cancel()
 
-        asyncio.run(asyncio.wait_for(both(), SECONDS))
+        asyncio.run(both())
 
     return trainer, generators, recorder, go
 

@@ -27,7 +27,6 @@ from tests.support.runs import tiny_config
 
 pytestmark = pytest.mark.procs
 
-WAIT_S = 60.0
 
 CONTROLLER = """
 import multiprocessing, multiprocessing.shared_memory, subprocess, sys, time
@@ -130,7 +129,7 @@ def test_a_run_that_ended_in_order_is_no_fault_and_leaves_nothing_either(tmp_pat
         release_claims()
         # Tests beside this one may leave files, which come after it.
         assert take_over(config)[0] == "1 processes that it had left were killed"
-        assert left.wait(WAIT_S) == -9
+        assert left.wait() == -9
     finally:
         left.kill()
         left.wait()
@@ -182,7 +181,7 @@ def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
         assert set(files_of(mark)) == {file, Path("/dev/shm") / own.name}
         end_own_run()
         assert [one.name for one in files_of(mark)] == [own.name], "this process still uses it"
-        assert late.wait(WAIT_S) == -9
+        assert late.wait() == -9
         own.close()
         own.unlink()
     finally:

@@ -65,9 +65,6 @@ from tests.support.loops import (
 from tests.support.rollouts import make_stored_rollout
 from tests.support.virtual_time import VirtualTime
 
-SECONDS = 10.0
-"""Nothing here waits: past this a loop is stuck."""
-
 RESUMED_AT = BufferSnapshot(
     trainer_version=2,
     num_submitted=6,
@@ -85,7 +82,7 @@ RESUMED_AT = BufferSnapshot(
 
 def run_to_the_end(folder: Path, *overrides: str, **parts: object) -> GrpoRun:
     run = make_run(make_config(folder, *overrides), held_out=[make_problem(10)], **parts)
-    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    asyncio.run(run.run(Fleet()))
     return run
 
 
@@ -151,7 +148,7 @@ def test_other_interruptions_cancel_no_group(tmp_path: Path, interruption: Inter
             await asyncio.sleep(0)
         running.cancel()
 
-    asyncio.run(asyncio.wait_for(until_stale(), SECONDS))
+    asyncio.run(until_stale())
     assert len(trainer.steps) == 5
     assert generators.cancelled == []
 
@@ -185,7 +182,7 @@ def serve_one_version(folder: Path, generators: Generators, recorder: Recorder) 
             for task in (*loops, served):
                 task.cancel()
 
-    asyncio.run(asyncio.wait_for(serve(), SECONDS))
+    asyncio.run(serve())
 
 
 def test_what_was_fetched_by_half_is_not_swapped_in(tmp_path: Path) -> None:
@@ -337,7 +334,7 @@ def test_whatever_becomes_of_a_group_its_arrays_and_its_reservation_are_freed_on
     run = make_run(
         config, generators=generators, trainer=trainer, recorder=recorder, held_out=[make_problem(10)]
     )
-    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    asyncio.run(run.run(Fleet()))
     freed = Counter(rollout.branches[0].response.payload_id for rollout in generators.freed)
     assert freed == Counter(rollout.branches[0].response.payload_id for rollout in generators.written)
     state = run.payloads.state
@@ -415,7 +412,7 @@ def test_steps_that_do_not_fit_cost_their_group_and_not_the_run(tmp_path: Path) 
     run = make_run(config, held_out=[make_problem(10)], recorder=recorder, trainer=trainer)
     scorer = GroupScoring(ScorerPool([with_steps], config.scorer), config.scorer)
     run.scorer = run.endings._scorer = scorer
-    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    asyncio.run(run.run(Fleet()))
     assert len(trainer.steps) == MAX_STEPS
     assert recorder.problems and all("has no rewards of steps" in text for text in recorder.problems)
 
@@ -519,7 +516,7 @@ def test_the_times_of_a_step_are_those_of_its_parts(tmp_path: Path, monkeypatch:
 
     run.buffer.take, run.buffer.committed = Endpoint(timed_take), Endpoint(told)
     monkeypatch.setattr("forgeasync.controller.step_clock.time", clock)
-    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    asyncio.run(run.run(Fleet()))
     assert shares == [0.25, 0.25]
     parts = [(one.wait_for_batch_s, one.train_s, one.publish_weights_s, one.eval_s) for one in times]
     assert parts == [(1.0, 3.0, 0.0, 0.0), (1.0, 3.0, 0.0, 5.0)]
@@ -601,7 +598,7 @@ def test_a_resumed_run_goes_on_in_the_data_under_the_weights_of_its_checkpoint(t
         recorder=recorder,
         files=make_files(tmp_path),
     )
-    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    asyncio.run(run.run(Fleet()))
     assert len(trainer.steps) == 4 and trainer.num_staged == 3
     assert generators.prompts == prompts[6:]
     assert len(recorder.accuracies) == 1, "the evaluation before the first step was made before"
@@ -649,7 +646,7 @@ def test_a_resumed_run_makes_lost_steps_again_and_samples_nothing_for_them(tmp_p
         recorder=recorder,
         files=make_files(tmp_path),
     )
-    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    asyncio.run(run.run(Fleet()))
     trained = [{item.branch.text.partition(",")[0] for item in step} for step in trainer.steps[2:4]]
     assert trained == [{"6", "9"}, {"7", "8"}] and len(trainer.steps) == 5
     assert {group.group_id for batch in recorder.batches[:2] for group in batch.groups} == {6, 7, 8, 9}
@@ -688,7 +685,7 @@ def test_what_is_evaluated_is_served_by_every_generator(tmp_path: Path) -> None:
         held_out=[make_problem(10)],
     )
     run.buffer.progressed = Endpoint(progressed)
-    asyncio.run(asyncio.wait_for(run.run(Fleet()), SECONDS))
+    asyncio.run(run.run(Fleet()))
     assert told == [0, 1] * MAX_STEPS
 
 
@@ -718,7 +715,7 @@ def serve(folder: Path, generators: Generators, body: Callable[[GrpoRun, Trainer
             for loop in loops:
                 loop.cancel()
 
-    asyncio.run(asyncio.wait_for(run_body(), SECONDS))
+    asyncio.run(run_body())
 
 
 async def let_others_run() -> None:
@@ -814,7 +811,7 @@ def test_a_run_told_to_stop_in_the_middle_of_a_step_writes_a_checkpoint_of_it(tm
     trainer = SlowTrainer()
     config = make_config(tmp_path, "max_steps=5", "checkpoint.every_steps=null")
     run = make_run(config, trainer=trainer, held_out=[make_problem(10)])
-    asyncio.run(asyncio.wait_for(stop(), SECONDS))
+    asyncio.run(stop())
     ((name, run_state),) = trainer.checkpoints
     state = msgspec.json.decode(run_state, type=RunState)
     assert name == "step-00000002" and state.step == state.buffer.trainer_version == 2
@@ -839,7 +836,7 @@ def test_a_run_told_to_stop_right_after_a_checkpoint_writes_no_second_one_of_its
                 self.begun = None
 
     async def stop() -> None:
-        await asyncio.wait_for(run.run(Fleet()), SECONDS)
+        await run.run(Fleet())
         assert (tmp_path / f"step-{MAX_STEPS:08d}").is_dir(), "a run waits for its last checkpoint"
         assert await run.checkpoints.write_now() == MAX_STEPS
         (tmp_path / f"step-{MAX_STEPS:08d}" / "run.json").unlink()

@@ -19,8 +19,6 @@ from forgeasync.faults.fault_log import FaultLog
 from forgeasync.trainer.setup import TrainerSetup
 from forgeasync.trainer.step_result import StepResult
 
-SECONDS = 60.0
-
 
 @dataclass
 class Mesh:
@@ -150,7 +148,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             finally:
                 await recovery.close()
 
-        asyncio.run(asyncio.wait_for(within(), SECONDS))
+        asyncio.run(within())
 
     yield run
 

@@ -80,7 +80,7 @@ async def world_of(source: TeacherSource, num_engines: int = 1) -> AsyncIterator
 
 def run(source: TeacherSource, body: Callable[[World], Awaitable[None]], num_engines: int = 1) -> None:
     async def go() -> None:
-        async with asyncio.timeout(60), world_of(source, num_engines) as world:
+        async with world_of(source, num_engines) as world:
             await body(world)
 
     asyncio.run(go())

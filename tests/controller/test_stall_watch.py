@@ -1,6 +1,7 @@
 """A run whose trainer hangs while its processes answer: the real loops, and a process whose stack is read."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,26 +19,31 @@ FLOOR_S = 0.5
 
 
 class HangingTrainer(Trainer):
-    """It never makes its third step until it is told to."""
+    """It never makes its third step until it is told to; only from then on a run can stand still."""
 
     def __init__(self) -> None:
         super().__init__()
         self.goes_on = asyncio.Event()
+        self.may_end = asyncio.Event()
         self.hangs = False
 
     async def train_items(self, minibatches: object, *, step: int) -> StepResult:
         if step == 3:
             self.hangs = True
+            stalls.FIRST_FLOOR_S = FLOOR_S
             await self.goes_on.wait()
         if step > 3:
-            # Several looks at the run fall into the last step.
-            await asyncio.sleep(FLOOR_S / 2)
+            await self.may_end.wait()
         return await super().train_items(minibatches, step=step)  # type: ignore[arg-type]
 
 
 class ToldConsole(Console):
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.num_looks = 0
+
+    def now(self, metrics: Mapping[str, float]) -> None:
+        self.num_looks += 1
 
     def alarm(self, text: str) -> None:
         self.told.append(text)
@@ -53,7 +59,7 @@ def start(folder: Path, trainer: Trainer, console: Console, *overrides: str) -> 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(stalls, "FIRST_FLOOR_S", FLOOR_S)
+    monkeypatch.setattr(stalls, "FIRST_FLOOR_S", 3600.0)
 
 
 @pytest.mark.usefixtures("quickly")
@@ -65,13 +71,15 @@ def test_a_loop_that_waits_for_ever_is_named_with_its_call_and_the_stacks(tmp_pa
         fleet.listing.put("scorer", 0, pid=process.pid, host=LOCAL_HOST_ID)
         running = asyncio.ensure_future(run.run(fleet))  # type: ignore[arg-type]
         try:
-            async with asyncio.timeout(60):
-                while not (trainer.hangs and any(CALL in line for line in console.told)):
-                    assert not running.done(), running
-                    await asyncio.sleep(0.01)
-                assert run.counters()["stall/num_found"] >= 1
-                trainer.goes_on.set()
-                await running
+            while not (trainer.hangs and any(CALL in line for line in console.told)):
+                assert not running.done(), running
+                await asyncio.sleep(0.01)
+            assert run.counters()["stall/num_found"] >= 1
+            trainer.goes_on.set()
+            while not any("it is over" in line for line in console.told):
+                await asyncio.sleep(0.01)
+            trainer.may_end.set()
+            await running
             return console.told
         finally:
             process.kill()
@@ -97,13 +105,15 @@ def test_a_run_that_is_held_up_by_a_known_fault_does_not_stand_still(tmp_path: P
         run = start(tmp_path, trainer, console)
         fault = run.faults.detected(Role.TRAINER, "trainer rank 0", "has died")
         running = asyncio.ensure_future(run.run(Fleet()))  # type: ignore[arg-type]
-        async with asyncio.timeout(60):
-            while not trainer.hangs:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(3 * FLOOR_S)
-            assert run.counters()["stall/num_found"] == 0 and not console.told
-            run.faults.recovered(fault, "was replaced")
-            trainer.goes_on.set()
-            await running
+        while not trainer.hangs:
+            await asyncio.sleep(0.01)
+        num_looks = console.num_looks
+        while console.num_looks < num_looks + 2 * FLOOR_S / stall_watch.LOOK_S:
+            await asyncio.sleep(0.01)
+        assert run.counters()["stall/num_found"] == 0 and not console.told
+        run.faults.recovered(fault, "was replaced")
+        trainer.goes_on.set()
+        trainer.may_end.set()
+        await running
 
     asyncio.run(go())

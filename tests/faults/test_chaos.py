@@ -121,7 +121,7 @@ def test_a_fault_waits_for_its_step_and_for_the_recovery_of_its_role(tmp_path: P
         recovered = {"event": "recovered", "role": "scorer", "number": 0, "time_s": first.time_s + 20}
         write_lines(events, noticed, recovered)
         look()
-        assert processes[2].wait(60) == -signal.SIGKILL
+        assert processes[2].wait() == -signal.SIGKILL
         look()
         witnessed = [json.loads(line) for line in (tmp_path / "witness.jsonl").read_text().splitlines()]
         assert witnessed == [dataclasses.asdict(one) for one in injector.injected]
@@ -189,7 +189,7 @@ def test_a_disk_fails_again_once_every_file_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file that is refused in an outage has lines of its own."""
-    monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.1)
+    monkeypatch.setattr(chaos_injector, "OUTAGE_S", 0.0)
     given_back: list[int] = []
     injector = Injector(
         tmp_path,
@@ -208,10 +208,9 @@ def test_a_disk_fails_again_once_every_file_was_written(
         for event, number in more:
             events.append({"event": event, "role": role, "number": number, "time_s": time.time()})
         write_lines(tmp_path / "faults.jsonl", *events)
-        end_s = time.monotonic() + 1.0
-        while time.monotonic() < end_s:
+        for _ in range(50):
             injector.look()
-            time.sleep(0.05)
+            time.sleep(0.002)
         return len(injector.injected)
 
     assert num_after() == 1 and not given_back, "nothing was refused that has a line"
@@ -268,7 +267,7 @@ def test_a_fault_within_an_evaluation_waits_for_one(tmp_path: Path) -> None:
             file.write("t evaluating with 8 responses beside training\nt step  5/9  reward 1\n")
         for _ in range(5):
             injector.look()
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
         assert injector.injected[0].moment is Moment.EVALUATION
     finally:
         process.kill()
@@ -300,7 +299,7 @@ def test_a_process_ends_itself_when_ordered_to(tmp_path: Path) -> None:
     process, orders = obedient(tmp_path, "time.sleep(1000)")
     try:
         order = orders.give(process.pid, "exit")
-        assert process.wait(120) == 13
+        assert process.wait() == 13
         taken = order.taken()
         assert taken is not None and taken["time_s"] > 0
     finally:

@@ -14,9 +14,10 @@ import pytest
 import torch.distributed as dist
 from monarch._src.actor import actor_mesh
 
+from tests.support.virtual_time import VirtualTime
+
 FILE = Path(__file__).parents[2] / "benchmarks" / "chaos_inside" / "sitecustomize.py"
 METHOD, PORT = SimpleNamespace(name="beat"), 4
-SECONDS = 60.0
 
 
 @pytest.fixture
@@ -59,28 +60,32 @@ ACTOR = actor_mesh._Actor()
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + SECONDS
     while not is_so():
-        assert time.monotonic() < end_s
         time.sleep(0.01)
 
 
 def test_messages_are_held_in_order_and_counted(
-    inside: ModuleType, handled: list[tuple[Any, ...]], tmp_path: Path
+    inside: ModuleType,
+    handled: list[tuple[Any, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = actor_mesh._Actor.handle
+    clock, is_over = VirtualTime(), threading.Event()
+    own_time = SimpleNamespace(time=time.time, monotonic=clock.now_s, sleep=lambda seconds: is_over.wait())
+    monkeypatch.setattr(inside, "time", own_time)
 
     async def go() -> None:
         taken = carry_out(inside, tmp_path, kind="delayed_messages", seconds=3.0)
-        begin_s = time.monotonic()
         await asyncio.gather(*(send(number) for number in range(5)))
-        assert time.monotonic() - begin_s >= 2.9
+        assert clock.now_s() == pytest.approx(3.0)
         assert [one[1] for one in handled] == [0, 1, 2, 3, 4]
         await send(5)
+        is_over.set()
         until(taken.exists)
         assert json.loads(taken.read_text())["num_messages"] == 5
 
-    asyncio.run(go())
+    clock.run(go())
     assert actor_mesh._Actor.handle is own, "nothing stays behind"
 
 
@@ -105,7 +110,7 @@ class Port:
 def test_one_call_of_a_name_is_held(
     inside: ModuleType, handled: list[tuple[Any, ...]], tmp_path: Path, is_after: bool
 ) -> None:
-    more = {"method": "begin_staging", "seconds": 0.3, "is_after": is_after}
+    more = {"method": "begin_staging", "seconds": 60.0, "is_after": is_after}
     taken = carry_out(inside, tmp_path, kind="hold_call", **more)
     port = Port()
 
@@ -120,10 +125,10 @@ def test_one_call_of_a_name_is_held(
         await call
         assert len(handled) == 2 and port.sent == ["answer"]
 
-    asyncio.run(go())
+    VirtualTime().run(go())
 
 
-def in_trainer_thread(work: Callable[[], object], *, wait_s: float = SECONDS) -> list[object]:
+def in_trainer_thread(work: Callable[[], object], *, wait_s: float | None = None) -> list[object]:
     """What a thread of the trainer's name returns or raises."""
     found: list[object] = []
 

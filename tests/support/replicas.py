@@ -5,13 +5,15 @@ import contextlib
 import dataclasses
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
+from forgeasync.actors import generator_pool, replica_health
 from forgeasync.actors.generator import CancelledGroup
 from forgeasync.actors.generator_pool import GeneratorPool
 from forgeasync.actors.replica import SpawnedReplica
@@ -153,6 +155,16 @@ class ScriptedGenerator:
         return act
 
 
+@contextlib.contextmanager
+def looking_often() -> Iterator[None]:
+    """Within the body generators that are gone are noticed at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (generator_pool, replica_health):
+            patch.setattr(module, "LOOK_S", 0.01)
+            patch.setattr(module, "BEAT_S", 0.02)
+        yield
+
+
 @dataclass
 class ReplicaWorld:
     pool: GeneratorPool
@@ -171,10 +183,9 @@ class ReplicaWorld:
     watching: "asyncio.Task[None] | None" = None
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not is_reached():
-                assert self.watching is None or not self.watching.done(), self.watching
-                await asyncio.sleep(0.01)
+        while not is_reached():
+            assert self.watching is None or not self.watching.done(), self.watching
+            await asyncio.sleep(0.01)
 
     def kill(self, number: int, sent: signal.Signals = signal.SIGKILL) -> None:
         self.generators[number].process.send_signal(sent)
@@ -226,12 +237,13 @@ async def generators_of(
         pool=pool, router=router, faults=faults, listing=listing, hosts=list(hosts), told=told
     )
     try:
-        await pool.start()
-        world.watching = asyncio.create_task(pool.watch())
-        yield world
+        with looking_often():
+            await pool.start()
+            world.watching = asyncio.create_task(pool.watch())
+            yield world
     finally:
         world.watching.cancel() if world.watching is not None else None
         await pool.close()
         for generator in world.generators.values():
             generator.process.kill()
-            generator.process.wait(60)
+            generator.process.wait()

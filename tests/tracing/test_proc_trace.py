@@ -43,7 +43,7 @@ def test_states_and_spans_reach_the_file(tmp_path: Path) -> None:
     ]
     assert [(one.name, dict(one.facts)) for one in lane.spans] == [("score", {"group": 5}), ("fails", {})]
     (computed,) = (end - begin for state, begin, end in lane.stretches() if state is State.COMPUTING)
-    assert computed == pytest.approx(lane.spans[0].took_s, abs=0.005)
+    assert computed >= lane.spans[0].took_s - 1e-3 and lane.spans[0].took_s >= 0.02
 
 
 def test_threads_share_a_trace(tmp_path: Path) -> None:
@@ -120,12 +120,13 @@ from forgeasync.tracing.states import State
 open_trace(Path({str(tmp_path)!r}), "generator-0", idle=State.WAITING_FOR_ROOM)
 started()
 with doing(State.COMPUTING):
-    time.sleep(1.5)
     print("half", flush=True)
     time.sleep(60)
 """
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == b"half\n"
+    while b"computing" not in next(tmp_path.iterdir()).read_bytes():
+        time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()

@@ -137,7 +137,9 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
         is_synced = asyncio.Event()
         # Two at a time, so that one is in flight whenever the update comes.
         sampling = [asyncio.create_task(_sample_until(is_synced, generators)) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        num_sampled = await _num_sampled(generators)
+        while await _num_sampled(generators) == num_sampled:
+            await asyncio.sleep(0)
         await _sync(trainer, generators)
         is_synced.set()
         crossing = [sampled for task in sampling for sampled in await task]
@@ -159,6 +161,10 @@ async def _scenario(config: RunConfig, folder: Path, out: Path) -> Measured:
         )
     finally:
         await fleet.close()
+
+
+async def _num_sampled(generators: GeneratorRouter) -> int:
+    return sum(one.num_generated_tokens for one in await generators.stats())
 
 
 async def _sample_until(is_synced: asyncio.Event, generators: GeneratorRouter) -> list[Sampled]:

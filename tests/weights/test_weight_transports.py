@@ -163,7 +163,7 @@ def test_torchstore_is_imported_only_where_it_is_used() -> None:
         "assert 'torchstore' not in sys.modules; "
         "build_transport('torchstore'); assert 'torchstore' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", BUILT_IN_TRANSPORTS)
