@@ -19,9 +19,10 @@ from forgeasync.models.workarounds.titan_cpu import DEVICE_TYPE
 from forgeasync.rollouts.routing import NO_RECORD
 from forgeasync.trainer.attention import attention_masks
 from forgeasync.trainer.head import Targets
-from forgeasync.trainer.logprobs import Predictions, SumRanks
+from forgeasync.trainer.logprobs import Predictions
 from forgeasync.trainer.packing import NO_SEQUENCE, PackedRow
 from forgeasync.trainer.replay_router import replay, replay_routers
+from forgeasync.trainer.vocabulary_slice import SumRanks
 
 
 class RowForward:

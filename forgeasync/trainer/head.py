@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torchtitan.models.common import Linear
 
-from forgeasync.trainer.full_logprobs import chunked_full_logprobs
 from forgeasync.trainer.logprobs import Predictions, chunked_predictions
 
 
@@ -37,7 +36,7 @@ class LogprobHead(Linear):
         self, hidden_TD: torch.Tensor, targets: Targets, temperature: float, with_entropies: bool
     ) -> Predictions:
         """Float32 [T] each; ``with_entropies`` False: no entropies."""
-        found = chunked_predictions(
+        return chunked_predictions(
             hidden_TD,
             self.weight,
             targets.token_ids_T,
@@ -45,7 +44,5 @@ class LogprobHead(Linear):
             targets.kept_ids,
             temperature,
             with_entropies=with_entropies,
+            asked_ids_TK=targets.asked_ids_TK,
         )
-        if targets.asked_ids_TK is None:
-            return found
-        return found._replace(asked_TK=chunked_full_logprobs(hidden_TD, self.weight, targets.asked_ids_TK))

@@ -8,17 +8,19 @@ Shape suffixes: T tokens, V vocabulary, v this rank's slice of it, N kept ids of
 C tokens with a cut vocabulary, U tokens without.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from forgeasync.models.sizes import GATHER_BLOCK_BYTES, GATHER_COST, LOGITS_CHUNK_TOKENS
+from forgeasync.models.sizes import GATHER_COST, LOGITS_CHUNK_TOKENS
 from forgeasync.trainer.entropies import kept_entropies, slice_entropies
+from forgeasync.trainer.full_logprobs import full_logprobs
+from forgeasync.trainer.head_weight import HeadWeight, sum_dtype
+from forgeasync.trainer.vocabulary_slice import VocabularySlice
 
 
 class Predictions(NamedTuple):
@@ -65,121 +67,60 @@ def chunked_predictions(
     temperature: float = 1.0,
     *,
     with_entropies: bool = False,
+    asked_ids_TK: torch.Tensor | None = None,
     chunk_tokens: int = LOGITS_CHUNK_TOKENS,
 ) -> Predictions:
     """``kept_logprobs(hidden @ weight.T, ...)`` without ever holding the logits of all tokens: float32 [T].
 
-    ``with_entropies`` adds the entropies of softmax(logits / temperature) over the same kept sets.
+    ``with_entropies`` adds the entropies of softmax(logits / temperature) over the same kept sets,
+    ``asked_ids_TK`` (int64) log softmax(logits) over the full vocabulary at these ids.
 
     A chunk's logits are computed, used and dropped, and computed again in the backward pass. Where the kept
     sets are small, only the logits in them are computed at all; however large they are, a chunk takes no more
-    memory than the whole logits of its tokens would, and ``GATHER_BLOCK_BYTES``. ``weight_VD`` may be a
-    DTensor sharded over the vocabulary; ``hidden_TD`` is then the same on all of its ranks.
+    memory than the whole logits of its tokens would, and ``GATHER_BLOCK_BYTES``. Gradients of both arguments
+    are added up in at least float32 and rounded once. ``weight_VD`` may be a DTensor sharded over the
+    vocabulary; ``hidden_TD`` is then the same on all of its ranks.
     """
     vocabulary = VocabularySlice.of(weight_VD, dim=0)
+    weight = HeadWeight.of(weight_VD.to_local() if isinstance(weight_VD, DTensor) else weight_VD)
+    # Autograd adds up gradients in the dtype of what they are of.
+    wide_TD = hidden_TD.to(sum_dtype(hidden_TD.dtype))
     if isinstance(weight_VD, DTensor):
-        weight_VD = weight_VD.to_local()
-        hidden_TD = vocabulary.share(hidden_TD)
+        wide_TD = vocabulary.share(wide_TD)
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     offsets = kept_offsets.tolist() if len(token_ids_T) > chunk_tokens else []
-    pieces = []
-    for start in range(0, max(1, len(token_ids_T)), chunk_tokens):
-        end = min(start + chunk_tokens, len(token_ids_T))
+    pieces, start = [], 0
+    for hidden in wide_TD.to(hidden_TD.dtype).split(chunk_tokens):
+        end = start + len(hidden)
         first, last = (offsets[start], offsets[end]) if offsets else (0, len(kept_ids))
         pieces.append(
-            checkpoint(
+            again(
                 _chunk_predictions,
-                hidden_TD[start:end],
-                weight_VD,
+                hidden,
+                weight,
                 token_ids_T[start:end],
                 kept_offsets[start : end + 1] - first,
                 kept_ids[first:last],
                 temperature,
                 vocabulary,
                 with_entropies,
-                use_reentrant=False,
-                preserve_rng_state=False,
             )
         )
+        start = end
     logprobs_T = torch.cat([piece.logprobs_T for piece in pieces])
-    if not with_entropies:
-        return Predictions(logprobs_T=logprobs_T, entropies_T=None)
-    return Predictions(logprobs_T=logprobs_T, entropies_T=torch.cat([piece.entropies_T for piece in pieces]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VocabularySlice:
-    """The part of the vocabulary that this rank's logits cover; ``group`` is None where it is the whole."""
-
-    size: int
-    """Size of the whole vocabulary."""
-    start: int
-    end: int
-    group: dist.ProcessGroup | None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, *, dim: int) -> "VocabularySlice":
-        """The slice that a tensor's local part covers along its vocabulary dimension."""
-        size = tensor.shape[dim]
-        if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
-            return cls(size=size, start=0, end=size, group=None)
-        mesh, (placement, *others) = tensor.device_mesh, tensor.placements
-        if placement.is_replicate():
-            return cls(size=size, start=0, end=size, group=None)
-        assert placement == Shard(dim) and not others, "logits are sharded over the vocabulary or not at all"
-        width = -(-size // mesh.size())
-        start = min(size, width * mesh.get_local_rank())
-        return cls(size=size, start=start, end=min(size, start + width), group=mesh.get_group())
-
-    def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over all slices, the same on every rank; its gradient goes to each rank as it is."""
-        return partial if self.group is None else SumRanks.apply(partial, self.group)
-
-    def max(self, partial: torch.Tensor) -> torch.Tensor:
-        """The maximum over all slices, without gradient."""
-        partial = partial.detach()
-        if self.group is not None:
-            dist.all_reduce(partial, dist.ReduceOp.MAX, self.group)
-        return partial
-
-    def share(self, whole: torch.Tensor) -> torch.Tensor:
-        """A tensor that every rank has, for use with its own slice: gradients of all slices are summed."""
-        return whole if self.group is None else _ShareWithSlices.apply(whole, self.group)
-
-
-class SumRanks(torch.autograd.Function):
-    """All-reduce forward, identity backward: every rank goes on with the same sum and the same loss."""
-
-    @staticmethod
-    def forward(ctx: object, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = partial.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _ShareWithSlices(torch.autograd.Function):
-    """Identity forward, all-reduce backward: the counterpart of ``SumRanks``."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, whole: torch.Tensor, group: dist.ProcessGroup):
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+    entropies_T = torch.cat([piece.entropies_T for piece in pieces]) if with_entropies else None
+    asked_TK = None
+    if asked_ids_TK is not None:
+        parts = zip(
+            wide_TD.to(hidden_TD.dtype).split(chunk_tokens), asked_ids_TK.split(chunk_tokens), strict=True
+        )
+        asked_TK = torch.cat([again(full_logprobs, *part, weight, vocabulary) for part in parts])
+    return Predictions(logprobs_T=logprobs_T, entropies_T=entropies_T, asked_TK=asked_TK)
 
 
 def _chunk_predictions(
     hidden_TD: torch.Tensor,
-    weight_vD: torch.Tensor,
+    weight: HeadWeight,
     token_ids_T: torch.Tensor,
     kept_offsets: torch.Tensor,
     kept_ids: torch.Tensor,
@@ -193,7 +134,7 @@ def _chunk_predictions(
     if (len(kept_ids) * GATHER_COST) < (len(token_ids_T) - num_whole) * vocabulary.size:
         return _gathered_predictions(
             hidden_TD,
-            weight_vD,
+            weight,
             token_ids_T,
             kept_offsets,
             kept_ids,
@@ -203,7 +144,7 @@ def _chunk_predictions(
         )
     # The ids become a mask before there are logits: as pairs of indices wide sets take more than those do.
     is_cut_away_Tv = _cut_away(kept_offsets, kept_ids, vocabulary)
-    scaled_Tv = _cut(_scaled(hidden_TD @ weight_vD.T, temperature), is_cut_away_Tv)
+    scaled_Tv = _cut(_scaled(weight.logits(hidden_TD), temperature), is_cut_away_Tv)
     logprobs_T, log_sums_T = _uncut_logprobs(token_ids_T.long(), vocabulary, scaled_Tv)
     if not with_entropies:
         return Predictions(logprobs_T=logprobs_T, entropies_T=None)
@@ -237,7 +178,7 @@ def _cut(scaled_Tv: torch.Tensor, is_cut_away_Tv: torch.Tensor | None) -> torch.
 
 def _gathered_predictions(
     hidden_TD: torch.Tensor,
-    weight_vD: torch.Tensor,
+    weight: HeadWeight,
     token_ids_T: torch.Tensor,
     kept_offsets: torch.Tensor,
     kept_ids: torch.Tensor,
@@ -256,7 +197,7 @@ def _gathered_predictions(
     else:
         mine_N = ((kept_ids_N >= vocabulary.start) & (kept_ids_N < vocabulary.end)).nonzero().squeeze(1)
         token_N, local_ids_N = token_N[mine_N], kept_ids_N[mine_N] - vocabulary.start
-    dots_N, logits_Uv = _SomeLogits.apply(hidden_TD, weight_vD, token_N, local_ids_N, token_U)
+    dots_N, logits_Uv = weight.some_logits(hidden_TD, token_N, local_ids_N, token_U)
     # Rounded to the dtype a matrix product would give, as in the generator.
     values_N = _scaled(dots_N.to(hidden_TD.dtype), temperature)
     if mine_N is not None:
@@ -277,55 +218,6 @@ def _gathered_predictions(
     entropies_C = kept_entropies(values_N.detach(), cut_N, log_sums_C.detach())
     entropies_U = vocabulary.sum(slice_entropies(scaled_Uv.detach(), log_sums_U.detach()))
     return Predictions(logprobs_T=logprobs_T, entropies_T=in_order(entropies_C, entropies_U))
-
-
-class _SomeLogits(torch.autograd.Function):
-    """Logits of pairs of token and id [N], and of all ids for some tokens [U, v].
-
-    Rows of pairs are gathered in blocks of ``GATHER_BLOCK_BYTES``: autograd would keep those of all pairs
-    from the forward to the backward pass, and have a gradient of the weight for each of the two kinds.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        hidden_TD: torch.Tensor,
-        weight_vD: torch.Tensor,
-        token_N: torch.Tensor,
-        id_N: torch.Tensor,
-        token_U: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden_TD, weight_vD, token_N, id_N, token_U)
-        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
-        dots_N = torch.empty(len(id_N), dtype=dtype, device=id_N.device)
-        for block in _blocks(hidden_TD, len(id_N)):
-            rows = hidden_TD[token_N[block]].to(dtype)
-            dots_N[block] = rows.mul_(weight_vD[id_N[block]]).sum(-1)
-        return dots_N, hidden_TD[token_U] @ weight_vD.T
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_N: torch.Tensor, grad_Uv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        hidden_TD, weight_vD, token_N, id_N, token_U = ctx.saved_tensors
-        grad_weight_vD = grad_Uv.T @ hidden_TD[token_U]
-        grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=grad_N.dtype)
-        grad_hidden_TD[token_U] = (grad_Uv @ weight_vD).to(grad_N.dtype)
-        for block in _blocks(hidden_TD, len(id_N)):
-            factors = grad_N[block, None]
-            # ``index_put_`` adds up in one order on GPUs too, ``index_add_`` does not.
-            rows = weight_vD[id_N[block]].to(grad_N.dtype).mul_(factors)
-            grad_hidden_TD.index_put_((token_N[block],), rows, accumulate=True)
-            rows = hidden_TD[token_N[block]].to(grad_N.dtype).mul_(factors)
-            grad_weight_vD.index_put_((id_N[block],), rows.to(weight_vD.dtype), accumulate=True)
-        return grad_hidden_TD.to(hidden_TD.dtype), grad_weight_vD, None, None, None
-
-
-def _blocks(hidden_TD: torch.Tensor, num_pairs: int) -> Iterator[slice]:
-    """Parts of the pairs; of each, two rows in float32 (float64) exist at once."""
-    element = torch.promote_types(hidden_TD.dtype, torch.float32).itemsize
-    size = max(1, GATHER_BLOCK_BYTES // (2 * element * hidden_TD.shape[1]))
-    return (slice(start, start + size) for start in range(0, num_pairs, size))
 
 
 def _cut_logprobs(
@@ -381,4 +273,4 @@ def _read_slice(
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """New memory, of at least float32."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.to(sum_dtype(logits.dtype)) / temperature

@@ -27,6 +27,12 @@ from forgeasync.trainer.head import LogprobHead
 from forgeasync.trainer.lora import initialize_adapters, store_base_in, with_adapters
 from forgeasync.trainer.replay_router import replay_config
 from forgeasync.trainer.workarounds.experts import TrainingDtypeExperts
+from forgeasync.trainer.workarounds.low_precision_sums import (
+    CpuEmbedding,
+    Float32Gate,
+    SummingDispatcher,
+    as_config,
+)
 from forgeasync.trainer.workarounds.rms_norm import use_cpu_norms
 
 
@@ -44,7 +50,7 @@ def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
         vocab_size=facts.vocab_size,
         norm=norm_config(facts.hidden_size, facts),
         enable_weight_tying=facts.tie_word_embeddings,
-        tok_embeddings=Embedding.Config(
+        tok_embeddings=(CpuEmbedding if DEVICE_TYPE == "cpu" else Embedding).Config(
             num_embeddings=facts.vocab_size,
             embedding_dim=facts.hidden_size,
             # Tied, it is initialized as the output layer.
@@ -61,8 +67,9 @@ def titan_config(facts: ModelFacts, *, context: int = 1) -> Decoder.Config:
 
 
 def _adapt_layer(layer: TransformerBlock.Config, *, context: int) -> None:
-    """Change a TorchTitan layer's router, expert dtype and attention."""
+    """Change a TorchTitan layer's router, experts' dtype and sums, and attention."""
     if layer.moe is not None:
+        layer.moe.router.gate = as_config(Float32Gate, layer.moe.router.gate)
         layer.moe.router = replay_config(layer.moe.router)
         experts = layer.moe.routed_experts.inner_experts
         layer.moe.routed_experts.inner_experts = TrainingDtypeExperts.Config(
@@ -71,6 +78,8 @@ def _adapt_layer(layer: TransformerBlock.Config, *, context: int) -> None:
             num_experts=experts.num_experts,
             param_init=experts.param_init,
         )
+        dispatcher = layer.moe.routed_experts.token_dispatcher
+        layer.moe.routed_experts.token_dispatcher = as_config(SummingDispatcher, dispatcher)
     layer.attention.inner_attention = inner_attention(DEVICE_TYPE, context=context)
 
 

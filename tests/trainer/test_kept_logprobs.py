@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from forgeasync.models.sizes import GATHER_COST
+from forgeasync.trainer import head_weight
 from forgeasync.trainer import logprobs as logprobs_module
 from forgeasync.trainer.logprobs import chunked_predictions, kept_logprobs
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER, make_case, reference
@@ -88,7 +89,7 @@ def test_chunks_change_nothing(
     num_tokens, vocab_size, dim = 23, 64, 16
     monkeypatch.setattr(logprobs_module, "GATHER_COST", cost)
     # 3 pairs of rows at once: sets lie across the borders of blocks.
-    monkeypatch.setattr(logprobs_module, "GATHER_BLOCK_BYTES", 3 * 2 * 8 * dim)
+    monkeypatch.setattr(head_weight, "GATHER_BLOCK_BYTES", 3 * 2 * 8 * dim)
     _, tokens, offsets, ids = make_case(3, num_tokens, vocab_size, largest_set=largest_set)
     hidden = torch.randn(num_tokens, dim, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(vocab_size, dim, dtype=torch.float64, requires_grad=True)
@@ -127,7 +128,7 @@ def test_bfloat16_is_rounded_alike_however_logits_are_read(monkeypatch: pytest.M
 def test_memory_is_bounded_however_wide_the_sets_are(num_uncut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the memory plan counts (``forgeasync.planning.memory.moments``), on both sides of the choice."""
     num_tokens, vocab_size, dim, block_bytes = 128, 4096, 64, 2**18
-    monkeypatch.setattr(logprobs_module, "GATHER_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(head_weight, "GATHER_BLOCK_BYTES", block_bytes)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, dim, generator=generator, requires_grad=True)
     weight = torch.randn(vocab_size, dim, generator=generator, requires_grad=True)

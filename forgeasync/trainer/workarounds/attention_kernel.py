@@ -52,17 +52,22 @@ def attend_backward(
     shapes_G2: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values."""
-    inputs = (q_LNH, k_LNH, v_LNH, out_LNH, log_sums_LN)
+    """Gradients of queries, keys and values.
+
+    In at least float32: in bfloat16 the kernel rounds the gradients of keys and values again with every block
+    of queries and every head that shares them, and takes longer.
+    """
+    inputs = (q_LNH, k_LNH, v_LNH, out_LNH)
     dq, dk, dv = (_with_spare_row(x) for x in inputs[:3])
     for places_SM in _groups(place_of_P, shapes_G2):
-        q, k, v, out, log_sums = (_take(x, places_SM) for x in inputs)
+        q, k, v, out = (_take(x, places_SM).to(log_sums_LN.dtype) for x in inputs)
+        log_sums = _take(log_sums_LN, places_SM)
         # Nothing comes from padded queries: they stand for a token that has a place of its own. That token's
         # log sum says nothing of the keys that they see here, and exp(score - log sum) could overflow;
         # exp(score - inf) is 0.
         is_padding_S1M = (places_SM == len(q_LNH))[:, None]
         log_sums.masked_fill_(is_padding_S1M, torch.inf)
-        grad = _take(grad_LNH, places_SM).masked_fill_(is_padding_S1M[..., None], 0)
+        grad = _take(grad_LNH, places_SM).to(log_sums_LN.dtype).masked_fill_(is_padding_S1M[..., None], 0)
         of_group = _flash_backward(grad, q, k, v, out, log_sums, 0.0, True, scale=scale)
         for whole, part_SNMH in zip((dq, dk, dv), of_group, strict=True):
             _put(whole, places_SM, part_SNMH)
@@ -85,7 +90,7 @@ def _take(x_LN: torch.Tensor, places_SM: torch.Tensor) -> torch.Tensor:
 
 def _put(whole: torch.Tensor, places_SM: torch.Tensor, part_SNM: torch.Tensor) -> None:
     """The way back, to [L + 1, N, ...]: padding goes to the spare row."""
-    whole.index_copy_(0, places_SM.flatten(), part_SNM.transpose(1, 2).flatten(0, 1))
+    whole.index_copy_(0, places_SM.flatten(), part_SNM.transpose(1, 2).flatten(0, 1).to(whole.dtype))
 
 
 def _with_spare_row(like_LN: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
+from forgeasync.trainer.workarounds.low_precision_sums import as_config
+
 
 class _Context(FunctionCtx):
     saved_tensors: tuple[torch.Tensor, ...]
@@ -81,8 +83,7 @@ def use_cpu_norms(config: Module.Config) -> None:
     for field in dataclasses.fields(config):
         part = getattr(config, field.name)
         if type(part) is RMSNorm.Config:
-            same = {one.name: getattr(part, one.name) for one in dataclasses.fields(part)}
-            setattr(config, field.name, CpuRMSNorm.Config(**same))
+            setattr(config, field.name, as_config(CpuRMSNorm, part))
         for one in part if isinstance(part, list) else [part]:
             if isinstance(one, Module.Config):
                 use_cpu_norms(one)
