@@ -53,13 +53,11 @@ TIMES = Topic(
             key="time/controller_s",
             meaning="Seconds since the line before that the controller took: packing rows, committing the "
             "batch, reports of other processes, writing the line.",
-            required_of=Reporter.LOOP,
         ),
         Metric(
             key="time/wait_for_disk_s",
             meaning="Seconds since the line before that training waited until the ledger and the lines of "
             "the step were on the disk.",
-            required_of=Reporter.LOOP,
         ),
         Metric(
             key="time/checkpoint_s",

@@ -263,10 +263,10 @@ def test_room_for_a_checkpoint_is_computed_and_asked_for(model: Path, tmp_path: 
     assert problem.field == "run_dir" and "GiB free" in problem.remedy
     # Of three steps with keep = 2 there are three for a moment, on the one disk that takes the export too.
     assert "takes 4.77e+05 GiB and 3 checkpoints 4.29e+06 GiB" in problem.remedy
-    # With one every 20 steps, the last of the three steps has one.
-    rare = config.model_copy(update={"checkpoint": CheckpointSection()})
+    # With one every two steps, the last of the three steps has one too.
+    rare = config.model_copy(update={"checkpoint": CheckpointSection(every_steps=2)})
     (problem,) = check_room(rare, large, **folders)
-    assert "takes 4.77e+05 GiB and 1 checkpoints 1.43e+06 GiB" in problem.remedy
+    assert "takes 4.77e+05 GiB and 2 checkpoints 2.86e+06 GiB" in problem.remedy
     never = config.model_copy(update={"checkpoint": CheckpointSection(every_steps=None)})
     (problem,) = check_room(never, large, **folders)
     assert problem.field == "run_dir" and "takes 4.77e+05 GiB, and" in problem.remedy

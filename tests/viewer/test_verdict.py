@@ -72,9 +72,19 @@ def test_a_run_without_a_profile_says_what_bounds_it_and_how_to_learn_more(folde
     bound, how = status_of(read(folder))["verdict"]
     assert bound == (
         "generators bound the run: training waited for batches 75% of the time (last 20 steps), and they "
-        "were busy for 100%"
+        "were busy for 100%; add generators (generator.num_replicas), or sample shorter responses"
     )
     assert "apps.profile" in how
+
+
+def test_a_run_that_waited_for_its_disk_says_so(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    waited = [line | {"time/wait_for_batch_s": 0.1, "time/wait_for_disk_s": 1.3} for line in lines[1:]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [lines[0], *waited]))
+    bound, _ = status_of(read(folder))["verdict"]
+    assert bound.startswith(
+        "the disk bounds the run: training waited for it 65% of the time (last 20 steps);"
+    )
 
 
 def test_a_run_with_a_prediction_says_what_changes_would_bring(folder: Path) -> None:
