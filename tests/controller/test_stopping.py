@@ -102,7 +102,10 @@ def test_a_second_signal_ends_at_once_and_leaves_no_memory(tmp_path: Path, endin
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_before_anything_runs(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with started(tmp_path, "prepares") as process:
         process.send_signal(number)

@@ -72,8 +72,7 @@ class Observed:
 
 def _observe(folders: list[Path]) -> Observed:
     async def bounded() -> Observed:
-        async with asyncio.timeout(120):
-            return await _scenarios(folders)
+        return await _scenarios(folders)
 
     return asyncio.run(bounded())
 

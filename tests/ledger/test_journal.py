@@ -64,7 +64,7 @@ def test_events_reach_the_disk_without_anyone_waiting_for_them(
             ):
                 await asyncio.sleep(0.005)
 
-    asyncio.run(asyncio.wait_for(write(), 20))
+    asyncio.run(write())
     assert read_ledger(path).book.totals.num_submitted == 2
 
 
@@ -137,7 +137,7 @@ def test_a_full_disk_is_waited_for_and_loses_nothing(path: Path, monkeypatch: py
         await journal.close()
         assert journal.refusal is None
 
-    asyncio.run(asyncio.wait_for(fill(), 60))
+    asyncio.run(fill())
     reading = read_ledger(path)
     assert reading.contradiction is None and reading.book.totals.num_submitted == 21
 
@@ -165,4 +165,4 @@ def test_an_error_that_will_not_pass_is_raised_and_names_the_file(
         with pytest.raises(JournalNotWritten):
             journal.append(prompts(20, 1))
 
-    asyncio.run(asyncio.wait_for(fill(), 20))
+    asyncio.run(fill())

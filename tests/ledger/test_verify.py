@@ -132,7 +132,7 @@ def verify(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    asyncio.run(asyncio.wait_for(whole_run(tmp_path, make_tiny(tmp_path)), 60))
+    asyncio.run(whole_run(tmp_path, make_tiny(tmp_path)))
     return tmp_path
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_was_killed_has_open_prompts(
         await run.step(recorded=False)
         await run.buffer.durable()
 
-    asyncio.run(asyncio.wait_for(killed(), 60))
+    asyncio.run(killed())
     with (tmp_path / "ledger.jsonl").open("ab") as file:
         file.write(b'{"n":')
     code, out = verify(capsys, monkeypatch, tmp_path, "--json")
@@ -275,8 +275,8 @@ def test_a_resumed_run_without_a_ledger_begins_one_at_its_step(
 
     folder = tmp_path / "other"
     folder.mkdir()
-    last = asyncio.run(asyncio.wait_for(whole_run(folder, make_tiny(tmp_path)), 60))
-    asyncio.run(asyncio.wait_for(resumed(), 60))
+    last = asyncio.run(whole_run(folder, make_tiny(tmp_path)))
+    asyncio.run(resumed())
     code, out = verify(capsys, monkeypatch, tmp_path, "--json")
     said = json.loads(out)
     assert code == 0 and said["begins_after_step"] == 4 and said["step"] == 5
@@ -290,7 +290,7 @@ def test_a_resumed_run_without_a_ledger_begins_one_at_its_step(
 class TestResuming:
     @pytest.fixture
     def last(self, tmp_path: Path) -> CheckpointedBuffer:
-        return asyncio.run(asyncio.wait_for(whole_run(tmp_path, make_tiny(tmp_path)), 60))
+        return asyncio.run(whole_run(tmp_path, make_tiny(tmp_path)))
 
     def problems(self, tmp_path: Path, resumed: CheckpointedBuffer) -> list[str]:
         try:

@@ -31,7 +31,7 @@ from tests.support.step_records import NOW, make_config, make_held_out, make_ste
 
 def run_python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
 # --- console ---

@@ -356,12 +356,10 @@ def test_processor_time_is_that_of_a_process_and_its_children() -> None:
     child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
     try:
         processors = ProcessorTime([child.pid])
-        deadline_s = time.monotonic() + 30.0
         total_s = 0.0
-        while total_s < 0.3 and time.monotonic() < deadline_s:
+        while total_s < 0.3:
             time.sleep(0.05)
             total_s += processors.passed_s()
-        assert total_s >= 0.3
         assert 0.0 <= OtherLoad().share() <= 1.0
     finally:
         subprocess.run(["pkill", "-9", "-s", str(child.pid)], check=False)

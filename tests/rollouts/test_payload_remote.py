@@ -64,7 +64,7 @@ class Remote(Actor):
 
     def __init__(self, owner: Owner, folder: Path) -> None:
         self._owner = owner
-        self._reader = RemotePayloadReader(timeout_s=20)
+        self._reader = RemotePayloadReader(timeout_s=250)
         self._num_touched = 0
 
         def forbid(event: str, arguments: tuple[object, ...]) -> None:
@@ -153,9 +153,7 @@ async def _scenario(folder: Path) -> Measured:
         num_before = await owner.num_mappings.call_one(refs[0].file)
         await owner.free.call_one(refs[0].file)
         # A thread that has just served a read may hold its mapping a moment longer.
-        for _ in range(100):
-            if not (num_after := await owner.num_mappings.call_one(refs[0].file)):
-                break
+        while num_after := await owner.num_mappings.call_one(refs[0].file):
             await asyncio.sleep(0.1)
 
         lost = {"freed": refs[0]}

@@ -18,7 +18,7 @@ from tests.support.tiers import Starts, starts
 REPOSITORY = Path(__file__).parents[2]
 NEVER_ENDING = "max_steps=100000"
 DEADLINE_S = 240.0
-END_S = 3.0
+END_S = 60.0
 """Time for processes of a run to be gone once the run itself has ended."""
 
 

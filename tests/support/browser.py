@@ -16,7 +16,7 @@ from tests.support.tiers import Starts, starts
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
-START_S = 30.0
+START_S = 240.0
 
 # Nothing that would ask the Internet.
 _OPTIONS = (
@@ -86,7 +86,7 @@ class Browser:
         """Run the body of a function of JavaScript, and return what it returns."""
         return self._command("execute/sync", script=script, args=list(arguments))
 
-    def wait_for(self, expression: str, *, within_s: float = 20.0) -> Any:
+    def wait_for(self, expression: str, *, within_s: float = 240.0) -> Any:
         """Return the value of an expression as soon as it is true."""
         end_s = time.monotonic() + within_s
         while not (found := self.run(f"return {expression}")):
@@ -122,7 +122,7 @@ class Browser:
             method=method,
         )
         try:
-            with urllib.request.urlopen(request, timeout=60.0) as answer:
+            with urllib.request.urlopen(request, timeout=300.0) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path}: {error.read().decode()[:1000]}") from None

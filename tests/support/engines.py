@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 CONTEXT = 160
 RECORDS = Records(routing=True, kept_tokens=True)
-DEADLINE_S = 60.0
 
 
 async def start_engine(
@@ -82,9 +81,8 @@ async def ask(engine: "GeneratorEngine", question: "Callable[[EngineCore], bool]
 
 async def until(engine: "GeneratorEngine", question: "Callable[[EngineCore], bool]") -> None:
     """Let the engine decode until the answer is yes."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not await ask(engine, question):
-            await asyncio.sleep(0)
+    while not await ask(engine, question):
+        await asyncio.sleep(0)
 
 
 def num_output_tokens(core: "EngineCore") -> int:

@@ -94,7 +94,7 @@ def test_it_serves_until_it_is_stopped(tmp_path: Path, capsys: pytest.CaptureFix
         while not address.startswith("http"):
             time.sleep(0.02)
             address += capsys.readouterr().out
-        answers.append(urllib.request.urlopen(address.strip(), timeout=20.0).read())
+        answers.append(urllib.request.urlopen(address.strip(), timeout=300.0).read())
         os.kill(os.getpid(), signal.SIGTERM)
 
     visitor = threading.Thread(target=visit)

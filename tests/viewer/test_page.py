@@ -58,14 +58,14 @@ class Served:
         self._told: queue.Queue[str] = queue.Queue()
         self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),))
         self._thread.start()
-        self.address = self._told.get(timeout=30.0)
+        self.address = self._told.get()
 
     async def _serve(self) -> None:
         self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
         await serve([RunReader(one) for one in self._folders], 0, self._told.put, is_over=self._is_over)
 
     def runs(self) -> list[dict]:
-        with urllib.request.urlopen(f"{self.address}api/runs", timeout=30.0) as answer:
+        with urllib.request.urlopen(f"{self.address}api/runs", timeout=300.0) as answer:
             return json.load(answer)["runs"]
 
     def stop(self) -> None:

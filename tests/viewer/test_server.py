@@ -208,7 +208,5 @@ def test_a_fault_of_the_viewer_itself_is_said(tmp_path: Path, monkeypatch: pytes
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30.0
     while not condition():
-        assert time.monotonic() < end_s
         time.sleep(0.01)
