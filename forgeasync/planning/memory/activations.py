@@ -151,10 +151,9 @@ class _Count:
             + gathered
             + extra,
             selective=self.tokens * element * self._selective_attention(queries, values, out),
-            # On CPUs copies of all that the kernel takes and gives come with them.
+            # On CPUs copies in float32 of all that the kernel takes and gives come with them.
             passing=self.kernel_tokens
-            * element
-            * (3 * kernel if self._on_cpus else 2 * queries + keys + values + out)
+            * (3 * kernel * FLOAT32_BYTES if self._on_cpus else (2 * queries + keys + values + out) * element)
             # Their gradients twice: of the keys that a part sees, and of whole rows, before they are summed.
             + 2 * gathered,
         )
@@ -205,7 +204,7 @@ class _Count:
             routed += facts.top_k * hidden * element
         # Scores of all experts; of the chosen ones five lists of ids and four of scores.
         router = facts.num_experts * FLOAT32_BYTES + facts.top_k * (5 * INT64_BYTES + 4 * FLOAT32_BYTES)
-        if element != FLOAT32_BYTES and not self._on_cpus:
+        if element != FLOAT32_BYTES:
             # The gate computes in float32.
             router += hidden * FLOAT32_BYTES
         shared = facts.shared_hidden_size / self._tensor

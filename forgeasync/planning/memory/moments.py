@@ -8,6 +8,7 @@ Counted on torch 2.13.
 
 from dataclasses import dataclass
 
+from forgeasync.config.model import Dtype
 from forgeasync.config.model_facts import ModelFacts
 from forgeasync.config.run import RunConfig
 from forgeasync.models.sizes import (
@@ -123,8 +124,10 @@ def _output_layer(
         mask = num_logits
         rows = num_logits / GATHER_COST * 2 * facts.hidden_size * FLOAT32_BYTES
         block = min(rows, GATHER_BLOCK_BYTES)
-    # Those of earlier chunks, added up.
-    earlier = units.head_gradients if tokens > LOGITS_CHUNK_TOKENS else 0.0
+    # Gradients of several products are added up in float32. A product in float32 is added in place.
+    is_summed = tokens > LOGITS_CHUNK_TOKENS or bool(config.algorithm.terms)
+    earlier = units.head_reduced if is_summed else 0.0
+    is_in_place = is_summed and trainer.dtype is Dtype.FLOAT32
     return (
         Moment(
             name="backward pass of the output layer",
@@ -140,7 +143,7 @@ def _output_layer(
             activations=activations,
             logits=2 * logits + block,
             gathered_weights=units.head_weights,
-            gathered_gradients=units.head_gradients + earlier,
+            gathered_gradients=earlier + (0.0 if is_in_place else units.head_gradients),
         ),
     )
 
