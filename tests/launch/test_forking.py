@@ -323,7 +323,7 @@ def test_an_app_is_a_fork_that_nothing_is_left_of() -> None:
     assert process.stdin is not None and process.stdout is not None
     # Two servers, one of generators, and the app.
     while len(found := descendants(process)) < 3:
-        time.sleep(0.01)
+        time.sleep(0.05)
     process.stdin.write("\n")
     process.stdin.flush()
     facts = json.loads(process.stdout.readline())
