@@ -32,33 +32,33 @@ def last_boxed(text: str) -> str | None:
     # One pass with a stack: matching braces anew from every box would be quadratic in hostile text.
     open_braces: list[tuple[int, int] | None] = []
     last_start = -1
-    start, inside, end, content = -1, -1, -1, ""
+    start = inside = stop = end = -1  # the last box that is finished, and its content
     for token in _BOX_TOKENS.finditer(text):
         symbol = token.group()
         if symbol.startswith(("\\boxed", "\\fbox")):
             last_start = token.start()
             if symbol.endswith("{"):
-                open_braces.append((token.start(), token.end()))
+                open_braces.append(token.span())
             elif unbraced := _UNBRACED.match(text, token.end()):
-                start, inside, end = token.start(), token.end(), token.end()
-                content = unbraced.group().rstrip(".,;:")
+                start, (inside, stop) = token.start(), unbraced.span()
+                end = stop
         elif symbol == "{":
             open_braces.append(None)
         elif symbol == "}" and open_braces:
             box = open_braces.pop()
             if box is None:
                 continue
-            wraps_one_box = box[1] <= start and not (
-                text[box[1] : start].strip() or text[end : token.start()].strip()
-            )
-            # A box that closes later either starts later or holds the one before.
-            if not wraps_one_box:
-                inside = box[1]
-                content = text[inside : token.start()]
+            # A box that closes later either starts later or holds the one before, perhaps with nothing else.
+            around = (text[box[1] : start], text[end : token.start()]) if box[1] <= start else ("more", "")
+            if "".join(around).strip():
+                inside, stop = box[1], token.start()
             start, end = box[0], token.end()
     if last_start < 0:
         return None
-    return _INNER_BOX.sub("", content) if last_start < end else ""
+    if last_start >= end:
+        return ""
+    content = text[inside:stop] if stop < end else text[inside:stop].rstrip(".,;:")
+    return _INNER_BOX.sub("", content)
 
 
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -85,9 +85,14 @@ _UPRIGHT_CONSTANT = re.compile(
     r"|\{\s*\\rm\s+([a-z])\s*\})"
 )
 _CONSTANTS = {"e": "e", "i": "i", r"\pi": r"\pi ", r"\e": "e"}
-_EXPONENT = re.compile(r"(?<![\w.])(\d{1,400}(?:\.\d{1,400})?|\.\d{1,400})[eE]([-+]?\d{1,20})(?![\w.])")
+_EXPONENT = re.compile(r"(?<![\w.])(\d{1,400}(?:\.\d{1,400})?|\.\d{1,400})[eE]([-+]?\d{1,20})(?!\w|\.\d)")
 _SPACE = r"(?:\\[,;: ]|~|[ \u00a0\u2009\u202f])"
-_SPACED_THOUSANDS = re.compile(rf"(?<![\w.,/^])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?![\d/]|{_SPACE}{{0,3}}[\d/])")
+_SPACED_THOUSANDS = re.compile(
+    rf"(?<![\w./^])(?<!(?<!\\),)\d{{1,3}}(?:{_SPACE}\d{{3}}){{1,30}}(?![\d/]|{_SPACE}{{0,3}}[\d/])"
+)
+_OUTER_SPACE = re.compile(
+    r"\A(?:\\[,;:! ]|\\q?quad(?![a-zA-Z])|\s)+|(?:(?<!\\)\\[,;:! ]|\\q?quad|\s){1,20}\Z"
+)
 _MIXED = re.compile(r"(?<![\w.,/^])(\d{1,100}) +(\d{1,100}) ?/ ?(\d{1,100})(?![\d.])")
 _REPEATING = re.compile(r"(?<![\w.])(\d{1,100})\.(\d{0,100})\\(?:overline|bar|dot)\s*\{?(\d{1,100})\}?")
 _DIGITS = r"[0-9][0-9A-Z]{0,200}(?:\.[0-9A-Z]{1,200})?"
@@ -97,7 +102,10 @@ _BASED = re.compile(
     r"\s*_\s*(?:(?P<digit>\d)|\{\s*(?:\\text\s*\{\s*)?\(?\s*(?P<base>\d{1,2}|[a-z]{3,7})\s*\)?\s*\}{1,2}"
     r"|\\text\s*\{\s*(?P<word>\d{1,2}|[a-z]{3,7})\s*\})"
 )
-_FINAL_BASED = re.compile(r"\(?[0-9][0-9A-Z.]{0,200}\)?_(?:\d|\{[^{}\n]{1,20}\})(?=[\s.$*)\\\]]{0,20}\Z)")
+_FINAL_NUMBER = re.compile(
+    r"(?<![\w.])(?:\(?[0-9][0-9A-Z.]{0,200}\)?_(?:\d|\{[^{}\n]{1,20}\})|-?\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,20})"
+    r"(?=[\s.$*)\\\]]{0,20}\Z)"
+)
 _BASE_NAMES = {
     name: base
     for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)
@@ -119,10 +127,10 @@ def plain_notation(content: str) -> str:
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _REPEATING.sub(_repeating, text)
     text = _BASED.sub(_based, text)
-    text = scientific_as_product(text).replace("~", " ")
-    stripped = text.strip()
+    text = scientific_as_product(text).replace(r"\log_e", r"\log_{e}").replace("~", " ")
+    text = _OUTER_SPACE.sub("", text)
     # The dot of a sentence; "\right." is no dot.
-    return stripped[:-1] if stripped.endswith(".") and not stripped.endswith("\\right.") else stripped
+    return text[:-1] if text.endswith(".") and not text.endswith("\\right.") else text
 
 
 def scientific_as_product(text: str) -> str:
@@ -130,9 +138,9 @@ def scientific_as_product(text: str) -> str:
     return _EXPONENT.sub(r"(\1*10^(\2))", text)
 
 
-def final_based_number(text: str) -> str | None:
-    """The number in another base with which ``text`` ends; None without one."""
-    match = _FINAL_BASED.search(text)
+def final_special_number(text: str) -> str | None:
+    """The number with a base or in scientific notation with which ``text`` ends; None without one."""
+    match = _FINAL_NUMBER.search(text)
     return match.group() if match else None
 
 

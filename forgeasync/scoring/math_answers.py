@@ -17,7 +17,7 @@ from forgeasync.scoring.final_answer import (
     after_reasoning,
     ends_in_variable,
     ends_unfinished,
-    final_based_number,
+    final_special_number,
     keep_last_letter,
     last_boxed,
     plain_notation,
@@ -39,8 +39,8 @@ _FINAL_NUMBER_SIGN = re.compile(rf"^[ \t]{{0,8}}{_SIGN}|{_SIGN}(?=\S{{1,80}}\s{{
 
 
 def _parse_boxed(content: str, *, is_reference: bool = False) -> list[Any]:
-    # The box is math-verify's marker for "all of this is the answer". A box that it cannot read is no reason to
-    # look for another number in it; references are not guesses.
+    # The box is math-verify's marker for "all of this is the answer". A box that it cannot read is no reason
+    # to look for another number in it; references are not guesses.
     mode: Literal["any_match", "first_match"] = "any_match" if is_reference else "first_match"
     content = _NUMBER_SIGN.sub("", content)
     return parse(f"\\boxed{{{content}}}", parsing_timeout=None, extraction_mode=mode)
@@ -67,7 +67,7 @@ def judge(response: str, answer: str) -> Score:
     tail = stated[-MAX_UNBOXED_CHARS:]
     if boxed is None and ends_unfinished(tail):
         boxed = ""
-    content = final_based_number(tail) if boxed is None else boxed
+    content = final_special_number(tail) if boxed is None else boxed
     if content is None:
         tail = scientific_as_product(_FINAL_NUMBER_SIGN.sub("", tail))
         found = parse(tail, parsing_timeout=None)
@@ -89,6 +89,9 @@ _WARM_UP = (
     (r"\boxed{5}", "4"),
     (r"\boxed{x^2 - \sqrt{2}}", r"(x+1)^2"),
     (r"\boxed{\{1, 2\}}", "[1, 2)"),
+    (r"\boxed{1.5\sin 1}", r"\sqrt{2}"),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    (r"\boxed{x = 1}", "x = 2"),
 )
 
 

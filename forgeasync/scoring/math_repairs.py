@@ -1,12 +1,13 @@
 """What math-verify and the LaTeX parser below it get wrong, put right: numbers are compared exactly.
 
-math-verify compares numbers at an absolute tolerance: decimals rounded to six places, other numbers by whether
-their difference vanishes at 15 digits. So small numbers are all equal, and large powers are computed whatever
-their size. It drops the base of a number, reads 2(3) as the mixed number 2 + 3, and takes two equations
-without real solutions for equal. The rest of it (which elements of sets, intervals and matrices are compared
-with which, symbolic equality) is used as it is.
+math-verify compares numbers at an absolute tolerance: it rounds decimals to six places, and takes other
+numbers for equal if their difference vanishes at 15 digits. So all small numbers are equal, and large powers
+are computed whatever their size. It drops the base of a number, reads 2(3) as the mixed number 2 + 3, and
+takes two equations without real solutions for equal. The rest of it is used as it is: the parser, symbolic
+equality, and which elements of sets, intervals and matrices are compared with which.
 """
 
+import math
 from typing import Any
 
 import sympy
@@ -18,18 +19,22 @@ from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
 MAX_BITS = 1 << 17
-"""Most bits of a number that is computed: 10000! has 118,458. A larger one equals only what is written alike."""
+"""Most bits of a number that is computed; 10000! has 118,458. Larger ones are equal if written alike."""
 
-NUM_DIGITS = 120
-SAME_NUMBER = sympy.Rational(1, 10**100)
-"""Relative difference below which two irrational numbers are equal, computed to ``NUM_DIGITS`` digits."""
+NUM_DIGITS = 50
+"""Digits to which irrational numbers agree that are equal; their difference vanishes at ``MAX_DIGITS``."""
+
+MAX_DIGITS = 1000
+"""Digits that are computed to find those in which two numbers differ."""
 
 DECIMAL_TOLERANCE = sympy.Rational(1, 10**6)
 """Relative difference at which a decimal stands for an irrational number. Rational numbers have none."""
 
-_MAX_DIGITS = 1000
-_HUGE = "number too large to compute"
 _DEFERRED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
+
+
+class _Huge(sympy.Function):
+    """A number too large to compute, by the name of its operation and its arguments."""
 
 
 def equal(reference: Any, found: Any) -> bool:
@@ -41,7 +46,7 @@ def equal(reference: Any, found: Any) -> bool:
         if verify(reference, found, timeout_seconds=None):
             return True
     first, second = _of_any_numbers(computed(reference), computed(found))
-    if _is_huge(first) or _is_huge(second):
+    if first.has(_Huge) or second.has(_Huge):
         return bool(first == second)
     return bool(verify(first, second, timeout_seconds=None))
 
@@ -77,7 +82,7 @@ def computed(tree: Any) -> Any:
     if isinstance(tree, sympy.UnevaluatedExpr):
         return args[0]
     if _num_bits_of_result(tree, args) > MAX_BITS:
-        return sympy.Function(_HUGE)(sympy.Symbol(tree.func.__name__), *args)
+        return _Huge(sympy.Symbol(tree.func.__name__), *args)
     return tree.func(*args)
 
 
@@ -96,8 +101,8 @@ def _of_any_numbers(*trees: Any) -> tuple[Any, ...]:
 def numbers_equal(first: Any, second: Any, *_: Any) -> bool:
     """Whether two expressions or matrices without sets are equal; replaces math-verify's comparisons.
 
-    Rational numbers are equal only exactly. Other numbers are equal if they agree to ``SAME_NUMBER``, and a
-    terminating decimal equals an irrational number at ``DECIMAL_TOLERANCE``. "9%" equals 9 and 0.09.
+    Rational numbers are equal only exactly, irrational ones to ``NUM_DIGITS`` digits at least. A decimal with
+    finitely many digits equals an irrational number at ``DECIMAL_TOLERANCE``. "9%" equals 9 and 0.09.
     """
     first, second = computed(first), computed(second)
     if isinstance(first, sympy.MatrixBase) and isinstance(second, sympy.MatrixBase):
@@ -121,22 +126,29 @@ def numbers_equal(first: Any, second: Any, *_: Any) -> bool:
 
 def _close(first: sympy.Expr, second: sympy.Expr) -> bool | None:
     """Compare two numbers by their digits; None if that is no way to tell."""
-    if first.free_symbols or second.free_symbols or first.has(AppliedUndef) or second.has(AppliedUndef):
-        return None
-    if not (first.is_number and second.is_number):
-        return None
-    try:
-        values = [one.evalf(NUM_DIGITS, maxn=_MAX_DIGITS, strict=True) for one in (first, second)]
-    except (PrecisionExhausted, NotImplementedError):
+    for one in (first, second):
+        if not one.is_number or one.has(AppliedUndef, _Huge):
+            return None
+    values = [_digits(one) for one in (first, second)]
+    if values[0] is None or values[1] is None:
         return None
     if not all(one.is_finite for one in values):
         return False
-    tolerance = SAME_NUMBER
-    if _is_decimal(first) != _is_decimal(second) and first.is_Rational != second.is_Rational:
-        tolerance = DECIMAL_TOLERANCE
+    is_rounded = _is_decimal(first) != _is_decimal(second) and first.is_Rational != second.is_Rational
+    tolerance = DECIMAL_TOLERANCE if is_rounded else sympy.Rational(1, 10 ** (NUM_DIGITS - 2))
     difference = sympy.Abs(values[0] - values[1]).evalf(NUM_DIGITS)
     scale = max(sympy.Abs(one).evalf(NUM_DIGITS) for one in values)
-    return bool(difference <= tolerance * scale)
+    if difference > tolerance * scale:
+        return False
+    return is_rounded or not _digits(first - second)
+
+
+def _digits(number: sympy.Expr) -> sympy.Expr | None:
+    """The number to ``NUM_DIGITS`` digits; None if ``MAX_DIGITS`` do not give them, as for a hidden zero."""
+    try:
+        return number.evalf(NUM_DIGITS, maxn=MAX_DIGITS, strict=True)
+    except (PrecisionExhausted, NotImplementedError):
+        return None
 
 
 def _decimal(number: sympy.Float) -> sympy.Expr:
@@ -145,7 +157,7 @@ def _decimal(number: sympy.Float) -> sympy.Expr:
         return number
     _, _, exponent, num_bits = number._mpf_
     if abs(exponent) + num_bits > MAX_BITS:
-        return sympy.Function(_HUGE)(number)
+        return _Huge(number)
     return sympy.Rational(str(number))
 
 
@@ -164,29 +176,24 @@ def _is_percentage(tree: Any) -> bool:
     return isinstance(tree, sympy.Mul) and len(tree.args) == 2 and tree.args[1] == hundredth
 
 
-def _is_huge(tree: Any) -> bool:
-    return any(one.func.__name__ == _HUGE for one in tree.atoms(AppliedUndef))
-
-
 def _num_bits(number: sympy.Rational) -> int:
-    return max(int(number.p).bit_length(), int(number.q).bit_length())
+    return max(int(abs(number.p)).bit_length(), int(number.q).bit_length())
 
 
-def _num_bits_of_result(tree: sympy.Basic, args: list[Any]) -> int:
-    """At most so many bits has the result; 0 where it is no larger than its arguments."""
+def _num_bits_of_result(tree: sympy.Basic, args: list[Any]) -> float:
+    """At most about so many bits has the result; 0 where it is no larger than its arguments."""
     if not all(isinstance(one, sympy.Rational) for one in args):
         return 0
+    if isinstance(tree, sympy.Add | sympy.Mul):
+        return sum(map(_num_bits, args))
+    size = abs(args[0])
     if isinstance(tree, sympy.Pow):
-        base, exponent = args
-        return 0 if base in (-1, 0, 1) else int(abs(exponent) * _num_bits(base))
+        # log2 of the base, rounded up.
+        return int(abs(args[1]) * max(int(size.p - 1).bit_length(), int(size.q - 1).bit_length()))
     if isinstance(tree, sympy.factorial | sympy.gamma | sympy.factorial2 | sympy.subfactorial):
-        return int(abs(args[0]) * _num_bits(args[0]))
+        return math.lgamma(size + 1) / math.log(2) if size < MAX_BITS else math.inf
     if isinstance(tree, sympy.binomial):
-        return int(min(abs(args[1]), abs(args[0] - args[1])) * _num_bits(args[0]))
-    if isinstance(tree, sympy.Mul):
-        return sum(map(_num_bits, args))
-    if isinstance(tree, sympy.Add):
-        return sum(map(_num_bits, args))
+        return int(min(abs(args[1]), abs(args[0] - args[1])) * _num_bits(size))
     return 0
 
 
@@ -196,6 +203,15 @@ def _factors(parser: Any, factors: list[Any], index: int = 0) -> Any:
     Replaces the parser's method, which adds the factors of 2(3) and of "2 3" as well.
     """
     first = parser.convert_postfix(factors[index])
+    texts = [one.getText() for one in factors[index : index + 2]]
+    if len(texts) == 2 and texts[0].isdecimal():
+        if texts[1].isdecimal():
+            raise ValueError(f"no sign between {texts[0][:20]} and {texts[1][:20]}")
+        if texts[1].startswith("\\frac"):
+            index += 1
+            fraction = parser.convert_postfix(factors[index])
+            is_mixed = isinstance(fraction, sympy.Rational) and fraction > 0
+            first = first + fraction if is_mixed else parser.mul_flat(first, fraction)
     if index == len(factors) - 1:
         if isinstance(first, list):
             raise ValueError("a derivative of nothing")
@@ -205,11 +221,6 @@ def _factors(parser: Any, factors: list[Any], index: int = 0) -> Any:
         return sympy.Derivative(rest, first[0])
     if getattr(first, "is_Matrix", False) or getattr(rest, "is_Matrix", False):
         return parser.mat_mul_flat(first, rest)
-    text, next_text = (one.getText() for one in factors[index : index + 2])
-    if text.isdecimal() and next_text.isdecimal():
-        raise ValueError(f"no sign between {text[:20]} and {next_text[:20]}")
-    if text.isdecimal() and next_text.startswith("\\frac") and isinstance(rest, sympy.Rational) and rest > 0:
-        return first + rest
     return parser.mul_flat(first, rest)
 
 
