@@ -5,13 +5,25 @@ an integer power. So nothing here has a limit; ``forgeasync.scoring.worker`` kil
 long.
 """
 
+import itertools
 import logging
 import re
-from typing import Any
+from typing import Any, Literal
 
-from math_verify import parse, verify
+from math_verify import parse
 
 from forgeasync.rollouts.score import Score
+from forgeasync.scoring.final_answer import (
+    after_reasoning,
+    ends_in_variable,
+    ends_unfinished,
+    final_special_number,
+    keep_last_letter,
+    last_boxed,
+    plain_notation,
+    scientific_as_product,
+)
+from forgeasync.scoring.math_repairs import equal, repair
 from forgeasync.scoring.verifier import MathProblem
 
 MAX_UNBOXED_CHARS = 2000
@@ -24,33 +36,17 @@ _SIGN = r"(?<![\w#\\])\\?#{1,6}[ \t]{0,4}(?=[-+]?(?:\\?\$)?[-+.]?\d|\\[dt]?frac|
 _NUMBER_SIGN = re.compile(_SIGN)
 # In a sentence "#4" names something ("rule #4"), so there only the last word or the first of a line counts.
 _FINAL_NUMBER_SIGN = re.compile(rf"^[ \t]{{0,8}}{_SIGN}|{_SIGN}(?=\S{{1,80}}\s{{0,20}}\Z)", re.MULTILINE)
-_BOX_TOKENS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the complete ``\boxed{...}`` that starts last in ``text``; None without one."""
-    # One pass with a stack: matching braces anew from every box would be quadratic in hostile text.
-    open_braces: list[int | None] = []
-    best_start, best = -1, None
-    for token in _BOX_TOKENS.finditer(text):
-        symbol = token.group()
-        if symbol.startswith("\\boxed"):
-            open_braces.append(token.end())
-        elif symbol == "{":
-            open_braces.append(None)
-        elif symbol == "}" and open_braces:
-            start = open_braces.pop()
-            if start is not None and start > best_start:
-                best_start, best = start, text[start : token.start()]
-    return best
+def _parse_boxed(content: str, *, is_reference: bool = False) -> list[Any]:
+    # The box is math-verify's marker for "all of this is the answer". A box that it cannot read is no reason
+    # to look for another number in it; references are not guesses.
+    mode: Literal["any_match", "first_match"] = "any_match" if is_reference else "first_match"
+    content = _NUMBER_SIGN.sub("", content)
+    return parse(f"\\boxed{{{content}}}", parsing_timeout=None, extraction_mode=mode)
 
 
-def _parse_boxed(content: str) -> list[Any]:
-    # The box is math-verify's marker for "all of this is the answer".
-    return parse(f"\\boxed{{{_NUMBER_SIGN.sub('', content)}}}", parsing_timeout=None)
-
-
-def _parse_reference(answer: str) -> list[Any]:
+def _reference_content(answer: str) -> str:
     boxed = last_boxed(answer)
     # GSM8K's references are a solution, "####" and the result.
     content = (answer.rpartition(_GSM8K_MARK)[2] if boxed is None else boxed).strip()
@@ -59,19 +55,31 @@ def _parse_reference(answer: str) -> list[Any]:
         if wrapped and len(content) > len(opening) + len(closing):
             content = content[len(opening) : -len(closing)].strip()
             break
-    return _parse_boxed(content)
+    return plain_notation(content)
 
 
 def judge(response: str, answer: str) -> Score:
     """1.0, and correct, where the final answer of ``response`` equals ``answer``; else 0.0. Has no limit."""
-    boxed = last_boxed(response)
-    if boxed is None:
-        # The tail holds the final answer, and math-verify's patterns backtrack badly on long text.
-        tail = _FINAL_NUMBER_SIGN.sub("", response[-MAX_UNBOXED_CHARS:])
+    reference = _reference_content(answer)
+    stated = after_reasoning(response)
+    boxed = last_boxed(stated)
+    # The tail holds the final answer, and math-verify's patterns backtrack badly on long text.
+    tail = stated[-MAX_UNBOXED_CHARS:]
+    if boxed is None and ends_unfinished(tail):
+        boxed = ""
+    content = final_special_number(tail) if boxed is None else boxed
+    if content is None:
+        tail = scientific_as_product(_FINAL_NUMBER_SIGN.sub("", tail))
         found = parse(tail, parsing_timeout=None)
     else:
-        found = _parse_boxed(boxed)
-    is_correct = bool(verify(_parse_reference(answer), found, timeout_seconds=None))
+        content = plain_notation(content)
+        if ends_in_variable(reference):
+            content = keep_last_letter(content)
+        found = _parse_boxed(content)
+    if ends_in_variable(reference):
+        reference = keep_last_letter(reference)
+    references = _parse_boxed(reference, is_reference=True)
+    is_correct = any(equal(one, other) for one, other in itertools.product(references, found))
     return Score(float(is_correct), is_correct, has_answer=bool(found))
 
 
@@ -81,6 +89,9 @@ _WARM_UP = (
     (r"\boxed{5}", "4"),
     (r"\boxed{x^2 - \sqrt{2}}", r"(x+1)^2"),
     (r"\boxed{\{1, 2\}}", "[1, 2)"),
+    (r"\boxed{1.5\sin 1}", r"\sqrt{2}"),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    (r"\boxed{x = 1}", "x = 2"),
 )
 
 
@@ -92,6 +103,7 @@ class MathVerifier:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         # Builds math-verify's patterns and parser tables, and imports what sympy imports late, so that no
         # answer pays for them.
+        repair()
         for response, answer in _WARM_UP:
             judge(response, answer)
 

@@ -156,7 +156,16 @@ _MATH_POOLS = {
 
 
 def math_reward(response: str, answer: str, *, allow_weaker_isolation: bool = False) -> float:
-    r"""1.0 if the final answer of ``response`` (its last ``\boxed``, if any) equals ``answer``, else 0.0.
+    r"""1.0 if the final answer of ``response`` equals ``answer``, else 0.0.
+
+    The final answer is the content of the last ``\boxed`` or ``\fbox`` after ``</think>``, else the last
+    number or formula there. A last box that is empty or not finished is no answer.
+
+    Rational numbers are equal only exactly, with powers, factorials and decimals: 0.333333 is not 1/3. A
+    decimal stands for an irrational number if it differs by at most one part in 10**6. Irrational numbers are
+    equal if they agree to 50 digits and their difference vanishes at 1000. A number of more than 131,072 bits
+    is not computed: it equals only what is written alike. A number with a base, as 100_2, equals only the
+    same number with the same base.
 
     Works from any thread. ``response`` is hostile input, so it is verified in a process that bubblewrap
     isolates. Where bubblewrap does not work, ``allow_weaker_isolation`` has it verified behind the layers

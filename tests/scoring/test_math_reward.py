@@ -41,7 +41,7 @@ def verify(pool: VerifierPool, response: str, answer: str) -> Score:
         (r"\boxed{7}", r"\boxed{7}"),
         (r"first \boxed{1}, no: \boxed{2}", "2"),
         (r"The final answer is $1$. I hope so. \boxed{2}", "2"),
-        (r"\boxed{5} and then it was cut: \boxed{6", "5"),
+        (r"\boxed{4 no, it is \boxed{5}", "5"),
         ("The answer is 42.", "42"),
         ("3 + 4 = 7, then 7 * 2 = 14", "14"),
         ("Final answer: -1,234", "-1234"),
@@ -67,6 +67,7 @@ def test_right_answers_score_one(response: str, answer: str) -> None:
         ("no number at all", "42"),
         ("", "42"),
         ("42", ""),
+        (r"\boxed{5} and then it was cut: \boxed{6", "5"),
     ],
 )
 def test_wrong_answers_score_zero(response: str, answer: str) -> None:
@@ -110,12 +111,8 @@ def test_number_signs_before_a_number_mean_nothing(response: str, answer: str, r
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "9^{9^{9^{9}}}",
-        pytest.param("((10!)!)!", marks=pytest.mark.exhaustive),
-        pytest.param(r"\binom{10^{9}}{5 \cdot 10^{8}}", marks=pytest.mark.exhaustive),
-    ],
-    ids=["power tower", "factorial tower", "binomial"],
+    [r"\Gamma(1000000000)", pytest.param(r"\prod_{k=1}^{1000000000} k", marks=pytest.mark.exhaustive)],
+    ids=["gamma", "product"],
 )
 def test_endless_expressions_are_cut_off_and_counted(impatient: VerifierPool, expression: str) -> None:
     before = impatient.counts
@@ -170,9 +167,23 @@ def test_threads_get_their_own_answers() -> None:
         (r"\boxed{\{1\}}", r"\{1\}"),
         (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
         (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed{1} \boxed{2", "1"),
+        (r"\boxed{x=\boxed{3}}", "x={3}"),
+        (r"\boxed{4 \text{ or } \boxed{3}}", r"4 \text{ or } {3}"),
+        (r"\boxed{\boxed{1} \boxed{2}}", "{1} {2}"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{1} \boxed{2", ""),
+        (r"\boxed{1} \boxed{\frac{1}{2}", ""),
+        (r"\boxed{1} \boxed{\boxed{", ""),
+        (r"\boxed{1} \boxed", ""),
+        (r"\boxed{1 \boxed{2}", "2"),
+        (r"\boxed{}", ""),
+        (r"\fbox{5}", "5"),
+        (r"\boxed 5.", "5"),
+        (r"$\boxed 5$", "5"),
+        (r"\boxed{4}, no: \boxed\frac{1}{2} it is", r"\frac{1}{2}"),
         (r"} } \boxed{4}", "4"),
-        (r"\boxed{5", None),
+        (r"\boxed{5", ""),
+        (r"\boxedtext{5}", None),
         ("none", None),
     ],
 )

@@ -1,0 +1,313 @@
+"""Math rewards: right answers in other words score 1, and answers near the right one score 0."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from forgeasync.rollouts.score import ScoreStatus
+from forgeasync.scoring.verifier import MathProblem
+from forgeasync.scoring.verifier_pool import DEFAULT_VERIFIERS, math_reward
+
+RIGHT = [
+    (r"\frac{1}{2006!}", r"\frac{1}{2006!}"),
+    (r"10000 \cdot 9999!", "10000!"),
+    (r"2 \cdot 2^{99999}", "2^{100000}"),
+    (r"\frac{2000!}{(1000!)^2}", r"\binom{2000}{1000}"),
+    ("10^{10000000000}", "10^{10^{10}}"),
+    (r"1-\frac{1}{\mathrm{e}}", r"1-\frac1e"),
+    (r"\operatorname{e}^{2}", "e^2"),
+    (r"x\mathrm{e}^{x}", "xe^x"),
+    (r"\uppi", r"\pi"),
+    (r"6 \times 10^{23}", "6e23"),
+    ("6E23", r"6\cdot10^{23}"),
+    (r"6.02 * 10^23", r"6.02\times 10^{23}"),
+    ("6e-5", "0.00006"),
+    (r"\emptyset", r"\varnothing"),
+    (r"\{ \}", r"\varnothing"),
+    (r"\left\{\right\}", r"\emptyset"),
+    ("∅", r"\varnothing"),
+    (r"0.\overline{142857}", r"\frac17"),
+    (r"0.1\bar{6}", r"\frac16"),
+    ("1 1/2", "1.5"),
+    (r"3\frac{1}{2}x", r"\frac{7x}{2}"),
+    ("2(3)", "6"),
+    ("(2)(3)", "6"),
+    (r"1\,234\,567", "1234567"),
+    ("1 234 567", "1234567"),
+    (r"1,\!234,\!567", "1234567"),
+    ("6.", "6"),
+    ("–6", "-6"),
+    (r"10 \bmod 3", "1"),
+    ("3t", "3t"),
+    (r"h\pi", r"\pi h"),
+    ("12", r"12 \text{ cm}"),
+    (r"5\,\mathrm{m}", "5"),
+    (r"(100)_{2}", "100_2"),
+    (r"100_{\text{two}}", "100_{2}"),
+    (r"\text{1A}_{16}", "1A_{16}"),
+    ("0.10_{3}", "0.1_3"),
+    (r"1.414214", r"\sqrt{2}"),
+    (r"\sqrt2", "1.41421356"),
+    (r"[1.414214, 2]", r"[\sqrt2, 2]"),
+    (r"\sqrt{2+\sqrt3}", r"\frac{\sqrt6+\sqrt2}{2}"),
+    (r"\cos\frac{2\pi}{7}+\cos\frac{4\pi}{7}+\cos\frac{6\pi}{7}", r"-\frac12"),
+    (r"\sqrt2\sqrt3-\sqrt6", "0"),
+    (r"e^{-0.5}", r"\frac{1}{\sqrt{e}}"),
+    (r"(1+i)^2", "2i"),
+    (r"e^{\mathrm{i}\pi}", "-1"),
+    ("4i+3", "3+4i"),
+    (r"\{1+i,1-i\}", r"\{1-i,1+i\}"),
+    (r"\{0.5, 1\}", r"\{1,\frac12\}"),
+    (r"\begin{pmatrix}0.5\\2\end{pmatrix}", r"\begin{pmatrix}\frac12\\2\end{pmatrix}"),
+    (r"(3,\infty)\cup(-\infty,2)", r"(-\infty,2)\cup(3,\infty)"),
+    ("x=5", "5"),
+    ("5", "x=5"),
+    (r"50\%", "0.5"),
+    (r"50\%", "50"),
+    (r"\text{Yes}", "yes"),
+    (r"\text{(A)}", "A"),
+]
+
+WRONG = [
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+    (r"\frac{1}{\binom{100}{50}}", r"\frac{1}{\binom{100}{49}}"),
+    ("10^{-30}", "0"),
+    ("e^{-100}", "0"),
+    ("0", "e^{-100}"),
+    ("0.1^{20}", "10^{-21}"),
+    ("0.0000001", "0.0000002"),
+    ("0.333333", r"\frac13"),
+    ("2^{1000}+1", "2^{1000}"),
+    (r"\sqrt{2}", r"\sqrt{2+10^{-20}}"),
+    (r"10^{-20}\pi", r"2\cdot10^{-20}\pi"),
+    (r"2^{1000}\pi", r"2^{1000}\pi+1"),
+    (r"\sqrt{10^{400}+1}", "10^{200}"),
+    (r"\sqrt{10^{200}+1}-10^{100}", r"\sqrt{10^{200}+2}-10^{100}"),
+    (r"\cos 10^{-9}", "1"),
+    (r"\ln 2", r"\ln 2.0000001"),
+    (r"\log_2 8", r"\log_3 8"),
+    ("3.14", r"\pi"),
+    (r"\frac{355}{113}", r"\pi"),
+    ("1.4142", r"\sqrt{2}"),
+    (r"x+\frac{1}{2^{99}}", r"x+\frac{1}{2^{98}}"),
+    ("10^{-20}x", r"2\cdot 10^{-20}x"),
+    (r"x=\frac{1}{2^{99}}", r"x=\frac{1}{2^{98}}"),
+    ("y=2x+1.0000000001", "y=2x+1"),
+    ("x^2+4=0", "x^2+1=0"),
+    (r"\{1,\frac{1}{2^{99}}\}", r"\{1,\frac{1}{2^{98}}\}"),
+    (r"(1,\frac{1}{2^{99}})", r"(1,\frac{1}{2^{98}})"),
+    (r"[0,\frac{1}{2^{99}}]", r"[0,\frac{1}{2^{98}}]"),
+    (r"\begin{pmatrix}0.5000000001\\2\end{pmatrix}", r"\begin{pmatrix}\frac12\\2\end{pmatrix}"),
+    ("(1,2]", "(1,2)"),
+    ("(2,1)", "(1,2)"),
+    (r"3+4.0000000001i", "3+4i"),
+    ("10^{-30}i+3", "3"),
+    (r"12.5000000001\%", "0.125"),
+    ("100_{3}", "100_{2}"),
+    ("100", "100_{2}"),
+    ("100_{2}", "100"),
+    ("4", "100_{2}"),
+    ("2.1_{3}", "2.1_{4}"),
+    ("26_{16}", "1A_{16}"),
+    (r"\{100_3\}", r"\{100_2\}"),
+    ("x=100_3", "100_2"),
+    ("2(3)", "5"),
+    ("2 3", "5"),
+    ("2 3", "6"),
+    ("3", "3t"),
+    ("5 + t", "5 + s"),
+    (r"\pi", r"\pi h"),
+    (r"\{0\}", r"\varnothing"),
+    (r"\{\emptyset\}", r"\varnothing"),
+    (r"1 \text{ or } 2", "2"),
+    (r"42 \text{ maybe} \frac{", "42"),
+]
+
+
+@pytest.mark.parametrize(("found", "answer"), RIGHT)
+def test_equal_answers_score_one(found: str, answer: str) -> None:
+    assert math_reward(f"so \\boxed{{{found}}}", answer) == 1.0
+
+
+@pytest.mark.parametrize(("found", "answer"), WRONG)
+def test_other_answers_score_zero(found: str, answer: str) -> None:
+    assert math_reward(f"so \\boxed{{{found}}}", answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"\boxed{4} then \boxed{", "4", 0.0),
+        (r"\boxed{4} then \boxed{\frac{1}{2}", "4", 0.0),
+        (r"\boxed{4} as asked in \boxed{}", "4", 0.0),
+        (r"\boxed{4 \text{ or } \boxed{3}}", "3", 0.0),
+        (r"\boxed{1} or \boxed{2}", "1", 0.0),
+        (r"\boxed{x=\boxed{3}}", "3", 1.0),
+        (r"\fbox{5}", "5", 1.0),
+        (r"\boxed 5", "5", 1.0),
+        (r"\boxed{4} no, \boxed 5", "4", 0.0),
+        (r"\boxed{5} is it, not 6.", "5", 1.0),
+        (r"We get $4$. Then the result is $\frac{$", "4", 0.0),
+        (r"the answer is 4, or $\frac{1}{2", "4", 0.0),
+        ("The answer is **4**", "4", 1.0),
+        ("The answer is 7 (2+5)", "7", 1.0),
+        ("She pays $5 and $6, so in total $11", "11", 1.0),
+        ("the answer is 6e-3.", "0.006", 1.0),
+        ("the answer is 6e23", "6", 0.0),
+        ("so it is $100_{2}$.", "100_2", 1.0),
+        ("so it is 100_3", "100", 0.0),
+        # What closed reasoning held is no answer.
+        (r"<think>maybe \boxed{2}</think> it is 3", "2", 0.0),
+        (r"<think>maybe \boxed{2}</think> it is 3", "3", 1.0),
+        (r"<think>\boxed{2}</think>\boxed{3}", "3", 1.0),
+        (r"<think>\boxed{2}</think>", "2", 0.0),
+        (r"\boxed{2}</think> I do not know.", "2", 0.0),
+        (r"<think>the answer is 3</think>", "3", 0.0),
+        (r"<think>a</think> \boxed{3} <think>b</think> \boxed{2}", "3", 0.0),
+        (r"[THINK]\boxed{2}[/THINK] It is 3.", "2", 0.0),
+        # Reasoning that was not closed is all that there is.
+        (r"<think>so \boxed{2}", "2", 1.0),
+    ],
+)
+def test_one_place_holds_the_final_answer(response: str, answer: str, reward: float) -> None:
+    assert math_reward(response, answer) == reward
+
+
+@pytest.mark.parametrize("answer", ["42", "10^{10^{10}+1}", "(10^9+1)!"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "10^{10^{10}}",
+        "(10^9)!",
+        "9^{9^{9^{9}}}",
+        "((10!)!)!",
+        r"\binom{10^{9}}{5 \cdot 10^{8}}",
+        r"2^{\frac{10^{9}}{3}}",
+        r"\{10^{10^{10}}\}",
+        r"1+\frac{1}{10^{10^{10}}}",
+        r"\sin(10^{10^{10}})",
+        "1E999999999",
+    ],
+)
+def test_numbers_too_large_to_compute_are_other_numbers_at_once(expression: str, answer: str) -> None:
+    score = DEFAULT_VERIFIERS.score(MathProblem(answer=answer), f"\\boxed{{{expression}}}")
+    assert (score.value, score.has_answer, score.status) == (0.0, True, ScoreStatus.SCORED)
+
+
+def fraction_latex(value: Fraction) -> str:
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+FRAMES = ["{}", r"({}, 7)", r"\{{ {}, 7 \}}", "x = {}", r"\begin{{pmatrix}} {} \\ 7 \end{{pmatrix}}", "{} x"]
+
+rationals = st.fractions(max_denominator=10**40).filter(bool) | st.builds(
+    lambda sign, value, exponent: sign * value * Fraction(10) ** exponent,
+    st.sampled_from([-1, 1]),
+    st.fractions(min_value=1, max_value=10, max_denominator=10**6),
+    st.integers(-60, 60),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=rationals, sign=st.sampled_from([-1, 1]), frame=st.sampled_from(FRAMES))
+@example(value=Fraction(1, 3), sign=1, frame="{}")
+@example(value=Fraction(1, 2**98), sign=1, frame=r"\{{ {}, 7 \}}")
+def test_one_part_in_a_trillion_is_wrong(value: Fraction, sign: int, frame: str) -> None:
+    answer = frame.format(fraction_latex(value))
+    other = frame.format(fraction_latex(value * (1 + sign * Fraction(1, 10**12))))
+    assert math_reward(f"\\boxed{{{other}}}", answer) == 0.0
+    assert math_reward(f"\\boxed{{{answer}}}", other) == 0.0
+    assert math_reward(f"\\boxed{{{answer}}}", answer) == 1.0
+
+
+def mixed(whole: int, top: int, bottom: int) -> tuple[str, Fraction]:
+    return rf"{whole}\frac{{{top}}}{{{bottom}}}", whole + Fraction(top, bottom)
+
+
+def decimal_text(digits: int, places: int) -> tuple[str, Fraction]:
+    text = str(digits).rjust(places + 1, "0")
+    return f"{text[:-places]}.{text[-places:]}", Fraction(digits, 10**places)
+
+
+def of_fraction(style: str, top: int, bottom: int) -> tuple[str, Fraction]:
+    return style.format(top, bottom), Fraction(top, bottom)
+
+
+digits = st.integers(1, 9)
+counts = st.integers(1, 10**12)
+written = (
+    st.builds(of_fraction, st.sampled_from([r"\frac{}{}", r"\dfrac{}{}", r"\tfrac{} {}"]), digits, digits)
+    | st.builds(
+        of_fraction,
+        st.sampled_from(
+            [
+                r"\dfrac{{{}}}{{{}}}",
+                r"\tfrac{{{}}}{{{}}}",
+                r"\cfrac{{{}}}{{{}}}",
+                r"\left(\frac{{{}}}{{{}}}\right)",
+                "{}/{}",
+                r"{} \div {}",
+                r"{} \cdot \frac{{1}}{{{}}}",
+                r"{} \times {}^{{-1}}",
+                r"{}\,/\,{}",
+                r"\frac{{\;{}\,}}{{ {}\! }}",
+            ]
+        ),
+        counts,
+        counts,
+    )
+    | st.builds(mixed, st.integers(1, 999), st.integers(1, 999), st.integers(2, 999))
+    | st.builds(decimal_text, counts, st.integers(1, 20))
+    | st.builds(
+        lambda value, mark: (f"{value:,}".replace(",", mark), Fraction(value)),
+        counts,
+        st.sampled_from([",", "{,}", r",\!", r"\,", r"\ ", "~"]),
+    )
+    | st.builds(
+        lambda value, exponent, style: (style.format(value, exponent), value * Fraction(10) ** exponent),
+        digits,
+        st.integers(-30, 30),
+        st.sampled_from([r"{} \times 10^{{{}}}", r"{}\cdot 10^{{{}}}", "{}e{}", "{}E{}", r"{}*10^{{{}}}"]),
+    )
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    written=written,
+    sign=st.sampled_from(["", "-"]),
+    frame=st.sampled_from(["{}", "{}.", "$ {} $", r"\,{}\;"]),
+)
+def test_numbers_are_equal_however_they_are_written(
+    written: tuple[str, Fraction], sign: str, frame: str
+) -> None:
+    text, value = written
+    answer = sign + fraction_latex(value)
+    assert math_reward(f"\\boxed{{{frame.format(sign + text)}}}", answer) == 1.0
+    assert math_reward(f"\\boxed{{{answer}}}", sign + text) == 1.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    value=st.fractions(min_value=1, max_value=1000, max_denominator=1000),
+    constants=st.sampled_from(
+        [
+            ["e", r"\mathrm{e}", r"\operatorname{e}", r"\text{e}", r"{\rm e}", r"\exp(1)"],
+            [r"\pi", "π", r"\mathrm{\pi}", r"\uppi"],
+            [r"\sqrt{2}", r"\sqrt2", r"2^{\frac{1}{2}}", "2^{1/2}", r"\frac{2}{\sqrt 2}"],
+            [r"\ln 2", r"\ln(2)", r"\frac12\ln 4", r"\log_e 2"],
+        ]
+    ),
+    data=st.data(),
+)
+def test_constants_are_equal_in_every_font(
+    value: Fraction, constants: list[str], data: st.DataObject
+) -> None:
+    first, second = data.draw(st.sampled_from(constants)), data.draw(st.sampled_from(constants))
+    answer = rf"{fraction_latex(value)} + {first}"
+    assert math_reward(rf"\boxed{{{second} + {fraction_latex(value)}}}", answer) == 1.0
+    other = fraction_latex(value * (1 + Fraction(1, 10**12)))
+    assert math_reward(rf"\boxed{{{second} + {other}}}", answer) == 0.0
