@@ -8,7 +8,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-MAX_LINES = 400
+MAX_LINES = 700
 
 _ROW = re.compile(
     r"^\| `(?P<room>apps|forgeasync/[\w.]+)/?` \| [^|]+ \| (?P<imports>[^|]*) \|$", re.MULTILINE
