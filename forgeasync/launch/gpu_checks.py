@@ -126,6 +126,19 @@ def _check_software(host: HostGpus) -> Iterator[Problem]:
             remedy=f"torch {facts.torch} was built without it, and {host.num_needed} GPUs exchange data "
             "through it; install the torch of requirements/gpu.lock",
         )
+    if facts.torch_cuda is not None and facts.compiler is None:
+        yield Problem(
+            field=f"host {host.host}: C compiler",
+            remedy="there is neither gcc nor clang, nor a program that the environment variable CC names; Triton "
+            "compiles the launchers of its kernels with it: install gcc (Debian, Ubuntu: apt-get install gcc)",
+        )
+    if facts.torch_cuda is not None and not facts.has_python_header:
+        yield Problem(
+            field=f"host {host.host}: Python.h",
+            value=facts.python_header,
+            remedy="is not there; Triton compiles the launchers of its kernels with it: install Python's headers "
+            "(Debian, Ubuntu: apt-get install python3.11-dev)",
+        )
 
 
 def _check_count(host: HostGpus) -> Iterator[Problem]:

@@ -6,10 +6,14 @@ does not answer hangs, which a program with a time limit does not pass on.
 
 import csv
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 Version = tuple[int, ...]
 
@@ -67,6 +71,11 @@ class GpuFacts:
     """NCCL that torch has loaded; None: it has none."""
     flash_attention: frozenset[int]
     """Newer versions of FlashAttention whose package is installed."""
+    compiler: str | None
+    """The C compiler that Triton calls for the launchers of its kernels; None: there is none."""
+    python_header: str
+    """Where Triton's launchers include Python.h from."""
+    has_python_header: bool
 
 
 def gather_gpu_facts(visible: str | None) -> GpuFacts:
@@ -85,6 +94,7 @@ def gather_gpu_facts(visible: str | None) -> GpuFacts:
         trouble = "there is no nvidia-smi, which comes with NVIDIA's driver"
     except ValueError as error:
         trouble = str(error)
+    header = _python_header()
     return GpuFacts(
         gpus=gpus,
         trouble=trouble,
@@ -96,7 +106,24 @@ def gather_gpu_facts(visible: str | None) -> GpuFacts:
         flash_attention=frozenset(
             version for version, package in FLASH_ATTENTION_PACKAGES.items() if _is_installed(package)
         ),
+        compiler=_compiler(),
+        python_header=str(header),
+        has_python_header=header.is_file(),
     )
+
+
+def _compiler() -> str | None:
+    """The program that triton 3.7.1 chooses (``triton/runtime/build.py``)."""
+    names = (os.environ.get("CC"),) if "CC" in os.environ else ("gcc", "clang")
+    return next((path for name in names if name and (path := shutil.which(name.split()[0]))), None)
+
+
+def _python_header() -> Path:
+    """The file that triton 3.7.1 includes; the scheme is chosen as there."""
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder of local packages.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    return Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
 
 
 def _ask(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import importlib.util
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ def facts(*gpus: Gpu, num: int = 2, **changes: Any) -> GpuFacts:
         torch_cuda=(13, 0),
         nccl=(2, 29, 7),
         flash_attention=frozenset({3}),
+        compiler="/usr/bin/gcc",
+        python_header="/usr/include/python3.11/Python.h",
+        has_python_header=True,
     )
     return dataclasses.replace(good, **changes)
 
@@ -102,6 +106,17 @@ def test_good_hosts_pass_in_silence() -> None:
         (
             facts(driver="?", driver_cuda=None),
             "host node0: NVIDIA driver = '?': supports no CUDA, and torch",
+        ),
+        (
+            facts(compiler=None),
+            "host node0: C compiler: there is neither gcc nor clang, nor a program that the environment variable "
+            "CC names; Triton compiles the launchers of its kernels with it: install gcc (Debian, Ubuntu: apt-get",
+        ),
+        (
+            facts(has_python_header=False),
+            "host node0: Python.h = '/usr/include/python3.11/Python.h': is not there; Triton compiles the "
+            "launchers of its kernels with it: install Python's headers (Debian, Ubuntu: apt-get install "
+            "python3.11-dev)",
         ),
         (
             facts(torch="2.13.0+cpu", torch_cuda=None, nccl=None),
@@ -361,6 +376,27 @@ def test_an_installed_flash_attention_is_found(smi: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.procs
+def test_the_compiler_is_the_one_that_triton_takes(
+    smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With these the launcher of a kernel compiles; ``build.py`` raises where there is no compiler."""
+    found = gather_gpu_facts(None)
+    assert found.compiler is not None and found.has_python_header
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    for name in ("clang", "gcc", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        if name == "mine":
+            monkeypatch.setenv("CC", "mine -m64")
+        with_paths = gather_gpu_facts(None)
+        assert with_paths.compiler == str(tmp_path / name) and not with_paths.has_python_header
+    for nowhere in ("none such", ""):
+        monkeypatch.setenv("CC", nowhere)
+        assert gather_gpu_facts(None).compiler is None
+
+
 def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at its own, which are none."""
     make_smi(smi, TABLE)
