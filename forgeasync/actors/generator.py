@@ -33,13 +33,7 @@ from forgeasync.actors.stored_groups import (
 )
 from forgeasync.config.generator import SamplingSection
 from forgeasync.environments.reward import response_of
-from forgeasync.generator.reports import (
-    DecodeTiming,
-    EngineStats,
-    GroupCancelled,
-    PrefillTiming,
-    SwapReport,
-)
+from forgeasync.generator.reports import DecodeTiming, EngineStats, GroupCancelled, PrefillTiming, SwapReport
 from forgeasync.models.checkpoint_shapes import expected_shapes
 from forgeasync.observability.logs import redirect_process_output
 from forgeasync.process_memory import MemoryWatch

@@ -24,11 +24,7 @@ from forgeasync.config.generator import GeneratorSection, SamplingSection
 from forgeasync.config.weights import WeightsSection
 from forgeasync.generator.busy_clock import BusyClock
 from forgeasync.generator.engine_args import engine_args
-from forgeasync.generator.in_flight_recorder import (
-    PART_ARGUMENT,
-    TURN_ARGUMENT,
-    InFlightRecorder,
-)
+from forgeasync.generator.in_flight_recorder import PART_ARGUMENT, TURN_ARGUMENT, InFlightRecorder
 from forgeasync.generator.interruption import (
     EPISODE_ARGUMENT,
     GROUP_ARGUMENT,
@@ -45,12 +41,8 @@ from forgeasync.generator.turns import EngineEpisode, EngineTurn, check_continue
 from forgeasync.generator.updates import WeightUpdates
 from forgeasync.generator.workarounds.batch_invariance import compute_batch_invariantly
 from forgeasync.generator.workarounds.cpu_latent import expand_latents, rotate_in_torch
-from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, in_process_core
-from forgeasync.generator.workarounds.served_adapters import (
-    AdapterSetup,
-    ServedAdapter,
-    install,
-)
+from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, start_llm
+from forgeasync.generator.workarounds.served_adapters import AdapterSetup, ServedAdapter, install
 from forgeasync.generator.workarounds.vllm_process import adapt_process
 from forgeasync.rollouts.in_flight import LoggedTurn
 from forgeasync.rollouts.records import Records
@@ -118,7 +110,8 @@ class GeneratorEngine:
         """Load a Hugging Face folder as policy version 0; with ``adapters`` of it that vLLM serves.
 
         What named groups have in flight is logged in the folder ``in_flight``, which is made.
-        ``num_scored_ids``: the most of ``token_scores``; ``gpu_bytes``: must be free of each GPU; None: 92 %.
+        ``num_scored_ids`` is the most that ``forgeasync.generator.token_scores`` asks for. Each GPU must have
+        ``gpu_bytes`` free; None: 92 % of it.
         """
         is_cpu = current_platform.is_cpu()
         adapt_process()
@@ -137,7 +130,8 @@ class GeneratorEngine:
             num_scored_ids=num_scored_ids,
             gpu_bytes=None if is_cpu else gpu_bytes,
         )
-        vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        # In a thread, as the model itself is loaded (start_llm): the process answers meanwhile.
+        vllm_config = await asyncio.to_thread(args.create_engine_config, UsageContext.ENGINE_CONTEXT)
         if is_cpu:
             # Imports the CPU build's model runner, which other builds need not have.
             from forgeasync.generator.workarounds.cpu_capture import request_records
@@ -148,8 +142,9 @@ class GeneratorEngine:
         if in_flight is not None:
             vocab_size = vllm_config.model_config.get_vocab_size()
             recorder = InFlightRecorder(in_flight, records=records, vocab_size=vocab_size)
-        with in_process_core(salt_with_version=not weights.prefix_cache_across_versions, observer=recorder):
-            llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        llm = await start_llm(
+            vllm_config, salt_with_version=not weights.prefix_cache_across_versions, observer=recorder
+        )
         if is_cpu and num_scored_ids:
             from forgeasync.generator.workarounds.cpu_given_ids import accept_given_ids
 

@@ -6,19 +6,20 @@ it starts in seconds, and a function can be run between two engine steps with no
 is what makes a weight update and its version label one indivisible act. Can go when
 ``EngineCoreClient.make_client(multiprocess_mode=False, asyncio_mode=True)`` is implemented.
 
-Who waits for whom: the event loop puts commands into a queue and goes on; the engine thread takes all
-commands before each step, sleeps on the queue when it has no requests or is told to stand still, and hands
-outputs back to the loop. Standing still holds back steps only: commands run as ever, so that nothing can wait
-for ever on it. Commands that come after the thread's end fail with ``EngineDeadError``.
+Who waits for whom: a thread of ``start_llm`` waits until the engine thread has built the core. Then the event
+loop puts commands into a queue and goes on; the engine thread takes all commands before each step, sleeps on
+the queue when it has no requests or is told to stand still, and hands outputs back to the loop. Standing
+still holds back steps only: commands run as ever, so that nothing can wait for ever on it. Commands that come
+after the thread's end fail with ``EngineDeadError``.
 """
 
 import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from vllm.v1.engine import (
     EngineCoreRequest,
     FinishReason,
 )
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -55,14 +57,21 @@ class _Command(Generic[R]):
     future: Future[R]
 
     def run(self, core: EngineCore) -> None:
+        # A caller who was cancelled is told nothing; what it asked for is done all the same.
+        is_awaited = self.future.set_running_or_notify_cancel()
         try:
-            self.future.set_result(self.function(core))
+            result = self.function(core)
         except Exception as error:
             # The caller gets it: an update that fails is not the end of the engine thread.
-            self.future.set_exception(error)
+            if is_awaited:
+                self.future.set_exception(error)
+            return
+        if is_awaited:
+            self.future.set_result(result)
 
     def refuse(self) -> None:
-        self.future.set_exception(EngineDeadError())
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(EngineDeadError())
 
 
 class StepObserver(Protocol):
@@ -82,7 +91,7 @@ class StepObserver(Protocol):
 
 
 class InProcessAsyncClient(EngineCoreClient):
-    """An ``EngineCoreClient`` for ``AsyncLLM``; has to be built inside the event loop that uses it."""
+    """An ``EngineCoreClient`` for ``AsyncLLM``; building it takes as long as loading the model."""
 
     engine_ranks_managed = (0,)
 
@@ -92,13 +101,17 @@ class InProcessAsyncClient(EngineCoreClient):
         executor_class: type[Executor],
         log_stats: bool,
         *,
+        loop: asyncio.AbstractEventLoop,
         salt_with_version: bool,
         observer: StepObserver | None,
     ) -> None:
-        """With ``salt_with_version`` a prefix is served only to requests that start under its version."""
+        """Serve ``loop``.
+
+        With ``salt_with_version`` a prefix is served only to requests that start under its version.
+        """
         self._salt_with_version = salt_with_version
         self._observer = observer
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._commands: queue.SimpleQueue[_Command[Any]] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
         self._stopping = False
@@ -249,10 +262,19 @@ class InProcessAsyncClient(EngineCoreClient):
             self._core.shutdown()
 
 
-@contextmanager
-def in_process_core(*, salt_with_version: bool, observer: StepObserver | None) -> Iterator[None]:
-    """``AsyncLLM`` builds its core client through this one static method; see ``InProcessAsyncClient``."""
-    original = EngineCoreClient.make_async_mp_client
+_building = threading.Lock()
+"""Held while ``AsyncLLM`` builds a client, through a static method that is replaced meanwhile."""
+
+
+async def start_llm(
+    vllm_config: VllmConfig, *, salt_with_version: bool, observer: StepObserver | None
+) -> AsyncLLM:
+    """Build an ``AsyncLLM`` over a core in this process, in a thread: the event loop goes on.
+
+    Raises:
+        Exception: whatever vLLM raises where it cannot build one.
+    """
+    loop = asyncio.get_running_loop()
 
     def make(
         vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object
@@ -262,12 +284,18 @@ def in_process_core(*, salt_with_version: bool, observer: StepObserver | None) -
             vllm_config,
             executor_class,
             log_stats,
+            loop=loop,
             salt_with_version=salt_with_version,
             observer=observer,
         )
 
-    EngineCoreClient.make_async_mp_client = staticmethod(make)
-    try:
-        yield
-    finally:
-        EngineCoreClient.make_async_mp_client = original
+    def build() -> AsyncLLM:
+        with _building:
+            original = EngineCoreClient.make_async_mp_client
+            EngineCoreClient.make_async_mp_client = staticmethod(make)
+            try:
+                return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+            finally:
+                EngineCoreClient.make_async_mp_client = original
+
+    return await asyncio.to_thread(build)

@@ -1,0 +1,73 @@
+"""A generator's process answers while its engine is built, and who waits for the engine gets its error."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from monarch.actor import ActorError, this_host
+
+from forgeasync.actors.generator import GeneratorActor
+from forgeasync.actors.generator_setup import GeneratorSetup
+from forgeasync.launch.placement import spawn_role
+from forgeasync.models.config_file import read_model_facts
+from forgeasync.rollouts.records import Records
+from tests.support.models import write_random_model
+from tests.support.runs import tiny_config
+
+DEADLINE_S = 120.0
+
+
+class BuildsOnDemand(GeneratorActor):
+    """Its engine's core is built while somebody holds a pipe open, and fails then."""
+
+    def __init__(self, log_dir: Path, rank: int, pipe: Path) -> None:
+        super().__init__(log_dir, rank)
+        from forgeasync.generator.workarounds import inprocess_client
+
+        def build(*_: object) -> None:
+            with pipe.open("rb") as file:
+                raise ValueError(f"told {file.read().decode()}")
+
+        inprocess_client.EngineCore = build
+
+
+async def _answer_while_building(folder: Path, pipe: Path, logs: Path) -> tuple[int, str]:
+    """The process id, asked for in the midst of building; and how building ends."""
+    config = tiny_config(folder)
+    setup = GeneratorSetup(
+        model_path=folder,
+        facts=read_model_facts(str(folder)),
+        section=config.generator,
+        max_context_length=config.model.max_context_length,
+        seed=0,
+        records=Records(routing=True, kept_tokens=False),
+        weights=config.weights,
+        lora=None,
+        payload_capacity_bytes=2**20,
+        gpu_bytes=0,
+    )
+    mesh = spawn_role(this_host(), "generator", num_procs=1)
+    actor = mesh.spawn("generator", BuildsOnDemand, logs, 0, pipe)
+    building = asyncio.ensure_future(actor.setup.call_one(setup, "host-0", logs))
+    try:
+        # Opened once the other end is, in the midst of building.
+        held = await asyncio.to_thread(pipe.open, "wb", buffering=0)
+        with held:
+            async with asyncio.timeout(DEADLINE_S):
+                pid = await actor.pid.call_one()
+            held.write(b"to fail")
+        with pytest.raises(ActorError) as failed:
+            await building
+    finally:
+        await mesh.stop()
+    return pid, str(failed.value)
+
+
+@pytest.mark.procs
+@pytest.mark.exhaustive
+def test_a_process_answers_while_its_engine_is_built(tmp_path: Path) -> None:
+    folder, pipe = write_random_model(tmp_path / "hf"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    pid, message = asyncio.run(_answer_while_building(folder, pipe, tmp_path))
+    assert pid != os.getpid() and "ValueError: told to fail" in message

@@ -1,0 +1,123 @@
+"""The engine core's thread and the event loop: who waits for whom. vLLM's core is a stand-in here."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from forgeasync.generator.workarounds import inprocess_client
+from forgeasync.generator.workarounds.inprocess_client import InProcessAsyncClient, start_llm
+
+DEADLINE_S = 60.0
+
+
+class Core:
+    """An engine core without requests."""
+
+    def __init__(self, *_: object) -> None:
+        self.thread = threading.current_thread()
+        self.scheduler = SimpleNamespace(has_requests=lambda: False, running=[])
+
+    def step_fn(self) -> tuple[None, bool]:
+        return None, False
+
+    def post_step(self, *, model_executed: bool) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's ``AsyncLLM`` as far as it concerns its client."""
+
+    def build(config: object, **_: object) -> EngineCoreClient:
+        return EngineCoreClient.make_async_mp_client(config, None, False, client_index=0)
+
+    monkeypatch.setattr(inprocess_client.AsyncLLM, "from_vllm_config", build)
+    monkeypatch.setattr(inprocess_client, "EngineCore", Core)
+
+
+async def start() -> InProcessAsyncClient:
+    client = await start_llm(None, salt_with_version=False, observer=None)
+    assert isinstance(client, InProcessAsyncClient)
+    return client
+
+
+def test_the_event_loop_goes_on_while_a_core_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_building, may_end = threading.Event(), threading.Event()
+
+    class Slow(Core):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            is_building.set()
+            assert may_end.wait(DEADLINE_S), "the event loop stands still"
+
+    async def run() -> None:
+        starting = asyncio.create_task(start())
+        assert await asyncio.to_thread(is_building.wait, DEADLINE_S)
+        assert not starting.done()
+        may_end.set()
+        client = await starting
+        # The thread that steps it has built it.
+        threads = await client.between_steps(lambda core: (core.thread, threading.current_thread()))
+        assert threads[0] is threads[1] is not threading.main_thread()
+        client.shutdown()
+
+    monkeypatch.setattr(inprocess_client, "EngineCore", Slow)
+    before = EngineCoreClient.make_async_mp_client
+    asyncio.run(run())
+    assert EngineCoreClient.make_async_mp_client is before
+
+
+def test_who_waits_for_a_core_gets_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for the weights")
+
+    monkeypatch.setattr(inprocess_client, "EngineCore", fail)
+    with pytest.raises(MemoryError, match="no room for the weights"):
+        asyncio.run(start())
+
+
+@pytest.fixture
+def occupied() -> Iterator[tuple[Callable[[object], None], threading.Event, threading.Event]]:
+    """A command that keeps the engine's thread busy; an event when it runs, and one that ends it."""
+    runs, may_end = threading.Event(), threading.Event()
+
+    def occupy(_: object) -> None:
+        runs.set()
+        assert may_end.wait(DEADLINE_S)
+
+    yield occupy, runs, may_end
+    may_end.set()
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_caller_who_is_cancelled_is_no_end_of_the_engine(
+    occupied: tuple[Callable[[object], None], threading.Event, threading.Event], is_running: bool
+) -> None:
+    occupy, runs, may_end = occupied
+
+    async def run() -> None:
+        client = await start()
+        done: list[str] = []
+        first = asyncio.create_task(client.between_steps(occupy))
+        assert await asyncio.to_thread(runs.wait, DEADLINE_S)
+        second = asyncio.create_task(client.between_steps(lambda _: done.append("second")))
+        # Until its command is in the queue.
+        await asyncio.sleep(0)
+        cancelled = first if is_running else second
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        may_end.set()
+        assert await client.between_steps(lambda _: "alive") == "alive"
+        assert done == ["second"], "what was asked for is done all the same"
+        assert not client.resources.engine_dead
+        client.shutdown()
+
+    asyncio.run(run())
