@@ -129,15 +129,16 @@ def _check_software(host: HostGpus) -> Iterator[Problem]:
     if facts.torch_cuda is not None and facts.compiler is None:
         yield Problem(
             field=f"host {host.host}: C compiler",
-            remedy="there is neither gcc nor clang, nor a program that the environment variable CC names; Triton "
-            "compiles the launchers of its kernels with it: install gcc (Debian, Ubuntu: apt-get install gcc)",
+            remedy="there is neither gcc nor clang, nor a program that the environment variable CC names; "
+            "Triton compiles the launchers of its kernels with it: install gcc (Debian, Ubuntu: apt-get "
+            "install gcc)",
         )
     if facts.torch_cuda is not None and not facts.has_python_header:
         yield Problem(
             field=f"host {host.host}: Python.h",
             value=facts.python_header,
-            remedy="is not there; Triton compiles the launchers of its kernels with it: install Python's headers "
-            "(Debian, Ubuntu: apt-get install python3.11-dev)",
+            remedy="is not there; Triton compiles the launchers of its kernels with it: install Python's "
+            "headers (Debian, Ubuntu: apt-get install python3.11-dev)",
         )
 
 

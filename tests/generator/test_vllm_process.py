@@ -1,7 +1,11 @@
 """What is changed of vLLM before an engine: kernels are found among its modules, nothing is compiled."""
 
 import asyncio
+import os
+import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -100,6 +104,60 @@ def test_every_kernel_is_replaced_wherever_it_is(seen: Seen) -> None:
 
 def test_sampling_compiles_nothing(seen: Seen) -> None:
     assert seen.num_responses == NUM_RESPONSES and seen.num_compiled == 0
+
+
+def test_workers_are_spawned_whatever_the_environment_asks_for(tmp_path: Path) -> None:
+    """A fork of a process with CUDA or with threads may hang, and vLLM forks by default."""
+    script = (
+        "import forgeasync.generator\n"
+        "from vllm.utils.system_utils import get_mp_context\n"
+        "print(get_mp_context().get_start_method())\n"
+    )
+    environment = os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout == "spawn\n", done.stderr
+
+
+def test_cuda_is_not_asked_for_devices_before_the_engine_starts(tmp_path: Path) -> None:
+    assert run_alone(_askers, write_random_model(tmp_path / "model")) == []
+
+
+def _askers(folder: Path) -> list[str]:
+    """Who asks CUDA for devices between the import of a generator's actor and the start of its engine."""
+    from vllm.v1.engine.core import EngineCore
+
+    import forgeasync.actors.generator  # noqa: F401
+
+    askers: list[str] = []
+    start = EngineCore.__init__
+
+    def note(name: str) -> Callable[..., object]:
+        real = getattr(torch.cuda, name)
+
+        def asked(*arguments: object, **named: object) -> object:
+            if not has_started:
+                askers.append(f"torch.cuda.{name}: {''.join(traceback.format_stack(limit=4)[:-1])}")
+            return real(*arguments, **named)
+
+        return asked
+
+    def starts(*arguments: object, **named: object) -> None:
+        has_started.append(True)
+        start(*arguments, **named)
+
+    has_started: list[bool] = []
+    for name in ("_lazy_init", "device_count", "current_device", "get_device_properties", "init"):
+        setattr(torch.cuda, name, note(name))
+    EngineCore.__init__ = starts
+
+    async def go() -> None:
+        generator = GeneratorSection(max_num_seqs=4, kv_cache_gib=0.02)
+        engine = await start_engine(folder, generator, WeightsSection())
+        engine.shutdown()
+
+    asyncio.run(go())
+    assert has_started
+    return askers
 
 
 def test_as_likely_tokens_are_counted_by_row() -> None:

@@ -109,8 +109,9 @@ def test_good_hosts_pass_in_silence() -> None:
         ),
         (
             facts(compiler=None),
-            "host node0: C compiler: there is neither gcc nor clang, nor a program that the environment variable "
-            "CC names; Triton compiles the launchers of its kernels with it: install gcc (Debian, Ubuntu: apt-get",
+            "host node0: C compiler: there is neither gcc nor clang, nor a program that the environment "
+            "variable CC names; Triton compiles the launchers of its kernels with it: install gcc (Debian, "
+            "Ubuntu: apt-get install gcc)",
         ),
         (
             facts(has_python_header=False),
@@ -375,7 +376,6 @@ def test_an_installed_flash_attention_is_found(smi: Path, monkeypatch: pytest.Mo
     assert wanted == ["flash_attn_interface", "flash_attn.cute.interface"]
 
 
-@pytest.mark.procs
 def test_the_compiler_is_the_one_that_triton_takes(
     smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +397,7 @@ def test_the_compiler_is_the_one_that_triton_takes(
         assert gather_gpu_facts(None).compiler is None
 
 
+@pytest.mark.procs
 def test_an_agent_looks_at_the_gpus_of_its_host(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at its own, which are none."""
     make_smi(smi, TABLE)
