@@ -112,6 +112,11 @@ CHUNKED = {
     "chunked-tp2-sp-ep2": layout(replace(MANY, tokens_per_row=LONG_ROW), num_procs=2, tensor=2, expert=2),
 }
 
+BFLOAT16_LAYOUTS = {
+    "bfloat16-fsdp2-ep2": layout(ALONE["moe, bfloat16"], num_procs=2, expert=2),
+    "bfloat16-tp2-sp-ep2": layout(ALONE["moe, bfloat16"], num_procs=2, tensor=2, expert=2),
+}
+
 REFERENCES = (
     dict.fromkeys(MOE_LAYOUTS, "moe")
     | dict.fromkeys(DENSE_LAYOUTS, "dense")
@@ -131,6 +136,7 @@ REPRESENTATIVE = {
     "fsdp2-tp2-sp-ep2",
     "dense-tp2-sp",
     "chunked-fsdp2-ep2",
+    *BFLOAT16_LAYOUTS,
 }
 """Every parallelism once, and two of them together: the others are for ``make test-all``."""
 
@@ -172,7 +178,7 @@ def launch(inputs: Inputs, exported: Path) -> Launch:
 
     A launch that has failed is not tried again: each of its tests fails with what it said.
     """
-    cases = ALONE | MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED
+    cases = ALONE | MOE_LAYOUTS | DENSE_LAYOUTS | CHUNKED | BFLOAT16_LAYOUTS
     for name in ("fsdp2-ep2", "fsdp2-ep2-offload"):
         cases[name] = replace(cases[name], export=exported / name)
     done: dict[str, list[Outcome]] = {}
@@ -276,6 +282,16 @@ def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
     # A bfloat16 master would round most of so small a step away, and be off by 1e-3 of the weight.
     for name, tensor in exact.weights.items():
         torch.testing.assert_close(half.weights[name], tensor, atol=5e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)
+def test_bfloat16_under_layouts(launch: Launch, name: str) -> None:
+    """Other roundings, but the same sums."""
+    expected = launch("moe, bfloat16")[0]
+    for found in launch(name):
+        assert found.replays_exactly
+        assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-2)
+        assert cosine(found.gradients, expected.gradients) > 0.999
 
 
 def test_attention_of_gpus_over_whole_rows(launch: Launch) -> None:

@@ -22,6 +22,7 @@ from forgeasync.trainer.workarounds.attention import PackedAttention, packed_seq
 from forgeasync.trainer.workarounds.rms_norm import CpuRMSNorm
 from tests.support.config_samples import FACTS
 from tests.support.kept_sets import ALWAYS_GATHER, NEVER_GATHER
+from tests.support.live_tensors import LiveTensors
 
 VOCAB_SIZE, DIM, NUM_TARGETS = 2048, 128, 256
 
@@ -156,6 +157,20 @@ def test_terms_over_the_full_vocabulary(has_sets: bool, sign: str) -> None:
     loss = (logprobs_T * factors_T).sum() + (logprobs_TK * factors_TK).sum()
     for one, right in zip(ours, torch.autograd.grad(loss, exact), strict=True):
         assert error(one, right) < 0.006
+
+
+def test_rows_that_no_set_names_take_no_memory_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs_module, "GATHER_COST", ALWAYS_GATHER)
+    ours, _ = leaves(normal(NUM_TARGETS, DIM), normal(8 * VOCAB_SIZE, DIM))
+    sets = shared_sets(2, 1)
+    tokens = torch.zeros(NUM_TARGETS, dtype=torch.int64)
+    offsets, ids = offsets_and_ids(sets)
+    with torch.autograd.set_multithreading_enabled(False):
+        with LiveTensors([*ours, tokens, offsets, ids]) as live:
+            loss = chunked_predictions(*ours, tokens, offsets, ids, chunk_tokens=32).logprobs_T.sum()
+            torch.autograd.grad(loss, ours)
+    # The weight's gradient itself, in bfloat16.
+    assert live.peak_bytes < 1.5 * ours[1].nbytes
 
 
 def test_a_gradient_that_nobody_took_is_not_in_the_next() -> None:
