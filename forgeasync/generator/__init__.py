@@ -15,8 +15,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # The engine core runs in the generator's own process (inprocess_client): one worker then needs no other.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-# A Monarch proc starts the workers of a tensor-parallel engine, on CPUs and on GPUs. It has threads, so a fork
-# of it may hang. Workers are spawned whatever the environment asks for.
+# A Monarch proc starts the workers of a tensor-parallel engine, on CPUs and on GPUs. It has threads, so a
+# fork of it may hang. Workers are spawned whatever the environment asks for.
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 # An engine's queues are shared memory of its workers too, which are spawned by vLLM and import this.
