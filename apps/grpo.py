@@ -273,8 +273,7 @@ class GrpoRun:
             with clock.part(Part.EVALUATE):
                 ended = await self.evaluations.after_step(step)
             times = clock.times(has_evaluated=self.evaluations.waits_after(step))
-            with clock.part(Part.DISK):
-                report = await self.with_ledger(self.buffer.report.call_one())
+            waited_s = self.storage.waited_s
             with clock.part(Part.RECORD):
                 self.recorder.record(
                     StepRecord(
@@ -283,12 +282,13 @@ class GrpoRun:
                         result=result,
                         times=times,
                         engines=tuple(await self.generators.stats()),
-                        buffer=report,
+                        buffer=await self.with_ledger(self.buffer.report.call_one()),
                         counters=self.counters(),
                         held_out=ended,
                     )
                 )
                 self.bad_steps.count(step, result)
+            clock.move(self.storage.waited_s - waited_s, Part.RECORD, Part.DISK)
             with clock.part(Part.DISK):
                 await self.storage.until_written(self.recorder.files)
             await self.checkpoints.after_step(step, clock)

@@ -33,7 +33,7 @@ from tests.support.virtual_time import HandTime
 
 MAX_LOST = ScorerSection().max_lost
 Call = Callable[[Task, Sequence[Response]], Awaitable[ScoredResponses]]
-ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
+ENDLESS = r"\boxed{\Gamma(1000000000)}"
 
 
 def make_task(index: int = 0, answer: str = "4") -> Task:

@@ -1,14 +1,16 @@
 """Math rewards: right answers in other words score 1, and answers near the right one score 0."""
 
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from forgeasync.config.run import ScorerSection
 from forgeasync.rollouts.score import ScoreStatus
-from forgeasync.scoring.verifier import MathProblem
-from forgeasync.scoring.verifier_pool import DEFAULT_VERIFIERS, math_reward
+from forgeasync.scoring.verifier import MathProblem, MathVerifierChoice
+from forgeasync.scoring.verifier_pool import VerifierPool, math_reward
 
 RIGHT = [
     (r"\frac{1}{2006!}", r"\frac{1}{2006!}"),
@@ -127,6 +129,13 @@ WRONG = [
 ]
 
 
+@pytest.fixture(scope="module")
+def verifiers() -> Iterator[VerifierPool]:
+    pool = VerifierPool(MathVerifierChoice(), ScorerSection(num_workers=1))
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize(("found", "answer"), RIGHT)
 def test_equal_answers_score_one(found: str, answer: str) -> None:
     assert math_reward(f"so \\boxed{{{found}}}", answer) == 1.0
@@ -192,8 +201,10 @@ def test_one_place_holds_the_final_answer(response: str, answer: str, reward: fl
         "1E999999999",
     ],
 )
-def test_numbers_too_large_to_compute_are_other_numbers_at_once(expression: str, answer: str) -> None:
-    score = DEFAULT_VERIFIERS.score(MathProblem(answer=answer), f"\\boxed{{{expression}}}")
+def test_numbers_too_large_to_compute_are_other_numbers_at_once(
+    verifiers: VerifierPool, expression: str, answer: str
+) -> None:
+    score = verifiers.score(MathProblem(answer=answer), f"\\boxed{{{expression}}}")
     assert (score.value, score.has_answer, score.status) == (0.0, True, ScoreStatus.SCORED)
 
 

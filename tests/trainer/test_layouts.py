@@ -286,12 +286,12 @@ def test_bfloat16_computes_and_float32_masters_step(launch: Launch) -> None:
 
 @pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)
 def test_bfloat16_under_layouts(launch: Launch, name: str) -> None:
-    """Other roundings, but the same sums."""
-    expected = launch("moe, bfloat16")[0]
+    """As near to float32 as one process. TorchTitan rounds sums over tensor-parallel ranks to bfloat16."""
+    exact = launch("moe, small step")[0]
     for found in launch(name):
         assert found.replays_exactly
-        assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-2)
-        assert cosine(found.gradients, expected.gradients) > 0.999
+        assert found.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-2)
+        assert cosine(found.gradients, exact.gradients) > 0.99
 
 
 def test_attention_of_gpus_over_whole_rows(launch: Launch) -> None:
