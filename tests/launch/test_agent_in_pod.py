@@ -10,8 +10,10 @@ import pytest
 pytestmark = pytest.mark.procs
 
 WORKER = """
-import os, time
+import os, signal, time
 from pathlib import Path
+# A pod starts with this handler. Under a shell's background job SIGINT would stay ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from monarch.actor import run_worker_loop_forever
 from forgeasync.launch import agent
 if os.fork() == 0:
